@@ -1,0 +1,43 @@
+"""The contracts: data (`SequenceSample`), models (`ModelInterface`, `PipelinableEngine`) and the graph of RPCs.
+
+Imports torch, numpy and `realign.functional`; everything else in realign is written against what stands here.
+"""
+
+from realign.api.data import MicroBatches, SequenceSample
+from realign.api.dataflow import RPC, DataflowGraph
+from realign.api.lengths import Lengths
+from realign.api.microbatch import MicroBatchSpec, plan_microbatches
+from realign.api.model import (
+    GenerationConfig,
+    Model,
+    ModelInterface,
+    ModelOutput,
+    PipelinableEngine,
+    derive_seed,
+)
+from realign.api.stats import Max, Mean, Min, Stat, Stats, masked_max, masked_mean, merge_stats, stat_values
+
+__all__ = [
+    "RPC",
+    "DataflowGraph",
+    "GenerationConfig",
+    "Lengths",
+    "Max",
+    "Mean",
+    "MicroBatchSpec",
+    "MicroBatches",
+    "Min",
+    "Model",
+    "ModelInterface",
+    "ModelOutput",
+    "PipelinableEngine",
+    "SequenceSample",
+    "Stat",
+    "Stats",
+    "derive_seed",
+    "masked_max",
+    "masked_mean",
+    "merge_stats",
+    "plan_microbatches",
+    "stat_values",
+]

@@ -1,0 +1,166 @@
+"""`RPC` and `DataflowGraph`: calls of interface methods, wired by the names of what they read and write."""
+
+from __future__ import annotations
+
+import difflib
+import graphlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from realign.api.model import METHODS, ModelInterface, implements
+
+
+@dataclass(frozen=True)
+class RPC:
+    """One call of one interface method on one model, once per step.
+
+    Attributes:
+        name: of the call, unique in the graph.
+        model: the role whose model and interface are used.
+        method: "generate", "inference" or "train_step".
+        inputs: keys that the call reads, by their names in the graph.
+        outputs: keys that it writes, by their names in the graph.
+        rename: the graph's name of a key that the interface knows by another: with `{"logprobs": "ref_logprobs"}` the
+            interface's `logprobs` is the graph's `ref_logprobs`, as an output and as an input.
+        after: names of calls that must come first although no key says so.
+    """
+
+    name: str
+    model: str
+    method: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DataflowGraph:
+    """The RPCs of a step, checked when built.
+
+    Attributes:
+        rpcs: the calls, in any order.
+        dataset_keys: keys that every batch of the dataset has.
+        results: keys that are kept for reports although no call reads them.
+
+    Raises:
+        ValueError: names the RPC and suggests the nearest key, for a key that nobody produces, a key produced twice, a
+            cycle, an unknown method, or an output renamed from nothing.
+    """
+
+    rpcs: tuple[RPC, ...]
+    dataset_keys: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [r.name for r in self.rpcs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two RPCs are named {name!r}; names must be distinct")
+        for rpc in self.rpcs:
+            self._check_rpc(rpc, names)
+        _ = self.order  # fails on a cycle
+
+    def _check_rpc(self, rpc: RPC, names: list[str]) -> None:
+        if rpc.method not in METHODS:
+            raise ValueError(f"RPC {rpc.name!r}: unknown method {rpc.method!r}; valid: {', '.join(METHODS)}")
+        for key in rpc.outputs:
+            others = [r.name for r in self.rpcs if key in r.outputs and r.name != rpc.name]
+            others += ["the dataset"] if key in self.dataset_keys else []
+            if others:
+                raise ValueError(f"key {key!r} is produced twice: by {others[0]} and by RPC {rpc.name!r}")
+        known = {*self.dataset_keys, *(k for r in self.rpcs for k in r.outputs)}
+        for key in rpc.inputs:
+            if key not in known:
+                raise ValueError(f"RPC {rpc.name!r} reads key {key!r}, which nothing produces{nearest(key, known)}")
+        for name in rpc.after:
+            if name not in names:
+                raise ValueError(f"RPC {rpc.name!r} comes after {name!r}, which is not an RPC{nearest(name, names)}")
+        for key in rpc.rename.values():
+            if key not in rpc.outputs and key not in rpc.inputs:
+                raise ValueError(
+                    f"RPC {rpc.name!r} renames to {key!r}, which it does not declare"
+                    f"{nearest(key, (*rpc.outputs, *rpc.inputs))}"
+                )
+
+    @cached_property
+    def producers(self) -> dict[str, str]:
+        """Name of the RPC that writes each key (dataset keys are absent)."""
+        return {key: rpc.name for rpc in self.rpcs for key in rpc.outputs}
+
+    @cached_property
+    def edges(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """For each RPC the RPCs that it waits for, with the keys (none for a pure order).
+
+        Order among equals is an edge too: a model's generate and inference calls come before its train_step.
+        """
+        edges: dict[str, dict[str, tuple[str, ...]]] = {}
+        for rpc in self.rpcs:
+            before: dict[str, tuple[str, ...]] = {}
+            for key in rpc.inputs:
+                if (producer := self.producers.get(key)) is not None:
+                    before[producer] = (*before.get(producer, ()), key)
+            for name in rpc.after:
+                before.setdefault(name, ())
+            if rpc.method == "train_step":
+                for other in self.rpcs:
+                    if other.model == rpc.model and other.method != "train_step":
+                        before.setdefault(other.name, ())
+            edges[rpc.name] = before
+        return edges
+
+    @cached_property
+    def order(self) -> tuple[RPC, ...]:
+        """The RPCs in an order in which each finds what it reads; as declared, as far as the edges allow."""
+        sorter = graphlib.TopologicalSorter({name: list(before) for name, before in self.edges.items()})
+        try:
+            sorter.prepare()
+        except graphlib.CycleError as error:
+            raise ValueError(f"the RPCs wait for each other in a circle: {' -> '.join(error.args[1])}") from None
+        rank = {rpc.name: i for i, rpc in enumerate(self.rpcs)}
+        ready: list[str] = []
+        out: list[RPC] = []
+        while sorter.is_active():
+            ready = sorted([*ready, *sorter.get_ready()], key=rank.__getitem__)
+            out.append(self.rpcs[rank[ready[0]]])
+            sorter.done(ready.pop(0))
+        return tuple(out)
+
+    def unread(self) -> list[str]:
+        """Keys that an RPC writes and nobody reads: most often a misspelt name. `results` are not among them."""
+        read = {key for rpc in self.rpcs for key in rpc.inputs} | set(self.results)
+        return sorted(key for key in self.producers if key not in read)
+
+    def check_roles(self, interfaces: Mapping[str, type[ModelInterface]], models: Iterable[str]) -> None:
+        """Check, before any model is loaded, that every role can do what the graph asks of it.
+
+        Args:
+            interfaces: the interface class of each role.
+            models: roles that have a network.
+
+        Raises:
+            ValueError: names the RPC, for a role without an interface or a model, or a method that is not implemented.
+        """
+        models = set(models)
+        for rpc in self.rpcs:
+            if rpc.model not in interfaces:
+                hint = nearest(rpc.model, interfaces)
+                raise ValueError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no interface{hint}")
+            interface = interfaces[rpc.model]
+            if not implements(interface, rpc.method):
+                has = [m for m in METHODS if implements(interface, m)]
+                raise ValueError(
+                    f"RPC {rpc.name!r} calls {rpc.method}, which {interface.__name__} does not implement; it has {has}"
+                )
+            if interface.needs_engine and rpc.model not in models:
+                hint = nearest(rpc.model, models)
+                raise ValueError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no model{hint}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: the nearest valid name, and all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{hint} (valid: {', '.join(known) or 'none'})"

@@ -1,0 +1,134 @@
+"""How a packed tensor is cut: the lengths of the sequences of every prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """The lengths of the sequences of each prompt, in the order in which they stand in a packed tensor.
+
+    Attributes:
+        counts: [n_prompts] number of sequences of each prompt.
+        flat: [S] number of elements (rows of the packed tensor) of each sequence, prompt after prompt.
+    """
+
+    counts: IntArray
+    flat: IntArray
+
+    def __post_init__(self) -> None:
+        for name in ("counts", "flat"):
+            array = np.asarray(getattr(self, name), dtype=np.int64)
+            if array.ndim != 1 or (array < 0).any():
+                raise ValueError(f"Lengths.{name} must be a list of non-negative integers, found {array.tolist()}")
+            array = array.copy() if array.flags.writeable else array
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        if int(self.counts.sum()) != len(self.flat):
+            raise ValueError(
+                f"Lengths: counts sum to {int(self.counts.sum())} sequences, but {len(self.flat)} are given"
+            )
+
+    @classmethod
+    def of(cls, nested: Iterable[Iterable[int]]) -> Lengths:
+        """Build from one list of sequence lengths per prompt, such as `[[3, 4], [5]]`."""
+        per_prompt = [list(lengths) for lengths in nested]
+        counts = np.array([len(lengths) for lengths in per_prompt], dtype=np.int64)
+        return cls(counts, np.array([n for lengths in per_prompt for n in lengths], dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[Lengths]) -> Lengths:
+        """Lengths of the concatenation of several packed tensors."""
+        return cls(np.concatenate([p.counts for p in parts]), np.concatenate([p.flat for p in parts]))
+
+    def ones(self) -> Lengths:
+        """Lengths of a key that has one element for each of these sequences."""
+        return Lengths(self.counts, np.ones_like(self.flat))
+
+    @cached_property
+    def total(self) -> int:
+        """Rows of the packed tensor."""
+        return int(self.flat.sum())
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """[S + 1] row at which each sequence starts, and the total."""
+        return _cumulative(self.flat)
+
+    @cached_property
+    def sequence_starts(self) -> IntArray:
+        """[n_prompts + 1] index of each prompt's first sequence, and the number of sequences."""
+        return _cumulative(self.counts)
+
+    @cached_property
+    def per_prompt(self) -> IntArray:
+        """[n_prompts] rows of each prompt, over all its sequences."""
+        return np.diff(self.starts[self.sequence_starts])
+
+    @cached_property
+    def prompt_of_sequence(self) -> IntArray:
+        """[S] index of the prompt to which each sequence belongs."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def nested(self) -> tuple[tuple[int, ...], ...]:
+        """One tuple of lengths per prompt."""
+        flat, bounds = self.flat.tolist(), self.sequence_starts.tolist()
+        return tuple(tuple(flat[a:b]) for a, b in pairwise(bounds))
+
+    def same_sequences(self, other: Lengths) -> bool:
+        """Whether both give every prompt the same number of sequences."""
+        return self is other or np.array_equal(self.counts, other.counts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Lengths):
+            return NotImplemented
+        return self is other or (np.array_equal(self.counts, other.counts) and np.array_equal(self.flat, other.flat))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def take(self, sequences: IntArray, counts: IntArray) -> Lengths:
+        """Lengths of the chosen `sequences` (indices, any order), of which each prompt holds `counts`."""
+        return Lengths(counts, self.flat[sequences])
+
+    def rows(self, sequences: IntArray) -> Rows:
+        """Rows of the packed tensor that hold the chosen sequences (indices, any order), for `pick`."""
+        if not len(sequences):
+            return [slice(0, 0)]
+        breaks = np.flatnonzero(np.diff(sequences) != 1) + 1
+        lengths = self.flat[sequences]
+        if (len(breaks) + 1) * _RUN <= int(lengths.sum()) or not len(breaks):
+            first = self.starts[sequences[np.concatenate([[0], breaks])]]
+            last = self.starts[1:][sequences[np.concatenate([breaks - 1, [len(sequences) - 1]])]]
+            return [slice(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        shift = self.starts[:-1][sequences] - _cumulative(lengths)[:-1]
+        return torch.from_numpy(np.arange(int(lengths.sum())) + np.repeat(shift, lengths))
+
+
+# Mean rows of a run of adjacent sequences from which copying runs beats indexing single rows (measured on CPU).
+_RUN = 64
+Rows: TypeAlias = list[slice] | Tensor
+
+
+def pick(x: Tensor, rows: Rows) -> Tensor:
+    """The rows of a packed tensor; a view where they are adjacent."""
+    if isinstance(rows, Tensor):
+        return x.index_select(0, rows.to(x.device))
+    return x[rows[0]] if len(rows) == 1 else torch.cat([x[run] for run in rows])
+
+
+def _cumulative(counts: IntArray) -> IntArray:
+    out = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out

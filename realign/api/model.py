@@ -1,0 +1,245 @@
+"""The contracts between an algorithm and a machine: `ModelInterface`, `PipelinableEngine`, and what passes between.
+
+Letters of shapes: T packed tokens, S sequences, V vocabulary. An interface knows no device, process, file or config;
+an engine knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+from torch import Tensor
+
+from realign.api.data import SequenceSample
+from realign.api.microbatch import MicroBatchSpec
+from realign.api.stats import Stat, Stats
+
+
+@dataclass
+class GenerationConfig:
+    """How responses are sampled. These values are the whole truth: no `generation_config.json` of a model leaks in.
+
+    Attributes:
+        n: responses per prompt (the group size G).
+        max_new_tokens: tokens per response, the stop token included.
+        min_new_tokens: no stop token can be sampled before this many tokens (changes the distribution).
+        temperature: divides the logits; applies to the reported log-probs too. At least 0.01.
+        top_k: keep the k most likely tokens; 0 keeps all (changes the distribution).
+        top_p: keep the smallest set of tokens with this mass; 1 keeps all (changes the distribution).
+        greedy: take the most likely token; log-probs are those of the plain softmax at `temperature`.
+        fixed_length: sample exactly `max_new_tokens`; stop tokens are ordinary tokens (SEEDS A5).
+        stop_token_ids: tokens that end a response and belong to it; None means the model's own end tokens.
+        stop_strings: texts that end a response as soon as its decoded text contains one.
+        max_slots: sequences decoded at once; None lets the engine choose.
+    """
+
+    n: int = 1
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+    fixed_length: bool = False
+    stop_token_ids: list[int] | None = None
+    stop_strings: list[str] = field(default_factory=list)
+    max_slots: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "n": (self.n >= 1, "at least 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
+            "temperature": (self.temperature >= 0.01, "at least 0.01 (for the most likely token use greedy=true)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "max_slots": (self.max_slots is None or self.max_slots >= 1, "at least 1, or null"),
+        }
+        for name, (ok, valid) in checks.items():
+            if not ok:
+                raise ValueError(f"generation.{name} must be {valid}, found {getattr(self, name)}")
+        if "" in self.stop_strings:
+            raise ValueError("generation.stop_strings holds an empty string, which would end every response at once")
+
+    def distorted(self) -> list[str]:
+        """Settings under which the sampled distribution is not the model's softmax at `temperature`.
+
+        A probability ratio against log-probs of the whole softmax would be wrong under any of them (TRAPS B4).
+        """
+        found = [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
+        found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
+        return [f"{name}={getattr(self, name)}" for name, on in found if on]
+
+
+class ModelOutput(Protocol):
+    """What one packed forward pass can give. Nothing of shape [T, V] is made unless `logits` is asked for."""
+
+    def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
+        """[T] fp32: log p(token t | tokens before t) at `temperature`; 0 at first tokens and off `where_T`."""
+        ...
+
+    def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """([T], [T]) fp32: log-probs, and the entropy (nats) of the distribution that token t was drawn from."""
+        ...
+
+    @property
+    def logits(self) -> Tensor:
+        """[T, V] fp32: logits after reading token t (they predict t + 1). Costs T x V memory."""
+        ...
+
+    def values(self) -> Tensor:
+        """[T] fp32, of a model with a scalar head: value of the state before token t; 0 at first tokens."""
+        ...
+
+    def scores(self) -> Tensor:
+        """[S] fp32, of a model with a scalar head: its output at the last token of each sequence; 0 if empty."""
+        ...
+
+
+PostHook: TypeAlias = Callable[[ModelOutput, SequenceSample], SequenceSample]
+LossFn: TypeAlias = Callable[[ModelOutput, SequenceSample], tuple[Tensor, Mapping[str, Stat | tuple[Tensor, Tensor]]]]
+LossWeightFn: TypeAlias = Callable[[SequenceSample], Tensor]
+
+
+class PipelinableEngine(Protocol):
+    """A machine for one network. It cuts, packs, moves and shards; it knows no algorithm."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether `train_batch` may be called (an optimizer was configured)."""
+        ...
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Run without gradient; return the keys that `post_hook` added to each micro-batch, in the order of `data`."""
+        ...
+
+    def train_batch(
+        self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> Stats:
+        """One optimizer step on the whole of `data`.
+
+        `loss_fn` returns a sum; the engine divides it by `loss_weight_fn(data)` summed over data-parallel ranks, before
+        the first backward pass. A weight of 0, a zero gradient or a non-finite loss or gradient makes no step.
+
+        Returns:
+            The metrics of `loss_fn`, merged, and the engine's own: `loss`, `grad_norm`, `lr`, `skipped_steps`, ...
+        """
+        ...
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Sample `config.n` responses for each prompt of key `prompt_ids`.
+
+        Returns:
+            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S] bool.
+        """
+        ...
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sum over data-parallel ranks; the identity in one process."""
+        ...
+
+    def start_step(self, version: int) -> None:
+        """Tell the engine how many training steps (rollout batches) lie behind; schedules counted in them follow."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write an ordinary Hugging Face folder: safetensors, config and tokenizer."""
+        ...
+
+
+@dataclass
+class Model:
+    """A role of the graph ("actor", "ref", ...): an engine, its tokenizer, and how often it was trained.
+
+    Attributes:
+        name: the role.
+        engine: the machine; None for a role that needs no network (a rule that computes rewards).
+        tokenizer: turns ids into text and back.
+        seed: the run's root seed; derive others with `call_seed`.
+        version: training steps (calls of `train_step`) done so far; advanced by the runtime.
+    """
+
+    name: str
+    engine: PipelinableEngine | None
+    tokenizer: Any = None
+    seed: int = 0
+    version: int = 0
+
+    @property
+    def machine(self) -> PipelinableEngine:
+        """The engine, or a clear error for a role that has none."""
+        if self.engine is None:
+            raise ValueError(f"role {self.name!r} has no model: give it one under models.{self.name}")
+        return self.engine
+
+    def advance(self) -> None:
+        """Count one training step, and let the engine's schedules follow."""
+        self.version += 1
+        self.machine.start_step(self.version)
+
+    def call_seed(self, purpose: str) -> int:
+        """A seed that is a pure function of the run's seed, the role, `purpose` and the version."""
+        return derive_seed(self.seed, self.name, purpose, self.version)
+
+
+def derive_seed(seed: int, *what: str | int) -> int:
+    """A 63-bit seed for one use, independent between uses: the hash of the root seed and the names of the use."""
+    text = "/".join(map(str, (seed, *what)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class ModelInterface:
+    """An algorithm: what is done with one model. Subclass it as a dataclass and implement the methods that you use.
+
+    Each method gets the keys that its RPC declared, and returns exactly the keys that its RPC declared.
+    """
+
+    needs_engine: ClassVar[bool] = True
+
+    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """Sample sequences from the model."""
+        raise NotImplementedError(f"{type(self).__name__} has no generate")
+
+    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """Compute something about the sequences: log-probs, values, rewards."""
+        raise NotImplementedError(f"{type(self).__name__} has no inference")
+
+    def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
+        """Train the model on the batch (any number of optimizer steps); return metrics."""
+        raise NotImplementedError(f"{type(self).__name__} has no train_step")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart (a KL coefficient, running moments); empty when there is nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
+
+
+METHODS = ("generate", "inference", "train_step")
+
+
+def implements(interface: type[ModelInterface], method: str) -> bool:
+    """Whether the class overrides `method`, one of `METHODS`."""
+    return getattr(interface, method) is not getattr(ModelInterface, method)
+
+
+__all__ = [
+    "METHODS",
+    "GenerationConfig",
+    "LossFn",
+    "LossWeightFn",
+    "Model",
+    "ModelInterface",
+    "ModelOutput",
+    "PipelinableEngine",
+    "PostHook",
+    "derive_seed",
+    "implements",
+]
