@@ -221,6 +221,9 @@ class ModelInterface:
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
 
+    def close(self) -> None:
+        """Release what the interface holds (processes, files); called once, when the run ends."""
+
 
 METHODS = ("generate", "inference", "train_step")
 

@@ -1,0 +1,66 @@
+"""SFT: maximum likelihood of given responses.
+
+Reads `input_ids`, `loss_mask` (which tokens are learned; the dataset sets it). Writes nothing. The loss is the mean
+negative log-likelihood of those tokens over the whole batch, however it is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    ModelOutput,
+    SequenceSample,
+    Stats,
+    masked_mean,
+    merge_stats,
+)
+from realign.functional import Aggregation, aggregate, aggregation_weight, nll_loss
+
+
+@dataclass
+class SFTInterface(ModelInterface):
+    """Supervised fine-tuning on packed sequences."""
+
+    n_minibatches: int = 1
+    """Optimizer steps per batch of prompts."""
+    aggregation: Aggregation = Aggregation.token_mean
+    """How tokens and sequences weigh."""
+
+    def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
+        """Take `n_minibatches` optimizer steps over the batch, in a fresh order."""
+        order = np.random.default_rng(model.call_seed("minibatches")).permutation(len(data))
+        parts = data.take(order).chunks(self.n_minibatches)
+        return merge_stats(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight) for part in parts)
+
+    def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
+        """The aggregated sum of negative log-likelihoods (nats)."""
+        mask_T = minibatch["loss_mask"]
+        nll_T = nll_loss(output.logprobs(where_T=mask_T), mask_T)
+        return aggregate(nll_T, mask_T, minibatch.cu_seqlens(), self.aggregation), {"nll": masked_mean(nll_T, mask_T)}
+
+    def loss_weight(self, data: SequenceSample) -> Tensor:
+        """What the engine divides the sum by."""
+        return aggregation_weight(data["loss_mask"], data.cu_seqlens(), self.aggregation)
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """Rows of the table that is shown at launch."""
+        return {
+            "optimizer steps per step": str(self.n_minibatches),
+            "prompts per optimizer step": f"{batch_prompts / self.n_minibatches:g}",
+            "loss": f"negative log-likelihood, {self.aggregation.value}",
+        }
+
+
+def dataflow() -> DataflowGraph:
+    """One call: train on what the dataset gives."""
+    train = RPC("actor_train", "actor", "train_step", inputs=("input_ids", "loss_mask"))
+    return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask", "row"))

@@ -1,0 +1,91 @@
+"""`Experiment`: everything a run needs, typed and checked, nothing loaded yet. A config makes one; so can your script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from realign.api import DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.runtime.evaluation import Evaluation
+
+
+class ModelSpec(Protocol):
+    """What can load the model of a role, such as `realign.engines.TransformersModel`."""
+
+    def load(self, name: str, *, seed: int) -> Model:
+        """Load the model that plays the role `name`."""
+        ...
+
+
+class Dataset(Protocol):
+    """Rows that can be sampled as packed prompts, such as `realign.data.PromptDataset`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Keys that every sample has."""
+        ...
+
+    def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
+        """The rows at these places, given as (epoch, row)."""
+        ...
+
+
+class DataSpec(Protocol):
+    """What can load a dataset, such as `realign.data.PromptData`."""
+
+    def load(self, tokenizer: Any) -> Dataset:
+        """Read, check and tokenise the rows."""
+        ...
+
+
+@dataclass
+class Experiment:
+    """A run. Units are in the names: prompts, sequences, tokens, steps (one step = one pass over the graph)."""
+
+    name: str
+    """For people and file names."""
+    steps: int
+    """Passes over the graph; each takes one batch of prompts."""
+    batch_prompts: int
+    """Prompts per step."""
+    graph: DataflowGraph
+    """The RPCs of a step."""
+    interfaces: Mapping[str, ModelInterface]
+    """The algorithm of each role."""
+    models: Mapping[str, ModelSpec]
+    """How to load the model of each role that has one."""
+    data: DataSpec
+    """Where the batches come from."""
+    output_dir: Path = Path("runs")
+    """Gets metrics.jsonl, samples.jsonl, curves.png and model folders."""
+    seed: int = 0
+    """Root of every random choice of the run."""
+    microbatch: MicroBatchSpec = field(default_factory=lambda: MicroBatchSpec(max_tokens_per_microbatch=16384))
+    """Token budget of a forward pass, for every role."""
+    shuffle: bool = True
+    """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
+    evaluation: Evaluation | None = None
+    """Held-out prompts, answered before, every n steps during, and after training."""
+    save_every_steps: int | None = None
+    """Write the trained models every n steps; they are written at the end in any case."""
+    sample_prompts: int = 1
+    """Prompts per step whose responses and rewards go to samples.jsonl."""
+    ratio_tolerance: float = 1e-3
+    """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
+    strict_ratio: bool = False
+    """Stop, rather than warn, when it is larger."""
+    overwrite: bool = False
+    """Whether an earlier run in `output_dir` may be replaced."""
+
+    def __post_init__(self) -> None:
+        self.output_dir = Path(self.output_dir)
+        for name in ("steps", "batch_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.save_every_steps is not None and self.save_every_steps < 1:
+            raise ValueError(f"save_every_steps must be at least 1 or null, found {self.save_every_steps}")
+        self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
