@@ -161,6 +161,10 @@ class SequenceSample:
     def __getitem__(self, key: str) -> Tensor:
         return self.data[self._known(key)]
 
+    def get(self, key: str) -> Tensor | None:
+        """The packed tensor of an optional key, or None."""
+        return self.data.get(key)
+
     def _known(self, key: str) -> str:
         if key not in self.data:
             near = difflib.get_close_matches(key, self.data, n=1)

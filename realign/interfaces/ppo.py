@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ from realign.functional import (
 )
 
 
-class KLPlace(str, Enum):
+class KLPlace(StrEnum):
     """Where the penalty for leaving the reference policy is applied: once, never in both places."""
 
     none = "none"
@@ -169,9 +169,14 @@ class PPOActorInterface(ModelInterface):
         kl_T = self.reward_kl(data) if self.kl.place is KLPlace.reward else None
         rewards_T = token_rewards(data["rewards"], mask_T, cu_seqlens, kl_T=kl_T, kl_coef=self.kl_controller.value)
         values_T = data["values"] if "values" in data else torch.zeros_like(rewards_T)
-        bootstrap_S = data["bootstrap_values"] if "bootstrap_values" in data else None
         advantages_T, returns_T = gae(
-            rewards_T, values_T, mask_T, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap_S=bootstrap_S
+            rewards_T,
+            values_T,
+            mask_T,
+            cu_seqlens,
+            gamma=self.gamma,
+            lam=self.lam,
+            bootstrap_S=data.get("bootstrap_values"),
         )
         group_T = data.group_index()[sequence_index(cu_seqlens)]
         advantages_T = normalize(advantages_T, group_T, mask_T, self.adv_norm, model.machine.reduce)

@@ -1,0 +1,7 @@
+"""What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
+
+from realign.runtime.evaluation import Evaluation
+from realign.runtime.experiment import Experiment
+from realign.runtime.local import LocalRuntime, RunResult, run
+
+__all__ = ["Evaluation", "Experiment", "LocalRuntime", "RunResult", "run"]

@@ -1,4 +1,4 @@
-"""`Experiment`: everything a run needs, typed and checked, nothing loaded yet. A config makes one; so can your script."""
+"""`Experiment`: everything a run needs, typed and checked, nothing loaded yet; a config makes one, or a script."""
 
 from __future__ import annotations
 

@@ -1,0 +1,310 @@
+"""The runtime of one process: walks the graph of RPCs, step after step. A breakpoint in an interface just works."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    SequenceSample,
+    Stats,
+    masked_mean,
+    merge_stats,
+    stat_values,
+)
+from realign.data import batch_indices
+from realign.functional import segment_sum
+from realign.runtime.curves import draw_curves
+from realign.runtime.experiment import Dataset, Experiment
+from realign.runtime.tracking import JsonLines, LiveDisplay, Tracker
+
+HEADLINE = (
+    "reward",
+    "eval/reward",
+    "nll",
+    "entropy",
+    "clip_fraction",
+    "approx_kl",
+    "ref_kl_per_sequence",
+    "response_tokens",
+    "grad_norm",
+    "lr",
+    "rollout_tokens_per_s",
+    "train_tokens_per_s",
+    "step_s",
+)
+
+
+@dataclass
+class RunResult:
+    """What a run leaves behind."""
+
+    output_dir: Path
+    history: list[dict[str, float]] = field(default_factory=list)
+    """One record per step: `step` and its metrics (step 0: before training)."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Judged held-out responses after training: prompt, response, reward."""
+
+    def series(self, metric: str) -> list[float]:
+        """The values of one metric, over the steps that have it."""
+        return [record[metric] for record in self.history if metric in record]
+
+
+def run(experiment: Experiment, *, console: Console | None = None, trackers: Iterable[Tracker] = ()) -> RunResult:
+    """Load everything, train for `experiment.steps`, evaluate, save; see `Experiment` for the knobs.
+
+    Args:
+        experiment: what to do.
+        console: where progress is shown; None shows nothing.
+        trackers: further receivers of the metrics.
+
+    Returns:
+        The history, and where the files are.
+
+    Raises:
+        ValueError: something in the experiment or its data is wrong; named in the message.
+        RuntimeError: training went wrong (non-finite steps in a row, a reward function that fails too often, no
+            optimizer step in the whole run).
+    """
+    out = experiment.output_dir
+    if (out / "metrics.jsonl").exists() and not experiment.overwrite:
+        raise ValueError(f"output_dir {str(out)!r} holds an earlier run; choose another one, or set overwrite=true")
+    out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        runtime = LocalRuntime(experiment)
+        stack.callback(runtime.close)
+        metrics, samples = JsonLines(out / "metrics.jsonl"), JsonLines(out / "samples.jsonl")
+        stack.callback(metrics.close)
+        stack.callback(samples.close)
+        receivers: list[Tracker] = [metrics, *trackers]
+        if console is not None:
+            receivers.append(stack.enter_context(LiveDisplay(console, experiment.name, experiment.steps, HEADLINE)))
+        result = RunResult(out)
+
+        def log(step: int, values: dict[str, float]) -> None:
+            result.history.append({"step": step, **values})
+            for receiver in receivers:
+                receiver.log(step, values)
+
+        log(0, runtime.evaluate()[0])
+        for step in range(1, experiment.steps + 1):
+            values, batch = runtime.step(step)
+            if step == experiment.steps or runtime.evaluation_due(step):
+                measured, result.samples = runtime.evaluate()
+                values |= measured
+            log(step, values)
+            for record in runtime.readable(batch, experiment.sample_prompts):
+                samples.write({"step": step, **record})
+            if experiment.save_every_steps and step % experiment.save_every_steps == 0 and step < experiment.steps:
+                runtime.save(out / f"step_{step:06d}")
+        runtime.check_progress()
+        runtime.save(out / "final")
+        draw_curves({experiment.name: result.history}, out / "curves.png", title=experiment.name)
+    return result
+
+
+class LocalRuntime:
+    """The loaded experiment: models, data, and the walk over the graph."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
+        self.models = load_models(experiment)
+        lead = self.models[lead_role(experiment)]
+        self.dataset = experiment.data.load(lead.tokenizer)
+        check_dataset(self.dataset, experiment.graph)
+        self.held_out: Dataset | None = None
+        if experiment.evaluation is not None:
+            self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
+        self._optimizer_steps = 0.0
+
+    def batch(self, step: int) -> SequenceSample:
+        """The prompts of a step (from 1): a pure function of seed and step."""
+        e = self.experiment
+        rows = batch_indices(len(self.dataset), e.batch_prompts, step - 1, e.seed, e.shuffle)
+        return self.dataset.sample(rows)
+
+    def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
+        """One pass over the graph.
+
+        Returns:
+            The metrics of the step, and the batch with every key that was produced.
+        """
+        started = time.perf_counter()
+        batch = self.batch(step)
+        values: dict[str, float] = {}
+        for rpc in self.experiment.graph.order:
+            before = time.perf_counter()
+            batch, stats = call(
+                rpc, self.models[rpc.model], self.interfaces[rpc.model], batch, self.experiment.microbatch
+            )
+            seconds = time.perf_counter() - before
+            values[f"time/{rpc.name}_s"] = seconds
+            prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"
+            values |= {f"{prefix}{name}": value for name, value in stats.items()}
+            if rpc.method == "train_step":
+                self._optimizer_steps += stats.get("optimizer_steps", 0.0)
+                self._check_ratio(step, rpc, stats)
+                values["train_tokens_per_s"] = stats.get("tokens", 0.0) / seconds
+            if rpc.method == "generate":
+                values["rollout_tokens_per_s"] = float(batch["loss_mask"].sum()) / seconds
+        values |= batch_metrics(batch)
+        values["step_s"] = time.perf_counter() - started
+        return values, batch
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether held-out prompts are answered after this step."""
+        evaluation = self.experiment.evaluation
+        return evaluation is not None and step % evaluation.every_steps == 0
+
+    def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics `eval/...` and readable samples; both empty when no evaluation is asked for."""
+        evaluation = self.experiment.evaluation
+        if evaluation is None or self.held_out is None:
+            return {}, []
+        started = time.perf_counter()
+        values, judged = evaluation.run(self.models[evaluation.role], self.held_out)
+        return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(judged, 8)
+
+    def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
+        """The first prompts of a batch with responses and rewards as text, for people; none if nothing was judged."""
+        if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
+            return []
+        part = batch.take(range(min(prompts, len(batch))))
+        decode = self.models[lead_role(self.experiment)].tokenizer.decode
+        rows = zip(
+            part.group_index().tolist(),
+            part.sequences("input_ids"),
+            part.sequences("prompt_mask"),
+            part["rewards"].tolist(),
+            strict=True,
+        )
+        return [
+            {
+                "id": part.ids[owner],
+                "prompt": decode(ids[given], skip_special_tokens=True),
+                "response": decode(ids[~given], skip_special_tokens=True),
+                "reward": reward if reward == reward else None,
+            }
+            for owner, ids, given, reward in rows
+        ]
+
+    def save(self, folder: Path) -> None:
+        """Write each trained model as a Hugging Face folder `folder/role`."""
+        for role, model in self.models.items():
+            if model.engine is not None and model.engine.trainable:
+                model.engine.save(folder / role)
+
+    def check_progress(self) -> None:
+        """Refuse to call a run done in which nothing was trained."""
+        if self._optimizer_steps == 0:
+            raise RuntimeError(
+                f"no optimizer step was made in {self.experiment.steps} steps: every gradient was zero, empty or "
+                "non-finite (see skipped_* in metrics.jsonl); rewards that are all equal teach nothing"
+            )
+
+    def close(self) -> None:
+        """Release what the interfaces hold."""
+        for interface in self.interfaces.values():
+            interface.close()
+        if self.experiment.evaluation is not None:
+            self.experiment.evaluation.reward.close()
+
+    def _check_ratio(self, step: int, rpc: RPC, stats: Mapping[str, float]) -> None:
+        """Before its first update the policy is the sampler: their log-probs must agree (TRAPS B1)."""
+        found = stats.get("first_logprob_diff_max", 0.0)
+        limit = self.experiment.ratio_tolerance
+        if step > 1 or found <= limit:
+            return
+        message = (
+            f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} nats "
+            f"(ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the sampler, "
+            "temperature applied on one side, dropout, a bf16 model (up to 0.1 is expected there), a reference that is "
+            "the policy. graph.recompute=true takes the difference out of the ratio"
+        )
+        if self.experiment.strict_ratio:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
+
+
+def call(
+    rpc: RPC, model: Model, interface: ModelInterface, batch: SequenceSample, mb_spec: MicroBatchSpec
+) -> tuple[SequenceSample, dict[str, float]]:
+    """Make one RPC: hand over exactly the declared keys, take back exactly the declared keys.
+
+    Returns:
+        The batch with the outputs merged in, and the metrics (of a train_step).
+
+    Raises:
+        ValueError: the interface returned other keys or other prompts than declared.
+    """
+    known = {theirs: ours for ours, theirs in rpc.rename.items() if theirs in rpc.inputs}
+    data = batch.select(rpc.inputs).rename(known)
+    result = getattr(interface, rpc.method)(model, data, mb_spec)
+    if rpc.method == "train_step":
+        model.advance()
+        return batch, stat_values(result)
+    result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
+    if result.keys != set(rpc.outputs):
+        raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
+    return batch.merge(result), {}
+
+
+def load_models(experiment: Experiment) -> dict[str, Model]:
+    """Load the model of every role of the graph; a role without one gets the tokenizer of the leading role."""
+    roles = [rpc.model for rpc in experiment.graph.rpcs]
+    if experiment.evaluation is not None:
+        roles.append(experiment.evaluation.role)
+    if unused := sorted(experiment.models.keys() - set(roles)):
+        raise ValueError(f"models.{unused[0]} plays no role in the graph; its roles: {', '.join(sorted(set(roles)))}")
+    models = {role: spec.load(role, seed=experiment.seed) for role, spec in experiment.models.items()}
+    tokenizer = models[lead_role(experiment)].tokenizer
+    return {role: models.get(role, Model(role, None, tokenizer, experiment.seed)) for role in dict.fromkeys(roles)}
+
+
+def lead_role(experiment: Experiment) -> str:
+    """The role whose tokenizer reads the data and whose metrics carry no prefix: "actor", else the first with a model."""
+    if not experiment.models:
+        raise ValueError("the experiment has no model; give the role that is trained one under models")
+    return "actor" if "actor" in experiment.models else next(iter(experiment.models))
+
+
+def check_dataset(dataset: Dataset, graph: DataflowGraph) -> None:
+    """Compare what the dataset gives with what the graph expects of it."""
+    if not len(dataset):
+        raise ValueError("the dataset holds no row")
+    if missing := sorted(set(graph.dataset_keys) - set(dataset.keys)):
+        raise ValueError(f"the graph reads key {missing[0]!r} of the dataset, which gives {sorted(dataset.keys)}")
+
+
+def batch_metrics(batch: SequenceSample) -> dict[str, float]:
+    """Metrics of a batch of sequences: rewards and lengths, before anything is masked."""
+    stats: Stats = {}
+    if "rewards" in batch:
+        rewards_S = batch["rewards"]
+        present_S = rewards_S.isfinite()
+        stats["reward"] = masked_mean(rewards_S, present_S)
+        stats["missing_rewards"] = masked_mean((~present_S).float(), torch.ones_like(present_S))
+    if "prompt_mask" in batch:
+        tokens_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
+        stats["response_tokens"] = masked_mean(tokens_S, torch.ones_like(tokens_S, dtype=torch.bool))
+    if "truncated" in batch:
+        truncated_S = batch["truncated"]
+        stats["truncated_fraction"] = masked_mean(truncated_S.float(), torch.ones_like(truncated_S))
+    return stat_values(merge_stats([stats]))
+
+
+__all__: Sequence[str] = ["LocalRuntime", "RunResult", "call", "run"]
