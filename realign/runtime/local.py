@@ -93,6 +93,7 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         if console is not None:
             receivers.append(stack.enter_context(LiveDisplay(console, experiment.name, experiment.steps, HEADLINE)))
         result = RunResult(out)
+        stack.callback(_draw, experiment.name, result)  # an interrupted run leaves its curves too
 
         def log(step: int, values: dict[str, float]) -> None:
             result.history.append({"step": step, **values})
@@ -112,8 +113,12 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
                 runtime.save(out / f"step_{step:06d}")
         runtime.check_progress()
         runtime.save(out / "final")
-        draw_curves({experiment.name: result.history}, out / "curves.png", title=experiment.name)
     return result
+
+
+def _draw(name: str, result: RunResult) -> None:
+    if len(result.history) > 1:
+        draw_curves({name: result.history}, result.output_dir / "curves.png", title=name)
 
 
 class LocalRuntime:
@@ -153,7 +158,7 @@ class LocalRuntime:
             )
             seconds = time.perf_counter() - before
             values[f"time/{rpc.name}_s"] = seconds
-            prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"
+            prefix = "" if role == lead_role(self.experiment) else f"{role}/"
             values |= {f"{prefix}{name}": value for name, value in stats.items()}
             if rpc.method == "train_step":
                 self._optimizer_steps += stats.get("optimizer_steps", 0.0)
@@ -230,8 +235,8 @@ class LocalRuntime:
         if step > 1 or found <= limit:
             return
         message = (
-            f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} nats "
-            f"(ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the sampler, "
+            f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} "
+            f"nats (ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the sampler, "
             "temperature applied on one side, dropout, a bf16 model (up to 0.1 is expected there), a reference that is "
             "the policy. graph.recompute=true takes the difference out of the ratio"
         )
@@ -276,7 +281,7 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
 
 
 def lead_role(experiment: Experiment) -> str:
-    """The role whose tokenizer reads the data and whose metrics carry no prefix: "actor", else the first with a model."""
+    """The role whose tokenizer reads the data and whose metrics have no prefix: "actor", else the first with a model."""
     if not experiment.models:
         raise ValueError("the experiment has no model; give the role that is trained one under models")
     return "actor" if "actor" in experiment.models else next(iter(experiment.models))

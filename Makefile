@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV ?= .venv
+SEED ?= 0
+ARGS ?=
+BIN := $(VENV)/bin
+# GNU OpenMP spins at barriers unless told not to; on shared machines runs would vary tenfold.
+export OMP_WAIT_POLICY = PASSIVE
+
+.PHONY: demo test lint types contracts check clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	@$(BIN)/python -m realign.demo seed=$(SEED) $(ARGS)
+
+test: $(VENV)/.installed
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	@$(BIN)/mypy
+
+contracts: $(VENV)/.installed
+	@$(BIN)/lint-imports
+
+check: lint types contracts test
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
