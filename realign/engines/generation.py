@@ -1,0 +1,130 @@
+"""Sampling responses from a transformers model, with the training model's own modules and attention function.
+
+Sequences are decoded in slots of a static cache. A finished one leaves and a waiting one takes its place between two
+steps, so a long response does not hold up the others. Each prompt is read once, whatever the number of its responses.
+
+Shapes: S sequences (responses), N tokens of the longest response, T packed tokens of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realign.api.data import SequenceSample
+from realign.api.lengths import Lengths
+from realign.api.model import GenerationConfig
+from realign.engines.decoding import Responses, Rollout
+from realign.engines.stopping import Stopping
+from realign.functional.logprobs import LMHead
+from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
+
+PROMPTS = "prompt_ids"
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    head: LMHead,
+    data: SequenceSample,
+    config: GenerationConfig,
+    *,
+    seed: int,
+    eos_token_ids: Sequence[int],
+    tokenizer: Any,
+) -> SequenceSample:
+    """Sample `config.n` responses for each prompt, as `PipelinableEngine.generate` says.
+
+    The same arguments and weights give the same result, bit by bit. Without `config.max_slots`, as many sequences are
+    decoded at once as fit 1 GiB of cache (a slot holds the longest prompt and `max_new_tokens`).
+
+    Args:
+        model: a transformers causal LM loaded with the attention `realign.engines.attention.ATTENTION`.
+        head: its last layer.
+        data: key `prompt_ids`, one non-empty sequence per id.
+        config: the sampler; nothing of the model's own generation settings is read.
+        seed: of the generator of this call.
+        eos_token_ids: the model's end tokens, used when `config.stop_token_ids` is None.
+        tokenizer: decodes responses for `config.stop_strings`; otherwise not used.
+
+    Returns:
+        The same ids, each with its `n` sequences: `input_ids` (prompt and response, the stop token included),
+        `prompt_mask`, `loss_mask` (the response), `logprobs` fp32 (0 on the prompt), and `truncated` [S] bool, True
+        where the length limit ended the response (never under `fixed_length`, where the length is the design).
+
+    Raises:
+        ValueError: an id has not exactly one prompt, or an empty one, or one with tokens outside the vocabulary; prompt
+            and response exceed the model's positions; stop settings do not fit; a log-prob is not finite.
+    """
+    prompts = _checked_prompts(model, data, config)
+    device = next(model.parameters()).device
+    if torch.is_autocast_enabled(device.type):  # cast once, not in every step
+        head = dataclasses.replace(head, weight_VH=head.weight_VH.to(torch.get_autocast_dtype(device.type)))
+    stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
+    with _evaluating(model):
+        responses = Rollout(model, head, [p.to(device) for p in prompts], config, seed, stopping).run()
+    if not bool(responses.logprobs.isfinite().all()):
+        raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
+    return _pack(data, responses, config.n)
+
+
+def _checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
+    """The prompts, one per id."""
+    ids_T, lengths = data[PROMPTS], data.lengths[PROMPTS]
+    for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
+        if count != 1:
+            raise ValueError(f"id {i!r} has {count} sequences of {PROMPTS!r}; generation needs exactly one")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for i, length in zip(data.ids, lengths.flat.tolist(), strict=True):
+        if length == 0:
+            raise ValueError(f"id {i!r} has an empty prompt; generation needs at least one token to start from")
+        if limit is not None and length + config.max_new_tokens > limit:
+            raise ValueError(
+                f"id {i!r}: a prompt of {length} tokens and max_new_tokens {config.max_new_tokens} make "
+                f"{length + config.max_new_tokens}, but the model has {limit} positions (max_position_embeddings)"
+            )
+    words = len(model.get_input_embeddings().weight)
+    for i, prompt in zip(data.ids, data.sequences(PROMPTS), strict=True):
+        if len(ids_T) and not (int(prompt.min()) >= 0 and int(prompt.max()) < words):
+            raise ValueError(
+                f"id {i!r} has a prompt with ids {int(prompt.min())} to {int(prompt.max())}; the model "
+                f"has ids 0 to {words - 1}"
+            )
+    return list(data.sequences(PROMPTS))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards every module is as it was, also if only some were training."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _pack(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
+    """Prompts and responses as packed sequences, n for each id, on the device of the prompts."""
+    device = data[PROMPTS].device
+    tokens_SN, logprobs_SN, counts_S, truncated_S = (x.to(device) for x in responses)
+    prompts_S = torch.from_numpy(data.lengths[PROMPTS].flat.repeat(n)).to(device)
+    lengths = Lengths.of((prompts_S + counts_S).view(-1, n).tolist())
+    cu_seqlens = cu_seqlens_of(prompts_S + counts_S)
+    prompt_mask_T = position_ids(cu_seqlens) < prompts_S[sequence_index(cu_seqlens)]
+    sampled_SN = torch.arange(tokens_SN.shape[1], device=device) < counts_S[:, None]
+    repeated = [prompt for prompt in data.sequences(PROMPTS) for _ in range(n)]
+    ids_T = torch.empty(lengths.total, dtype=torch.int64, device=device)
+    ids_T[prompt_mask_T] = torch.cat([ids_T[:0], *repeated])
+    ids_T[~prompt_mask_T] = tokens_SN[sampled_SN]
+    logprobs_T = torch.zeros(lengths.total, device=device)
+    logprobs_T[~prompt_mask_T] = logprobs_SN[sampled_SN]
+    packed = {"input_ids": ids_T, "prompt_mask": prompt_mask_T, "loss_mask": ~prompt_mask_T, "logprobs": logprobs_T}
+    return SequenceSample(data.ids).with_data(packed, lengths=lengths).with_sequences(truncated=truncated_S)
