@@ -1,0 +1,270 @@
+"""A conformance kit for interfaces: an exact engine of a page, random batches, and the invariances as one call.
+
+`check_train_step(MyInterface(...), inputs)` runs your algorithm on a bigram model in float64 and fails when
+micro-batching, the order of prompts or what stands in masked slots can be seen in the weights or the metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realign.api import (
+    GenerationConfig,
+    Lengths,
+    Mean,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    SequenceSample,
+    Stats,
+    Sum,
+    merge_stats,
+    stat_values,
+)
+from realign.api.model import LossFn, LossWeightFn, PostHook
+from realign.functional import last_true, previous
+
+
+@dataclass
+class BigramOutput:
+    """`ModelOutput` of a table of logits: the next token depends on the present one only."""
+
+    logits_VV: Tensor
+    values_V: Tensor
+    ids_T: Tensor
+    cu_seqlens: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """[T, V] logits after each token."""
+        return self.logits_VV[self.ids_T]
+
+    def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
+        """[T] log-probs of the tokens."""
+        return self.logprobs_and_entropy(temperature=temperature, where_T=where_T)[0]
+
+    def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """([T], [T]) log-probs of the tokens, entropy of their distributions; 0 off `where_T` and at first tokens."""
+        before_T = previous(self.ids_T, self.cu_seqlens, fill=-1)
+        known_T = before_T >= 0
+        if where_T is not None:
+            known_T = known_T & where_T
+        logp_TV = (self.logits_VV[before_T.clamp(min=0)] / temperature).log_softmax(-1)
+        logp_T = logp_TV.gather(-1, self.ids_T[:, None])[:, 0]
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return torch.where(known_T, logp_T, 0), torch.where(known_T, entropy_T, 0)
+
+    def values(self) -> Tensor:
+        """[T] value of the state before each token."""
+        return previous(self.values_V[self.ids_T], self.cu_seqlens, fill=0.0)
+
+    def scores(self) -> Tensor:
+        """[S] value at the last token."""
+        last_S = last_true(torch.ones_like(self.ids_T, dtype=torch.bool), self.cu_seqlens)
+        return torch.where(last_S >= 0, self.values_V[self.ids_T[last_S.clamp(min=0)]], 0)
+
+
+class BigramEngine:
+    """`PipelinableEngine` of a bigram table in float64, with plain SGD: small enough to check by hand."""
+
+    trainable = True
+
+    def __init__(self, *, vocabulary: int = 11, seed: int = 0, lr: float = 0.5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.logits_VV = torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
+        self.values_V = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
+        self.lr = lr
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The table of logits and the table of values."""
+        return [self.logits_VV, self.values_V]
+
+    def _output(self, mb: SequenceSample) -> BigramOutput:
+        return BigramOutput(self.logits_VV, self.values_V, mb["input_ids"], mb.cu_seqlens())
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine`."""
+        parts = data.split(mb_spec)
+        with torch.no_grad():
+            results = [post_hook(self._output(mb), mb) for mb in parts]
+        return parts.restore([r.select(r.keys - data.keys) for r in results])
+
+    def train_batch(
+        self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> Stats:
+        """See `PipelinableEngine`; plain SGD."""
+        weight = loss_weight_fn(data)
+        total, collected = torch.zeros((), dtype=torch.float64), list[Stats]()
+        for p in self.parameters:
+            p.requires_grad_(True).grad = None
+        for mb in data.split(mb_spec):
+            loss, stats = loss_fn(self._output(mb), mb)
+            if weight > 0 and loss.requires_grad:
+                (loss / weight).backward()
+            total = total + loss.detach()
+            collected.append(merge_stats([stats]))
+        for p in self.parameters:
+            p.requires_grad_(False)
+            if p.grad is not None and weight > 0:
+                p -= self.lr * p.grad
+        own: Stats = {"loss": Mean(total, weight), "optimizer_steps": Sum((weight > 0).double())}
+        return merge_stats([*collected, own])
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Sample `max_new_tokens` tokens for each response; token 0 ends one unless `fixed_length`."""
+        generator = torch.Generator().manual_seed(seed)
+        logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
+        ids, given, logps, cut = (
+            list[list[Tensor]](),
+            list[list[Tensor]](),
+            list[list[Tensor]](),
+            list[list[list[bool]]](),
+        )
+        for prompt in data.sequences("prompt_ids"):
+            group = [self._respond(prompt, logp_VV, config, generator) for _ in range(config.n)]
+            ids.append([torch.cat([prompt, tokens]) for tokens, _ in group])
+            given.append([torch.arange(len(prompt) + len(tokens)) < len(prompt) for tokens, _ in group])
+            logps.append([torch.cat([torch.zeros(len(prompt)), x]) for _, x in group])
+            cut.append([[not config.fixed_length and int(tokens[-1]) != 0] for tokens, _ in group])
+        sample = SequenceSample.from_sequences(data.ids, {"input_ids": ids, "prompt_mask": given, "logprobs": logps})
+        return sample.with_tokens(loss_mask=~sample["prompt_mask"]).with_sequences(truncated=cut)
+
+    def _respond(
+        self, prompt: Tensor, logp_VV: Tensor, config: GenerationConfig, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        tokens, logps, token = list[int](), list[float](), int(prompt[-1])
+        while len(tokens) < config.max_new_tokens:
+            row_V = logp_VV[token]
+            token = int(row_V.argmax() if config.greedy else torch.multinomial(row_V.exp(), 1, generator=generator))
+            tokens.append(token)
+            logps.append(float(row_V[token]))
+            if token == 0 and not config.fixed_length:
+                break
+        return torch.tensor(tokens), torch.tensor(logps)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """One process: nothing to sum."""
+        return x
+
+    def start_step(self, version: int) -> None:
+        """No schedule follows."""
+
+    def save(self, path: Path) -> None:
+        """Write the two tables."""
+        path.mkdir(parents=True, exist_ok=True)
+        np.savez(path / "bigram.npz", logits=self.logits_VV.numpy(), values=self.values_V.numpy())
+
+
+def random_batch(
+    seed: int = 0, *, n_prompts: int = 6, max_group: int = 4, max_tokens: int = 9, vocabulary: int = 11
+) -> SequenceSample:
+    """A batch with every key of the data layout: ragged groups, tool tokens inside, an empty and a missing response.
+
+    Returns:
+        A sample whose second prompt has a response without tokens, and whose last response has no reward (NaN).
+    """
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, max_group + 1, n_prompts)
+    counts[0] = max_group
+    lengths = Lengths(counts, rng.integers(2, max_tokens + 1, counts.sum()))
+    given, trained = list[np.ndarray](), list[np.ndarray]()
+    for s, n in enumerate(lengths.flat.tolist()):
+        prompt = n if s == counts[0] else int(rng.integers(1, n))
+        given.append(np.arange(n) < prompt)
+        trained.append((np.arange(n) >= prompt) & (rng.random(n) < 0.85))
+
+    def noise(scale: float) -> Tensor:
+        return torch.from_numpy(rng.normal(0, scale, lengths.total))
+
+    base = -2.4 + noise(0.3)
+    keys = {
+        "input_ids": torch.from_numpy(rng.integers(0, vocabulary, lengths.total)),
+        "prompt_mask": torch.from_numpy(np.concatenate(given)),
+        "loss_mask": torch.from_numpy(np.concatenate(trained)),
+        "logprobs": base,
+        "prox_logprobs": base + noise(0.1),
+        "ref_logprobs": base + noise(0.3),
+        "values": noise(1.0),
+        "old_values": noise(1.0),
+        "returns": noise(1.0),
+        "advantages": noise(1.0),
+        "versions": torch.zeros(lengths.total, dtype=torch.int32),
+    }
+    rewards_S = torch.from_numpy(rng.integers(0, 2, len(lengths.flat)).astype(np.float64))
+    rewards_S[-1] = math.nan
+    sample = SequenceSample(tuple(f"q{i}" for i in range(n_prompts)), keys, dict.fromkeys(keys, lengths))
+    return sample.with_sequences(
+        rewards=rewards_S, truncated=torch.from_numpy(rng.random(len(lengths.flat)) < 0.2)
+    ).with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
+
+
+@dataclass
+class Trained:
+    """What a train_step left: the parameters and the metrics."""
+
+    parameters: list[Tensor]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0) -> Trained:
+    """Run `train_step` on a fresh bigram model."""
+    engine = BigramEngine(seed=seed)
+    stats = interface.train_step(Model("actor", engine, seed=seed), data, mb_spec)
+    return Trained(engine.parameters, stat_values(stats))
+
+
+def check_train_step(interface: ModelInterface, inputs: Iterable[str], *, seed: int = 0) -> None:
+    """Check that what must be invisible is invisible in the weights and the metrics after a `train_step`.
+
+    Args:
+        interface: the algorithm, as it would be configured.
+        inputs: keys that its RPC reads.
+        seed: of the weights and the batch.
+
+    Raises:
+        AssertionError: says which invariance is broken, and by how much.
+    """
+    data = random_batch(seed).select(inputs)
+    whole = train_once(interface, data, MicroBatchSpec(), seed=seed)
+    limit = int(data.lengths["input_ids"].flat.max())
+    for spec in (MicroBatchSpec(n_microbatches=2), MicroBatchSpec(n_microbatches=6), MicroBatchSpec(limit)):
+        _assert_same(whole, train_once(interface, data, spec, seed=seed), f"cut by {spec}", tolerance=1e-10)
+    if getattr(interface, "n_minibatches", 1) == 1:
+        order = np.random.default_rng(seed).permutation(len(data))
+        shuffled = train_once(interface, data.take(order), MicroBatchSpec(n_microbatches=2), seed=seed)
+        _assert_same(whole, shuffled, "prompts in another order", tolerance=1e-10)
+    for fill in (math.nan, math.inf, -math.inf, 1e30):
+        dirty = train_once(interface, _fill_masked(data, fill), MicroBatchSpec(), seed=seed)
+        _assert_same(whole, dirty, f"{fill} in every masked slot", tolerance=0.0)
+
+
+def _fill_masked(data: SequenceSample, fill: float) -> SequenceSample:
+    masked_T = ~data["loss_mask"]
+    token_keys = [
+        k for k, x in data.data.items() if data.lengths[k] == data.lengths["input_ids"] and x.dtype.is_floating_point
+    ]
+    return data.with_tokens(**{k: data[k].masked_fill(masked_T, fill) for k in token_keys})
+
+
+def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None:
+    for x, y in zip(a.parameters, b.parameters, strict=True):
+        difference = float((x - y).abs().max())
+        if not difference <= tolerance:
+            raise AssertionError(f"{what}: the weights after a train_step differ by {difference:.3g}")
+    if a.metrics.keys() != b.metrics.keys():
+        raise AssertionError(f"{what}: metrics {sorted(a.metrics.keys() ^ b.metrics.keys())} come and go")
+    for name, value in a.metrics.items():
+        other = b.metrics[name]
+        if not abs(value - other) <= max(tolerance, 1e-5 if tolerance else 0.0) * max(1.0, abs(value)):
+            raise AssertionError(f"{what}: metric {name} is {value!r} or {other!r}")
+
+
+__all__ = ["BigramEngine", "check_train_step", "random_batch", "train_once"]

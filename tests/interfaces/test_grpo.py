@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from realign.api import GenerationConfig, Model, SequenceSample, stat_values
+from realign.functional import Aggregation, Level, Normalization, Scope
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import KLPenalty, KLPlace
+from realign.testing import BigramEngine, random_batch
+
+
+def batch(rewards: list[list[float]], tokens: int = 3) -> SequenceSample:
+    """Sequences of one prompt token and `tokens - 1` sampled ones, with these rewards per group."""
+    ids = [f"p{i}" for i in range(len(rewards))]
+    data = SequenceSample.from_sequences(ids, {"input_ids": [[[1] * tokens for _ in group] for group in rewards]})
+    mask = torch.tensor(([False] + [True] * (tokens - 1)) * sum(map(len, rewards)))
+    flat = torch.tensor([r for group in rewards for r in group])
+    return data.with_tokens(loss_mask=mask, logprobs=torch.zeros(len(mask))).with_sequences(rewards=flat)
+
+
+def advantages(data: SequenceSample, **settings) -> list[float]:
+    """The advantage of each sequence's last token."""
+    out = GRPOActorInterface(**settings).compute_advantages(Model("actor", BigramEngine()), data)
+    return [float(x[-1]) for x in out.sequences("advantages")]
+
+
+def test_rewards_are_normalised_within_each_group():
+    found = advantages(batch([[1.0, 0.0, 0.0, 0.0], [5.0, 3.0]]))
+    assert found == pytest.approx([3**0.5, *[-(3**-0.5)] * 3, 1.0, -1.0], abs=1e-6)
+
+
+def test_every_sampled_token_gets_its_responses_advantage_and_prompts_get_none():
+    data = batch([[1.0, 0.0]])
+    out = GRPOActorInterface().compute_advantages(Model("actor", BigramEngine()), data)
+    assert out["advantages"].tolist() == pytest.approx([0, 1, 1, 0, -1, -1], abs=1e-6)
+
+
+def test_trap_e1_a_group_of_equal_rewards_teaches_exactly_nothing():
+    data = batch([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0]])
+    assert advantages(data)[:4] == [0.0] * 4
+    interface = GRPOActorInterface()
+    stats = interface.batch_stats(interface.compute_advantages(Model("actor", BigramEngine()), data))
+    assert stat_values(stats)["zero_std_fraction"] == 0.5
+
+
+def test_trap_e4_ragged_groups_are_found_by_id():
+    assert advantages(batch([[1.0, 0.0], [1.0, 2.0, 3.0]])) == pytest.approx(
+        [1.0, -1.0, -(1.5**0.5), 0.0, 1.5**0.5], abs=1e-6
+    )
+
+
+def test_trap_e5_a_group_of_one_is_refused_in_the_config_and_silent_in_the_data():
+    with pytest.raises(ValueError, match=r"generation\.n=1: a group of one response"):
+        GRPOActorInterface(generation=GenerationConfig(n=1))
+    for spec in (Normalization(Scope.group, Scope.group), Normalization(Scope.group, Scope.none, leave_one_out=True)):
+        assert advantages(batch([[3.0], [1.0, 0.0]]), adv_norm=spec, min_group_size=1)[0] == 0.0
+
+
+def test_trap_e6_order_and_equal_texts_do_not_matter():
+    rewards = [[1.0, 0.0, 0.0], [0.0, 2.0], [1.0, 0.0, 0.0]]
+    data = batch(rewards)  # every prompt has the same text; ids keep them apart
+    straight = dict(zip(data.ids, np.split(np.array(advantages(data)), [3, 5]), strict=True))
+    order = [2, 0, 1]
+    shuffled = data.take(order)
+    moved = np.split(np.array(advantages(shuffled)), [3, 6])
+    for i, values in zip(shuffled.ids, moved, strict=True):
+        np.testing.assert_array_equal(values, straight[i])
+
+
+def test_trap_e8_group_and_batch_scopes_differ_and_loo_and_bias_are_explicit():
+    data = batch([[1.0, 0.0, 0.0, 0.0], [4.0, 0.0]])
+    first = {
+        (mean, std): advantages(data, adv_norm=Normalization(mean, std))[0]
+        for mean in (Scope.group, Scope.batch)
+        for std in (Scope.none, Scope.group, Scope.batch)
+    }
+    assert len({round(v, 4) for v in first.values()}) == 6
+    biased, unbiased, loo = (
+        advantages(batch([[1.0, 0.0, 0.0, 0.0]]), adv_norm=Normalization(Scope.group, Scope.group, **kwargs))[0]
+        for kwargs in ({}, {"unbiased": True}, {"leave_one_out": True})
+    )
+    assert (biased, unbiased, loo) == pytest.approx((1.7321, 1.5, 2.3094), abs=1e-4)
+
+
+def test_trap_e9_a_missing_reward_leaves_the_loss_and_its_siblings_statistics():
+    with_missing = batch([[1.0, math.nan, 0.0, 0.0]])
+    without = batch([[1.0, 0.0, 0.0]])
+    found = advantages(with_missing)
+    assert [found[0], found[2], found[3]] == advantages(without)
+    model = Model("actor", BigramEngine())
+    interface = GRPOActorInterface()
+    out = interface.compute_advantages(model, with_missing)
+    assert interface.loss_weight(out) == 6  # three responses of two sampled tokens
+
+
+def test_a_group_with_too_few_rewards_is_left_out():
+    data = batch([[1.0, math.nan, math.nan], [1.0, 0.0, 0.5]])
+    interface = GRPOActorInterface(min_group_size=2)
+    out = interface.compute_advantages(Model("actor", BigramEngine()), data)
+    assert interface.loss_weight(out) == 6
+    assert out["loss_mask"][:9].sum() == 0
+
+
+def test_kl_in_the_reward_is_taken_off_before_the_group_is_compared():
+    data = batch([[1.0, 1.0]]).with_tokens(ref_logprobs=torch.tensor([0, -0.5, -0.5, 0, 0, 0]))
+    kl = KLPenalty(KLPlace.reward, coef=0.1)
+    none = Normalization(Scope.group, Scope.none)
+    assert advantages(data, kl=kl, adv_norm=none) == pytest.approx([-0.05, 0.05], abs=1e-6)
+
+
+def test_token_level_weighs_a_response_by_its_length():
+    lengths = [[[1, 1, 1, 1], [1, 1]]]
+    data = SequenceSample.from_sequences(["p"], {"input_ids": lengths})
+    data = data.with_tokens(loss_mask=torch.tensor([False, True, True, True, False, True]), logprobs=torch.zeros(6))
+    data = data.with_sequences(rewards=torch.tensor([1.0, 0.0]))
+    spec = Normalization(Scope.group, Scope.none, level=Level.token)
+    assert advantages(data, adv_norm=spec) == pytest.approx([0.25, -0.75])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_trap_e12_agrees_with_a_plain_reference_on_random_groups(seed):
+    data = random_batch(seed, n_prompts=8)
+    rewards, found = data["rewards"].tolist(), advantages_per_sequence(data)
+    start = 0
+    for count in data.lengths["input_ids"].counts.tolist():
+        trained = [s for s in range(start, start + count) if found[s] is not None]
+        group = np.array([rewards[s] for s in trained])
+        for s in trained:
+            std = group.std()
+            want = 0.0 if std == 0 else (rewards[s] - group.mean()) / (std + 1e-8)
+            assert found[s] == pytest.approx(want, abs=1e-6)
+        start += count
+
+
+def advantages_per_sequence(data: SequenceSample) -> list[float | None]:
+    out = GRPOActorInterface().compute_advantages(Model("actor", BigramEngine()), data)
+    pairs = zip(out.sequences("advantages"), out.sequences("loss_mask"), strict=True)
+    return [float(a[m][0]) if m.any() else None for a, m in pairs]
+
+
+def test_dr_grpo_by_flags():
+    interface = GRPOActorInterface(
+        adv_norm=Normalization(Scope.group, Scope.none),
+        aggregation=Aggregation.constant,
+        aggregation_constant=10.0,
+    )
+    out = interface.compute_advantages(Model("actor", BigramEngine()), batch([[1.0, 0.0]]))
+    assert out["advantages"].tolist() == pytest.approx([0, 0.5, 0.5, 0, -0.5, -0.5])
+    assert interface.loss_weight(out) == 20

@@ -1,0 +1,101 @@
+"""Every algorithm that ships, found by looking, keeps the invariances of DESIGN section 4; none can escape."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import itertools
+import pkgutil
+
+import pytest
+
+import realign.interfaces
+from realign.api import ModelInterface
+from realign.api.model import implements
+from realign.functional import Aggregation, KLEstimator, Level, Normalization, Scope
+from realign.interfaces.ppo import KLPenalty, KLPlace
+from realign.testing import check_train_step
+
+# Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
+PPO_SETTINGS = [
+    {"epochs": 2, "n_minibatches": 2},
+    {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3},
+    {"entropy_coef": 0.1},
+    *({"kl": KLPenalty(KLPlace.loss, 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
+    *({"kl": KLPenalty(KLPlace.reward, 0.1, e)} for e in KLEstimator),
+    {"kl": KLPenalty(KLPlace.reward, 0.1, target=0.5, horizon=100)},
+    *(
+        {"adv_norm": Normalization(mean, std, leave_one_out=loo, level=level)}
+        for mean, std, loo, level in itertools.product(Scope, Scope, (False, True), Level)
+        if not (loo and mean is Scope.none)
+    ),
+    {"gamma": 0.9, "lam": 0.5},
+]
+SETTINGS: dict[str, list[dict]] = {"PPOActorInterface": PPO_SETTINGS, "SFTInterface": [{"n_minibatches": 2}]}
+
+
+def modules():
+    return [importlib.import_module(f"realign.interfaces.{m.name}") for m in pkgutil.iter_modules(realign.interfaces.__path__)]
+
+
+def trainers() -> list[type[ModelInterface]]:
+    found = {
+        cls
+        for module in modules()
+        for cls in vars(module).values()
+        if inspect.isclass(cls)
+        and issubclass(cls, ModelInterface)
+        and cls is not ModelInterface
+        and implements(cls, "train_step")
+    }
+    return sorted(found, key=lambda cls: cls.__name__)
+
+
+def graphs(module):
+    flags = [name for name, p in inspect.signature(module.dataflow).parameters.items() if isinstance(p.default, bool)]
+    for values in itertools.product((False, True), repeat=len(flags)):
+        yield module.dataflow(**dict(zip(flags, values, strict=True)))
+
+
+def input_sets(cls: type[ModelInterface]) -> list[tuple[str, ...]]:
+    """What the train_step RPCs of the class's own file read; the role's name stands in the class's name."""
+    module = importlib.import_module(cls.__module__)
+    rpcs = [r for graph in graphs(module) for r in graph.rpcs if r.method == "train_step"]
+    mine = [r for r in rpcs if r.model in cls.__name__.lower()] or rpcs
+    assert mine, f"{cls.__module__}.dataflow declares no train_step for {cls.__name__}"
+    return sorted({r.inputs for r in mine})
+
+
+def settings(cls: type[ModelInterface]) -> list[dict]:
+    listed = next((SETTINGS[c.__name__] for c in cls.__mro__ if c.__name__ in SETTINGS), None)
+    assert listed is not None, f"list settings for {cls.__name__} in tests/interfaces/test_invariances.py"
+    aggregations = []
+    if "aggregation" in {f.name for f in dataclasses.fields(cls)}:
+        aggregations = [{"aggregation": a} for a in Aggregation if a is not Aggregation.constant]
+        if "aggregation_constant" in {f.name for f in dataclasses.fields(cls)}:
+            aggregations.append({"aggregation": Aggregation.constant, "aggregation_constant": 8.0})
+    return [{}, *aggregations, *listed]
+
+
+CASES = [(cls, kwargs, inputs) for cls in trainers() for kwargs in settings(cls) for inputs in input_sets(cls)]
+
+
+def usable(kwargs: dict, inputs: tuple[str, ...]) -> bool:
+    needs_ref = kwargs.get("kl", KLPenalty()).place is not KLPlace.none
+    return not needs_ref or "ref_logprobs" in inputs
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "inputs"),
+    [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(CASES) if usable(*case[1:])],
+)
+def test_trap_d13_every_interface_is_invariant(cls, kwargs, inputs):
+    check_train_step(cls(**kwargs), inputs)
+
+
+def test_every_file_declares_its_graph_and_its_train_steps_are_found():
+    names = {cls.__name__ for cls in trainers()}
+    assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface"} <= names
+    with_train = [m for m in modules() if hasattr(m, "dataflow")]
+    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {"sft", "ppo", "grpo"}

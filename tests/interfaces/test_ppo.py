@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.functional import KLEstimator, Normalization, Scope
+from realign.interfaces.ppo import (
+    KLPenalty,
+    KLPlace,
+    PPOActorInterface,
+    ReferenceInterface,
+    dataflow,
+    normalization_formula,
+)
+from realign.testing import BigramEngine, random_batch, train_once
+
+RAW = Normalization(Scope.none, Scope.none)
+
+
+def prompts(n: int = 4) -> SequenceSample:
+    return SequenceSample.from_sequences(range(n), {"prompt_ids": [[[1, 2 + i]] for i in range(n)]})
+
+
+def rollout(interface: PPOActorInterface, model: Model, reward) -> SequenceSample:
+    data = interface.generate(model, prompts(), MicroBatchSpec())
+    rewards = torch.tensor([float(reward(ids[~given])) for ids, given in zip(
+        data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)])
+    return data.with_sequences(rewards=rewards)
+
+
+def test_generation_says_who_sampled_what():
+    interface = PPOActorInterface(generation=GenerationConfig(n=2, max_new_tokens=3))
+    data = interface.generate(Model("actor", BigramEngine(), version=7), prompts(), MicroBatchSpec())
+    assert data.keys == {"input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated"}
+    assert torch.equal(data["versions"] == 7, data["loss_mask"])
+    assert torch.equal(data["versions"] == -1, data["prompt_mask"])
+
+
+def test_trap_a4_everything_about_token_t_stands_at_index_t():
+    """Five tokens, the last three sampled: log-prob, value, mask, reward and credit by hand."""
+    data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, 2, 3, 4, 5]]]}).with_tokens(
+        loss_mask=torch.tensor([False, False, True, True, True]),
+        logprobs=torch.zeros(5),
+        values=torch.tensor([0.0, 0.0, 0.5, 0.25, 0.125], dtype=torch.float64),
+    ).with_sequences(rewards=torch.tensor([1.0], dtype=torch.float64))
+    engine = BigramEngine()
+    interface = PPOActorInterface(gamma=1.0, lam=1.0, adv_norm=RAW)
+    out = interface.compute_advantages(Model("actor", engine), data)
+    assert out["returns"].tolist() == [0, 0, 1, 1, 1]
+    assert out["advantages"].tolist() == [0, 0, 0.5, 0.75, 0.875]
+    scored = interface.inference(Model("actor", engine), data, MicroBatchSpec())
+    table = engine.logits_VV.log_softmax(-1)
+    assert scored["logprobs"].tolist() == pytest.approx([0, 0, table[2, 3], table[3, 4], table[4, 5]])
+
+
+def test_trap_a10_credit_adds_up_to_score_minus_kl_and_stands_on_trained_tokens_only():
+    data = random_batch(1).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
+    interface = PPOActorInterface(gamma=1.0, lam=1.0, adv_norm=RAW, kl=KLPenalty(KLPlace.reward, 0.3))
+    out = interface.compute_advantages(Model("actor", BigramEngine()), data)
+    for x, mask, logp, ref, score in zip(
+        *(out.sequences(k) for k in ("returns", "loss_mask", "logprobs", "ref_logprobs")), out["rewards"], strict=True
+    ):
+        if mask.any() and score.isfinite():
+            assert float(x[mask][0]) == pytest.approx(float(score - 0.3 * (logp - ref)[mask].sum()), abs=1e-5)
+    assert not out["advantages"][~out["loss_mask"]].any()
+
+
+def reference_step(data: SequenceSample, table: np.ndarray, *, low: float, high: float, lam: float) -> np.ndarray:
+    """The gradient step of PPO without critic, sequence by sequence, token by token; whitened over the batch."""
+    rows = []
+    for ids, mask, old, reward in zip(
+        *(data.sequences(k) for k in ("input_ids", "loss_mask", "logprobs")), data["rewards"].tolist(), strict=True
+    ):
+        where = np.flatnonzero(mask.numpy())
+        if math.isnan(reward) or not len(where):
+            continue
+        for distance, t in enumerate(reversed(where)):
+            rows.append((int(ids[t - 1]), int(ids[t]), float(old[t]), reward * lam**distance))
+    advantage = np.array([r[3] for r in rows])
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    gradient = np.zeros_like(table)
+    for (before, token, old, _), a in zip(rows, advantage, strict=True):
+        logp = table[before] - np.log(np.exp(table[before]).sum())
+        ratio = math.exp(logp[token] - old)
+        if ratio * a <= np.clip(ratio, 1 - low, 1 + high) * a:  # the unclipped branch carries the gradient
+            onehot = np.eye(len(table))[token]
+            gradient[before] -= a * ratio * (onehot - np.exp(logp)) / len(rows)
+    return gradient
+
+
+def test_the_step_equals_a_plain_reference():
+    data = random_batch(3).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    engine = BigramEngine(seed=5, lr=1.0)
+    before = engine.logits_VV.clone().numpy()
+    interface = PPOActorInterface(clip_low=0.1, clip_high=0.3, lam=0.8)
+    interface.train_step(Model("actor", engine), data, MicroBatchSpec(n_microbatches=3))
+    want = reference_step(data, before, low=0.1, high=0.3, lam=0.8)
+    np.testing.assert_allclose(before - engine.logits_VV.numpy(), want, rtol=0, atol=1e-9)
+
+
+def test_trap_b1_ratio_is_one_before_the_first_update():
+    interface = PPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=5, temperature=0.7))
+    model = Model("actor", BigramEngine(lr=0.0))
+    data = rollout(interface, model, lambda ids: (ids == 3).sum())
+    stats = stat_values(interface.train_step(model, data, MicroBatchSpec(n_microbatches=3)))
+    assert stats["first_logprob_diff_max"] < 1e-6
+    assert stats["clip_fraction"] == 0
+    assert stats["approx_kl"] == pytest.approx(0, abs=1e-12)
+
+
+def test_trap_b1_a_wrong_temperature_is_seen():
+    model = Model("actor", BigramEngine(lr=0.0))
+    sampled = rollout(PPOActorInterface(generation=GenerationConfig(n=4, temperature=0.7)), model, lambda ids: len(ids))
+    stats = stat_values(PPOActorInterface(generation=GenerationConfig(n=4)).train_step(model, sampled, MicroBatchSpec()))
+    assert stats["first_logprob_diff_max"] > 0.1
+
+
+def test_trap_b2_temperature_reaches_policy_reference_and_entropy():
+    data = random_batch(0)
+    engine = BigramEngine()
+    model = Model("actor", engine)
+    policy = PPOActorInterface(generation=GenerationConfig(temperature=0.6)).inference(model, data, MicroBatchSpec())
+    reference = ReferenceInterface(temperature=0.6).inference(model, data, MicroBatchSpec())
+    assert torch.equal(policy["logprobs"], reference["logprobs"])
+    table = (engine.logits_VV / 0.6).log_softmax(-1)
+    t = int(data["loss_mask"].nonzero()[0])
+    assert float(policy["logprobs"][t]) == pytest.approx(float(table[data["input_ids"][t - 1], data["input_ids"][t]]))
+
+
+def test_trap_b4_settings_that_distort_the_sampler_are_refused():
+    for setting, text in (({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"greedy": True}, "greedy=True")):
+        with pytest.raises(ValueError, match=text):
+            PPOActorInterface(generation=GenerationConfig(**setting))
+
+
+def test_trap_c6_a_step_on_the_kl_alone_lowers_the_exact_kl():
+    ref = BigramEngine(seed=9).logits_VV.log_softmax(-1)
+    for estimator in (KLEstimator.k2, KLEstimator.k3):
+        engine = BigramEngine(seed=1, lr=1.0)
+        model = Model("actor", engine)
+        interface = PPOActorInterface(
+            generation=GenerationConfig(n=64, max_new_tokens=16, fixed_length=True),
+            kl=KLPenalty(KLPlace.loss, 1.0, estimator),
+        )
+        data = rollout(interface, model, lambda ids: 0.0)  # equal rewards: the KL is all there is
+        ids = data["input_ids"]
+        ref_T = torch.cat([torch.zeros(1), ref[ids[:-1], ids[1:]].float()])
+        before = exact_kl(engine, ref)
+        interface.train_step(model, data.with_tokens(ref_logprobs=ref_T), MicroBatchSpec())
+        assert exact_kl(engine, ref) < before
+
+
+def exact_kl(engine: BigramEngine, ref: torch.Tensor) -> float:
+    logp = engine.logits_VV.log_softmax(-1)
+    return float((logp.exp() * (logp - ref)).sum(-1).mean())
+
+
+def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
+    assert [p.value for p in KLPlace] == ["none", "reward", "loss"]  # one choice: both cannot be asked for
+    with pytest.raises(ValueError, match="k1 in the loss"):
+        KLPenalty(KLPlace.loss, 0.1, KLEstimator.k1)
+    data = random_batch(0).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    with pytest.raises(ValueError, match=r"kl\.place=reward needs ref_logprobs"):
+        train_once(PPOActorInterface(kl=KLPenalty(KLPlace.reward)), data, MicroBatchSpec())
+
+
+def test_trap_c8_the_logged_kl_is_the_trained_one():
+    data = random_batch(2).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
+    off = train_once(PPOActorInterface(adv_norm=RAW), data, MicroBatchSpec())
+    on = train_once(PPOActorInterface(adv_norm=RAW, kl=KLPenalty(KLPlace.loss, 0.5, KLEstimator.k2)), data, MicroBatchSpec())
+    assert on.metrics["loss"] - off.metrics["loss"] == pytest.approx(0.5 * on.metrics["ref_kl"], rel=1e-5)
+
+
+def test_trap_c9_the_adaptive_coefficient_follows_trained_rows_once_per_batch():
+    data = random_batch(2).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
+    kl = KLPenalty(KLPlace.reward, 0.1, target=1.0, horizon=100)
+    interface = PPOActorInterface(kl=kl, epochs=2, n_minibatches=2)
+    trained = train_once(interface, data, MicroBatchSpec())
+    per_sequence = [
+        float((a - b)[m].sum())
+        for a, b, m, r in zip(
+            *(data.sequences(k) for k in ("logprobs", "ref_logprobs", "loss_mask")), data["rewards"], strict=True
+        )
+        if m.any() and r.isfinite()
+    ]
+    error = np.clip(np.mean(per_sequence) / 1.0 - 1, -0.2, 0.2)
+    want = 0.1 * (1 + error * len(per_sequence) / 100)
+    assert trained.metrics["kl_coef"] == pytest.approx(0.1)
+    assert interface.kl_controller.value == pytest.approx(want, rel=1e-5)
+    resumed = PPOActorInterface(kl=kl)
+    resumed.load_state_dict(interface.state_dict())
+    assert resumed.kl_controller.value == interface.kl_controller.value
+
+
+def test_trap_d6_rejected_rows_leave_the_denominator():
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3, 4, 5], [1, 2]]]})
+    data = data.with_tokens(
+        loss_mask=torch.tensor([False, True, True, True, True, False, True]), logprobs=torch.zeros(7)
+    ).with_sequences(rewards=torch.tensor([1.0, math.nan]))
+    interface = PPOActorInterface()
+    from realign.interfaces.ppo import drop_missing_rewards
+
+    out = interface.compute_advantages(Model("actor", BigramEngine()), drop_missing_rewards(data))
+    assert interface.loss_weight(out) == 4
+
+
+def test_trap_d7_a_batch_in_which_nothing_trains_makes_no_step():
+    data = random_batch(0).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    silent = data.with_tokens(loss_mask=torch.zeros_like(data["loss_mask"]))
+    trained = train_once(PPOActorInterface(), silent, MicroBatchSpec())
+    assert trained.metrics["optimizer_steps"] == 0
+    for p, q in zip(trained.parameters, BigramEngine().parameters, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_trap_d11_every_prompt_is_used_once_per_epoch():
+    data = random_batch(0, n_prompts=7).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    seen: list[str] = []
+
+    class Watching(BigramEngine):
+        def train_batch(self, data, mb_spec, loss_fn, loss_weight_fn):
+            seen.extend(data.ids)
+            return super().train_batch(data, mb_spec, loss_fn, loss_weight_fn)
+
+    PPOActorInterface(epochs=2, n_minibatches=3).train_step(Model("actor", Watching()), data, MicroBatchSpec())
+    assert sorted(seen[:7]) == sorted(seen[7:]) == sorted(data.ids)
+    assert seen[:7] != seen[7:]
+
+
+def test_trap_f10_recomputed_log_probs_that_equal_the_samplers_change_nothing():
+    data = random_batch(4).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    plain = train_once(PPOActorInterface(), data, MicroBatchSpec())
+    recomputed = train_once(PPOActorInterface(), data.with_tokens(prox_logprobs=data["logprobs"]), MicroBatchSpec())
+    for p, q in zip(plain.parameters, recomputed.parameters, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kl", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_graph_scores_before_it_trains(kl, recompute):
+    names = [r.name for r in dataflow(kl=kl, recompute=recompute).order]
+    assert names[0] == "actor_gen"
+    assert names[-1] == "actor_train"
+    assert ("ref_inf" in names, "actor_inf" in names) == (kl, recompute)
+
+
+def test_the_formula_says_what_is_computed():
+    assert normalization_formula(RAW) == "A per sequence"
+    assert normalization_formula(Normalization(Scope.group, Scope.none, leave_one_out=True)) == (
+        "A - mean(group without itself) per sequence"
+    )
+    assert normalization_formula(Normalization(Scope.group, Scope.batch, unbiased=True, eps=1e-6)) == (
+        "(A - mean(group)) / (sample std(batch) + 1e-06) per sequence"
+    )

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.interfaces.sft import SFTInterface, dataflow
+from realign.testing import BigramEngine
+
+
+def batch() -> SequenceSample:
+    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1, 2, 3]], [[4, 5]]]})
+    return data.with_tokens(loss_mask=torch.tensor([False, True, True, False, True]))
+
+
+def test_loss_and_gradient_equal_cross_entropy_of_the_masked_tokens():
+    engine, lr = BigramEngine(), 0.5
+    table = engine.logits_VV.clone().requires_grad_()
+    pairs = [(1, 2), (2, 3), (4, 5)]  # (token before, token)
+    loss = torch.nn.functional.cross_entropy(table[[a for a, _ in pairs]], torch.tensor([b for _, b in pairs]))
+    loss.backward()
+    before = engine.logits_VV.clone()
+    stats = stat_values(SFTInterface().train_step(Model("actor", engine), batch(), MicroBatchSpec()))
+    assert stats["loss"] == pytest.approx(float(loss), abs=1e-12)
+    assert stats["nll"] == pytest.approx(float(loss), rel=1e-6)
+    torch.testing.assert_close(engine.logits_VV, before - lr * table.grad, rtol=0, atol=1e-12)
+
+
+def test_minibatches_are_optimizer_steps_and_use_every_prompt():
+    stats = stat_values(
+        SFTInterface(n_minibatches=2).train_step(Model("actor", BigramEngine()), batch(), MicroBatchSpec())
+    )
+    assert stats["optimizer_steps"] == 2
+
+
+def test_repeated_training_lowers_the_loss():
+    model, losses = Model("actor", BigramEngine()), []
+    for _ in range(20):
+        losses.append(stat_values(SFTInterface().train_step(model, batch(), MicroBatchSpec()))["nll"])
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_graph_is_one_training_call():
+    assert [(r.name, r.method) for r in dataflow().order] == [("actor_train", "train_step")]
