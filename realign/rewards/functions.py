@@ -1,0 +1,113 @@
+"""Finding a reward function by its name: `package.module:function` or `path/to/file.py:function`."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+RewardFunction: TypeAlias = Callable[[str, str, dict[str, Any]], float | None]
+
+_FORMS = "'package.module:function' or 'path/to/file.py:function'"
+
+
+def load_function(name: str) -> RewardFunction:
+    """Import the reward function called `name`.
+
+    A file is imported under a name of its own, once per process, so it needs no package and may be called like an
+    installed module; its folder is appended to `sys.path`, so it can import its neighbours.
+
+    Raises:
+        ValueError: no such module, file or function (says what is there and what is near), the import failed, or it
+            is not a function of (prompt, response, row).
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not (colon and place and attribute):
+        raise ValueError(f"reward function {name!r} must be written as {_FORMS}")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except ValueError as error:
+        raise ValueError(f"reward function {name!r}: {error}") from error.__cause__
+    function: Any = module
+    for part in attribute.split("."):
+        if not hasattr(function, part):
+            there = sorted(n for n, value in vars(function).items() if callable(value) and not n.startswith("_"))
+            raise ValueError(f"reward function {name!r}: {place!r} has no {part!r}; {_nearest(part, there)}")
+        function = getattr(function, part)
+    check_function(function, name)
+    return function
+
+
+def check_function(function: Any, name: str) -> None:
+    """Raise ValueError unless `function` can be called as `function(prompt, response, row)`."""
+    if isinstance(function, type) or not callable(function):
+        raise ValueError(f"reward function {name!r} is a {type(function).__name__}, expected a function")
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"reward function {name!r} is async; it must return a number, not a coroutine")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some functions written in C do not tell their signature
+    try:
+        signature.bind("", "", {})
+    except TypeError as error:
+        raise ValueError(
+            f"reward function {name!r} takes {signature}, but is called as function(prompt, response, row): {error}"
+        ) from None
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(f"importing {name!r} failed: {error}") from error
+        file = Path(name.replace(".", "/") + ".py")
+        hint = f"; there is a file {str(file)!r}: write '{file}:...'" if file.is_file() else ""
+        raise ValueError(f"no module named {error.name!r}{hint}") from error
+    except Exception as error:
+        raise ValueError(f"importing {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    file = path.expanduser().resolve()
+    if not file.is_file():
+        folder = file.parent
+        if not folder.is_dir():
+            raise ValueError(f"no file {str(file)!r}: the folder {str(folder)!r} does not exist")
+        raise ValueError(f"no file {str(file)!r}; {_nearest(file.name, sorted(p.name for p in folder.glob('*.py')))}")
+    main = sys.modules["__main__"]
+    if (script := getattr(main, "__file__", None)) and Path(script).resolve() == file:
+        return main  # the running script itself: importing it again would run it again
+    name = f"_reward_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
+        raise ValueError(f"importing {str(file)!r} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _nearest(name: str, there: Iterable[str]) -> str:
+    names = list(there)
+    near = difflib.get_close_matches(name, names, n=1)
+    found = f"found {', '.join(names[:12]) or 'nothing'}" + (", ..." if len(names) > 12 else "")
+    return f"{found}; did you mean {near[0]!r}?" if near else found

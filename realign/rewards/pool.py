@@ -1,0 +1,191 @@
+"""`RewardPool`: runs a user's reward function on many items, each of which can only fail alone.
+
+A function may raise, hang, crash its process or eat all memory. Workers are spawned processes with a deadline and a
+memory limit (`pebble`), so every other item is answered, and the failed ones say why.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from realign.rewards.functions import RewardFunction, check_function, load_function
+from realign.rewards.processes import Answers, RewardError, WorkerProcesses
+from realign.rewards.worker import FailureKind, Item, Problem, answer, limits_memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An item without reward: its index in the call of `score`, why, and a traceback or explanation."""
+
+    index: int
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True)
+class RewardResults:
+    """Rewards in the order of the items: None where the function abstained (returned None) or failed."""
+
+    values: list[float | None]
+    failures: list[Failure]
+
+    @property
+    def abstained(self) -> int:
+        """Items for which the function itself gave None."""
+        return self.values.count(None) - len(self.failures)
+
+
+class RewardPool:
+    """Worker processes for one reward function `(prompt, response, row) -> float | None`.
+
+    The workers start at the first `score` and stay until `close` (or the end of a `with` block, or of this process).
+    They import the function anew, but not this process's main script (unless the function is defined in it), so a
+    script needs no `if __name__ == "__main__"` guard. Processes that the function started end with their worker when
+    it is stopped. Not for use by several threads at once.
+
+    With `workers=0` the function runs in this process: breakpoints work and a cheap function loses no time, but
+    nothing protects the run from a hang, a crash or a memory blow-up; exceptions are still caught one by one.
+
+    Args:
+        function: `package.module:function`, `path/to/file.py:function`, or a callable that can be pickled.
+        workers: number of processes; 0 runs inline.
+        timeout_s: seconds that one item may take before its worker is stopped. Kept to within about 0.2 s.
+        memory_mb: MiB of address space that a worker may take beyond what it holds once the function is imported;
+            None sets no limit. Linux only; elsewhere a warning says that it has no effect.
+        max_failed_fraction: `score` raises once more than this fraction of its items has failed.
+
+    Raises:
+        ValueError: the function is not found or cannot be used, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        function: str | RewardFunction,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_mb: int | None,
+        max_failed_fraction: float,
+    ) -> None:
+        checks = {
+            "workers": (workers >= 0, workers, "at least 0 (0 runs inline)"),
+            "timeout_s": (0 < timeout_s < math.inf, timeout_s, "a positive number of seconds"),
+            "memory_mb": (memory_mb is None or memory_mb >= 1, memory_mb, "at least 1, or None for no limit"),
+            "max_failed_fraction": (0 <= max_failed_fraction <= 1, max_failed_fraction, "from 0 to 1"),
+        }
+        for setting, (ok, found, valid) in checks.items():
+            if not ok:
+                raise ValueError(f"{setting} must be {valid}, found {found}")
+        if workers and multiprocessing.current_process().name == "pebble_pool_worker":
+            raise RuntimeError(
+                "a reward worker tried to start a pool of its own: the file of the reward function starts one when it "
+                "is imported. Put that part under `if __name__ == '__main__':`"
+            )
+        source: str | bytes = b""
+        if isinstance(function, str):
+            self.name = source = function
+            self._function = load_function(function)
+        else:
+            self.name = getattr(function, "__qualname__", type(function).__qualname__)
+            self._function = function
+            check_function(function, self.name)
+            if workers:
+                source = _pickled_function(function, self.name)
+        self.max_failed_fraction = max_failed_fraction
+        self._shown: set[FailureKind] = set()
+        self._processes: WorkerProcesses | None = None
+        if workers:
+            self._processes = WorkerProcesses(
+                self.name, source, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb
+            )
+            if memory_mb is not None and not limits_memory():
+                logger.warning("memory_mb=%d has no effect on reward workers on %s", memory_mb, sys.platform)
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers at once, whatever they are doing. A later `score` starts new ones."""
+        if self._processes is not None:
+            self._processes.close()
+
+    def score(
+        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> RewardResults:
+        """Rewards of all items; each is `prompts[i], responses[i], rows[i]`.
+
+        A number is a bool, an int, a float, or a scalar of numpy or torch, finite in float32. Items that shared a
+        chunk with one that ended the worker are called again.
+
+        Raises:
+            ValueError: the three have different lengths.
+            RewardError: more than `max_failed_fraction` of the items failed, or workers do not stay alive.
+        """
+        if not len(prompts) == len(responses) == len(rows):
+            raise ValueError(f"found {len(prompts)} prompts, {len(responses)} responses and {len(rows)} rows")
+        values: list[float | None] = [None] * len(prompts)
+        failures: list[Failure] = []
+        items = [(p, r, dict(row)) for p, r, row in zip(prompts, responses, rows, strict=True)]
+        with closing(self._processes.answers(items) if self._processes else self._inline(items)) as answers:
+            for answered, (index, found) in enumerate(answers, 1):
+                if not isinstance(found, Problem):
+                    values[index] = found
+                    continue
+                failures.append(Failure(index, found.kind, found.message))
+                self._show(failures[-1])
+                if len(failures) / len(items) > self.max_failed_fraction:
+                    raise RewardError(self._too_many(failures, answered, len(items)))
+        return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
+
+    def _show(self, failure: Failure) -> None:
+        if failure.kind not in self._shown:
+            self._shown.add(failure.kind)
+            logger.warning(
+                "reward function %s failed on item %d (%s; shown once, later ones are only counted):\n%s",
+                self.name,
+                failure.index,
+                failure.kind.value,
+                failure.message,
+            )
+
+    def _too_many(self, failures: Sequence[Failure], answered: int, n: int) -> str:
+        kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(f.kind for f in failures).most_common())
+        first = failures[0]
+        return (
+            f"reward function {self.name} failed on {len(failures)} of the {answered} items answered so far, {n} in "
+            f"all ({kinds}): above max_failed_fraction={self.max_failed_fraction}. The first failure was item "
+            f"{first.index} ({first.kind.value}):\n{first.message}"
+        )
+
+    def _inline(self, items: Sequence[Item]) -> Answers:
+        for index, item in enumerate(items):
+            yield index, answer(self._function, item)
+
+
+def _pickled_function(function: RewardFunction, name: str) -> bytes:
+    try:
+        pickled = pickle.dumps(function)
+    except Exception as error:
+        raise ValueError(
+            f"reward function {name!r} cannot be sent to a worker process ({error}): define it at the top of a file"
+        ) from error
+    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(f"reward function {name!r} is defined in an interactive session: put it into a file")
+    return pickled

@@ -1,0 +1,167 @@
+"""What happens inside a worker process of the reward pool: limits, the call itself, and what its result means.
+
+Imports nothing heavy, so a worker starts as fast as the user's function allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from enum import StrEnum
+from multiprocessing import connection
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from realign.rewards.functions import RewardFunction, load_function
+
+Item: TypeAlias = tuple[str, str, dict[str, Any]]
+
+# Rewards become fp32 tensors: a number that overflows there is as useless as an infinite one.
+_LARGEST = 3.4028234663852886e38
+
+
+class FailureKind(StrEnum):
+    """Why an item has no reward."""
+
+    exception = "exception"
+    timeout = "timeout"
+    crash = "crash"
+    memory = "memory"
+    nonsense = "nonsense"
+
+
+class Problem(NamedTuple):
+    """A failed item, as it travels from the worker: plain strings, so that it can always be pickled."""
+
+    kind: FailureKind
+    message: str
+
+
+Answer: TypeAlias = float | Problem | None
+
+
+def answer(function: RewardFunction, item: Item) -> Answer:
+    """Call the function on one item; whatever it does, short of ending the process, becomes an `Answer`."""
+    prompt, response, row = item
+    try:
+        return _as_number(function(prompt, response, row))
+    except MemoryError as error:
+        # What the dead frames hold is freed first, or there is no memory left to describe the error with.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        return Problem(FailureKind.memory, _describe(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a function that calls sys.exit fails alone
+        return Problem(FailureKind.exception, _describe(error))
+
+
+def _as_number(value: Any) -> Answer:
+    if value is None:
+        return None
+    found = value
+    if hasattr(found, "item") and getattr(found, "ndim", None) == 0:  # scalars of numpy, 0-d arrays, 0-d tensors
+        found = found.item()
+    if not isinstance(found, Real):
+        return _nonsense(value, "is not a number")
+    try:
+        number = float(found)
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number) or abs(number) > _LARGEST:
+        return _nonsense(value, "is not finite in float32")
+    return number
+
+
+def _nonsense(value: Any, why: str) -> Problem:
+    text = repr(value)
+    text = text if len(text) <= 200 else text[:200] + "..."
+    return Problem(
+        FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected float | None"
+    )
+
+
+def _describe(error: BaseException) -> str:
+    trace = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+# --- in the worker process only ---
+
+
+@functools.lru_cache(maxsize=1)
+def resolve(source: str | bytes) -> RewardFunction:
+    """The function by its name, or from its pickle; kept for the life of the worker."""
+    return load_function(source) if isinstance(source, str) else pickle.loads(source)
+
+
+def start_worker(source: str | bytes, memory_mb: int | None) -> None:
+    """Prepare a fresh worker: it dies with its parent, holds the function, and obeys the memory limit."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, lambda *_: _end_group())
+    try:
+        resolve(source)  # now, so that the time and memory of its imports do not count against an item
+    except Exception:
+        return  # every item asks again, and reports it
+    if memory_mb is not None and limits_memory():
+        _limit_memory(memory_mb)
+
+
+def limits_memory() -> bool:
+    """Whether a memory limit is enforced on this platform."""
+    return sys.platform == "linux"
+
+
+def _limit_memory(memory_mb: int) -> None:
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory_mb * 2**20
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    _end_group()
+
+
+def _end_group() -> None:
+    """End this worker and every process that the reward function started."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def answer_some(source: str | bytes, pickled: Sequence[bytes], slice_s: float) -> list[Answer]:
+    """Answer the items in order until `slice_s` seconds are over; at least one, perhaps not all of them."""
+    started = time.monotonic()
+    answers: list[Answer] = []
+    for item in pickled:
+        answers.append(_answer_pickled(source, item))
+        if time.monotonic() - started > slice_s:
+            break
+    return answers
+
+
+def _answer_pickled(source: str | bytes, pickled: bytes) -> Answer:
+    try:
+        function, item = resolve(source), pickle.loads(pickled)
+    except Exception as error:
+        return Problem(FailureKind.exception, _describe(error))
+    return answer(function, item)

@@ -1,0 +1,86 @@
+"""Reward functions that misbehave in every way a user's can; workers load this file by its path."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+
+
+def act(prompt, response, row):
+    """Do what the row says; a plain row gives its value."""
+    match row.get("do"):
+        case None:
+            return row["value"]
+        case "raise":
+            raise KeyError("no such answer")
+        case "exit":
+            sys.exit(0)
+        case "hang":
+            while True:
+                time.sleep(0.05)
+        case "os_exit":
+            os._exit(7)
+        case "segfault":
+            ctypes.string_at(0)
+        case "memory":
+            blocks = []
+            while True:
+                blocks.append(bytearray(10**7))
+        case "small_memory":
+            numbers = [0]
+            while True:
+                numbers.extend(range(len(numbers)))
+        case "numpy":
+            return np.float32(0.5)
+        case "array0":
+            return np.array(True)
+        case "vector":
+            return np.array([1.0])
+        case "decimal":
+            return Decimal("0.5")
+
+
+def pid(prompt, response, row):
+    return float(os.getpid())
+
+
+def slow(prompt, response, row):
+    time.sleep(row["s"])
+    return 1.0
+
+
+def child_that_sleeps(prompt, response, row):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(row["file"]).write_text(str(child.pid))
+    child.wait()
+    return 1.0
+
+
+def pops_its_row(prompt, response, row):
+    return row.pop("value")
+
+
+class Scaled:
+    """A picklable callable with state."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, prompt, response, row):
+        return self.scale * len(response)
+
+
+async def asynchronous(prompt, response, row):
+    return 1.0
+
+
+def two_arguments(prompt, response):
+    return 1.0
+
+
+not_a_function = 3

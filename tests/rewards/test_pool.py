@@ -1,0 +1,377 @@
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from realign.rewards import FailureKind, RewardError, RewardPool
+from realign.rewards.processes import _Todo
+from realign.rewards.worker import Problem, answer
+
+HERE = Path(__file__).parent
+CASES = f"{HERE / 'reward_cases.py'}:act"
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and process groups are read through /proc")
+
+
+def make(function=CASES, workers=2, timeout_s=20.0, memory_mb=None, max_failed_fraction=1.0):
+    return RewardPool(
+        function, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, max_failed_fraction=max_failed_fraction
+    )
+
+
+def score(pool, rows):
+    return pool.score(["p"] * len(rows), ["r"] * len(rows), rows)
+
+
+def values(n):
+    return [{"value": i / 2} for i in range(n)]
+
+
+def gone(pid, within_s=10.0):
+    """Whether the process ends (a zombie counts as ended)."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_values_stand_at_their_items(workers):
+    with make(workers=workers) as pool:
+        result = score(pool, values(301))
+        assert result.values == [i / 2 for i in range(301)]
+        assert result.failures == []
+        assert score(pool, []).values == []
+        assert score(pool, values(1)).values == [0.0]
+
+
+@LINUX
+def test_trap_c12_every_kind_of_failure_stays_alone(caplog):
+    rows = values(200)
+    bad = {
+        3: ("raise", FailureKind.exception),
+        50: ("exit", FailureKind.exception),
+        51: ("os_exit", FailureKind.crash),
+        90: ("memory", FailureKind.memory),
+        91: ("small_memory", FailureKind.memory),
+        120: ("segfault", FailureKind.crash),
+        199: ("hang", FailureKind.timeout),
+    }
+    for index, (what, _) in bad.items():
+        rows[index] = {"do": what}
+    with caplog.at_level(logging.WARNING), make(timeout_s=3.0, memory_mb=300) as pool:
+        result = score(pool, rows)
+        again = score(pool, values(20))
+    assert {f.index: f.kind for f in result.failures} == {i: kind for i, (_, kind) in bad.items()}
+    assert [f.index for f in result.failures] == sorted(bad)
+    assert result.values == [None if i in bad else i / 2 for i in range(200)]
+    assert result.abstained == 0
+    assert again.values == [i / 2 for i in range(20)]
+    message = {f.index: f.message for f in result.failures}
+    assert "KeyError: 'no such answer'" in message[3]
+    assert "reward_cases.py" in message[3]
+    assert "exit code 7" in message[51]
+    assert "MemoryError" in message[90]
+    assert "SIGSEGV" in message[120]
+    assert "timeout_s=3.0" in message[199]
+    assert caplog.text.count("shown once") == 4
+
+
+def test_trap_c12_failures_above_the_fraction_stop_the_run():
+    rows = [{"do": "raise"} for _ in range(20)]
+    for workers in (0, 1):
+        with make(workers=workers, max_failed_fraction=0.5) as pool, pytest.raises(RewardError) as caught:
+            score(pool, rows)
+        text = str(caught.value)
+        assert "failed on 11 of the 11 items" in text
+        assert "20 in all (exception 11)" in text
+        assert "max_failed_fraction=0.5" in text
+        assert "KeyError: 'no such answer'" in text
+
+
+def test_trap_c12_a_fraction_that_is_met_exactly_is_tolerated():
+    rows = [{"do": "raise"}, *values(9)]
+    with make(workers=0, max_failed_fraction=0.1) as pool:
+        assert len(score(pool, rows).failures) == 1
+    with make(workers=0, max_failed_fraction=0.0) as pool, pytest.raises(RewardError):
+        score(pool, rows)
+
+
+def test_none_is_an_abstention_not_a_failure():
+    with make(workers=0, max_failed_fraction=0.0) as pool:
+        result = score(pool, [{"value": None}, {"value": 1}, {"value": None}])
+    assert result.values == [None, 1.0, None]
+    assert result.failures == []
+    assert result.abstained == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0),
+        (False, 0.0),
+        (3, 3.0),
+        (-0.25, -0.25),
+        (np.float16(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (np.int8(-2), -2.0),
+        (np.array(2.5), 2.5),
+        (torch.tensor(1.5), 1.5),
+        (torch.tensor(2), 2.0),
+        (torch.tensor(True), 1.0),
+    ],
+)
+def test_numbers_of_every_make_are_accepted(value, expected):
+    found = answer(lambda p, r, row: value, ("", "", {}))
+    assert type(found) is float
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1.0", [1.0], {"score": 1.0}, 1j, math.nan, math.inf, -math.inf, 1e39, 10**400, object),
+        *(np.array([1.0]), torch.ones(1), torch.tensor(math.nan), np.float32("inf")),
+    ],
+)
+def test_what_is_not_a_number_is_nonsense(value):
+    found = answer(lambda p, r, row: value, ("", "", {}))
+    assert isinstance(found, Problem)
+    assert found.kind == FailureKind.nonsense
+    assert "returned" in found.message
+
+
+def test_nonsense_comes_back_from_a_worker():
+    rows = [{"do": "numpy"}, {"do": "array0"}, {"do": "vector"}, {"do": "decimal"}, {"value": "1"}]
+    with make(workers=1) as pool:
+        result = score(pool, rows)
+    assert result.values == [0.5, 1.0, None, None, None]
+    assert [f.kind for f in result.failures] == [FailureKind.nonsense] * 3
+
+
+def test_trap_c13_integers_and_low_precision_scalars_arrive_exactly():
+    scores = [torch.tensor(x, dtype=torch.bfloat16) for x in (1.0, 1.0, 1.0, 1.0078125)] + [2, torch.tensor(0.1).half()]
+    with RewardPool(
+        lambda p, r, row: row["value"], workers=0, timeout_s=1, memory_mb=None, max_failed_fraction=0
+    ) as pool:
+        found = score(pool, [{"value": s} for s in scores]).values
+    assert found == [1.0, 1.0, 1.0, 1.0078125, 2.0, 0.0999755859375]
+    assert all(type(value) is float for value in found)
+
+
+def test_a_worker_imports_only_what_the_function_needs():
+    with make(f"{HERE / 'light_reward.py'}:heavy_modules", workers=1) as pool:
+        result = score(pool, [{}])
+    assert "heavy=[]" in result.failures[0].message
+
+
+@LINUX
+def test_a_memory_limit_leaves_room_beyond_the_imports_only():
+    with make(workers=1, memory_mb=200) as pool:
+        result = score(pool, [{"do": "memory"}, {"value": 1.0}])
+    assert result.failures[0].kind == FailureKind.memory
+    assert result.values == [None, 1.0]
+
+
+def test_slow_items_are_spread_over_the_workers():
+    with make(f"{HERE / 'reward_cases.py'}:slow") as pool:
+        score(pool, [{"s": 0.0}] * 2)  # the workers are up
+        started = time.monotonic()
+        result = score(pool, [{"s": 0.15}] * 20)
+        took = time.monotonic() - started
+    assert result.values == [1.0] * 20
+    assert took < 0.85 * 20 * 0.15
+
+
+def test_chunks_shrink_to_what_fits_a_slice_and_grow_again():
+    todo = _Todo(range(1000), workers=2)
+    first = todo.next()
+    assert first == list(range(16))
+    todo.answered(first, 2)
+    assert todo.next() == [2, 3]
+    todo.answered([2, 3], 2)
+    assert todo.next() == [4, 5, 6, 7]
+    todo.suspect([8, 9])
+    assert [todo.next(), todo.next()] == [[8], [9]]
+    rest = [i for _ in range(400) if todo for i in todo.next()]
+    assert rest == list(range(8, 1000))
+
+
+def test_a_row_that_cannot_be_pickled_fails_alone():
+    rows = [{"value": 1.0}, {"value": 2.0, "function": lambda: 0}, {"value": 3.0}]
+    with make(workers=1) as pool:
+        result = score(pool, rows)
+    assert result.values == [1.0, None, 3.0]
+    assert "cannot be sent" in result.failures[0].message
+
+
+def test_the_function_cannot_change_the_rows():
+    rows = values(3)
+    for workers in (0, 1):
+        with make(f"{HERE / 'reward_cases.py'}:pops_its_row", workers=workers) as pool:
+            assert score(pool, rows).values == [0.0, 0.5, 1.0]
+    assert rows == values(3)
+
+
+def test_a_pool_killed_from_outside_is_started_again():
+    with make(f"{HERE / 'reward_cases.py'}:pid") as pool:
+        first = {int(v) for v in score(pool, [{}] * 50).values}
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        second = {int(v) for v in score(pool, [{}] * 50).values}
+    assert not first & second
+
+
+def test_lengths_must_agree():
+    with make(workers=0) as pool, pytest.raises(ValueError, match="2 prompts, 1 responses and 1 rows"):
+        pool.score(["a", "b"], ["c"], [{}])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"workers": -1}, {"timeout_s": 0}, {"timeout_s": math.inf}, {"memory_mb": 0}, {"max_failed_fraction": 2}],
+)
+def test_bad_settings_are_named(setting):
+    with pytest.raises(ValueError, match=rf"{next(iter(setting))} must be"):
+        make(**setting)
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_unless_inline():
+    with pytest.raises(ValueError, match="cannot be sent to a worker"):
+        make(lambda p, r, row: 1.0)
+    assert score(make(lambda p, r, row: 1.0, workers=0), [{}]).values == [1.0]
+
+
+# --- life and death of the processes ---
+
+
+def run_script(tmp_path, body, **popen):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(body))
+    root = HERE.parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **popen
+    )
+
+
+@LINUX
+def test_close_leaves_no_process_and_the_pool_can_go_on():
+    pool = make(f"{HERE / 'reward_cases.py'}:pid")
+    first = {int(v) for v in score(pool, [{}] * 20).values}
+    pool.close()
+    assert all(gone(pid) for pid in first)
+    assert len(score(pool, [{}] * 20).values) == 20
+    pool.close()
+    pool.close()
+
+
+@LINUX
+def test_a_stopped_worker_takes_along_what_the_function_started(tmp_path):
+    file = tmp_path / "pid"
+    with make(f"{HERE / 'reward_cases.py'}:child_that_sleeps", workers=1, timeout_s=3.0) as pool:
+        result = score(pool, [{"file": str(file)}])
+    assert result.failures[0].kind == FailureKind.timeout
+    assert gone(int(file.read_text()))
+
+
+@LINUX
+def test_a_script_without_guard_is_not_run_again_and_leaves_no_process(tmp_path):
+    process = run_script(
+        tmp_path,
+        f"""
+        print("script runs", flush=True)
+        from realign.rewards import RewardPool
+        pool = RewardPool({str(HERE / "reward_cases.py") + ":pid"!r},
+                          workers=2, timeout_s=20, memory_mb=None, max_failed_fraction=0)
+        print(*{{int(v) for v in pool.score(["p"] * 20, ["r"] * 20, [{{}}] * 20).values}}, flush=True)
+        """,
+    )
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.count("script runs") == 1
+    assert all(gone(int(pid)) for pid in out.splitlines()[1].split())
+    assert err == ""
+
+
+def test_a_script_without_guard_that_holds_its_own_function_gets_a_clear_error(tmp_path):
+    process = run_script(
+        tmp_path,
+        """
+        from realign.rewards import RewardPool
+        def reward(prompt, response, row):
+            return 1.0
+        pool = RewardPool(__file__ + ":reward", workers=1, timeout_s=20, memory_mb=None, max_failed_fraction=0)
+        pool.score(["p"], ["r"], [{}])
+        """,
+    )
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "RewardError" in err
+    assert "Put that part under `if __name__ == '__main__':`" in err
+
+
+def test_a_guarded_script_may_hold_its_own_function(tmp_path):
+    process = run_script(
+        tmp_path,
+        """
+        from realign.rewards import RewardPool
+        def reward(prompt, response, row):
+            return 1.5
+        if __name__ == "__main__":
+            for function in (reward, __file__ + ":reward"):
+                with RewardPool(function, workers=1, timeout_s=20, memory_mb=None, max_failed_fraction=0) as pool:
+                    print(pool.score(["p"], ["r"], [{}]).values)
+        """,
+    )
+    out, err = process.communicate(timeout=60)
+    assert out == "[1.5]\n[1.5]\n", err
+
+
+HANGING = f"""
+    import sys
+    from realign.rewards import RewardPool
+    with RewardPool({str(HERE / "reward_cases.py") + ":pid"!r},
+                    workers=1, timeout_s=60, memory_mb=None, max_failed_fraction=1) as pool:
+        print(int(pool.score(["p"], ["r"], [{{}}]).values[0]), flush=True)
+        pool._processes.source = {CASES!r}
+        print("hanging", flush=True)
+        pool.score(["p"] * 3, ["r"] * 3, [{{"do": "hang"}}] * 3)
+    """
+
+
+@LINUX
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_hanging_worker_dies_with_the_run(tmp_path, how):
+    process = run_script(tmp_path, HANGING)
+    worker = int(process.stdout.readline())
+    assert process.stdout.readline() == "hanging\n"
+    time.sleep(0.3)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -how, err
+    assert gone(worker)
+    if how == signal.SIGINT:
+        assert "KeyboardInterrupt" in err
+
+
+def test_a_callable_with_state_reaches_the_workers(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    import reward_cases
+
+    with make(reward_cases.Scaled(0.5), workers=1) as pool:
+        assert pool.score(["p", "p"], ["abc", ""], [{}, {}]).values == [1.5, 0.0]
