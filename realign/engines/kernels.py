@@ -1,0 +1,146 @@
+"""Kernels of packed causal attention: which one can compute a layer, and how each is called.
+
+Shapes: T packed tokens, L tokens of one sequence, Hq query heads, Hk key-value heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Backend(StrEnum):
+    """Which kernel computes packed attention; `auto` takes the fastest one that computes the same."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    flash = "flash"
+    varlen = "varlen"
+
+
+class AttentionArgs(NamedTuple):
+    """What a layer's attention computes, apart from who sees whom."""
+
+    scaling: float
+    """Factor of the scores, before anything else."""
+    dropout: float
+    """Probability of dropping an attention weight; 0 outside training."""
+    sliding_window: int | None
+    """Keys that a query sees, itself included; None means all before it."""
+    softcap: float | None
+    """Scores x become softcap * tanh(x / softcap)."""
+    sinks_H: Tensor | None
+    """[Hq] a score per head that takes part in the softmax and has no value (gpt_oss)."""
+
+
+def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> Backend:
+    """The kernel for a layer: `backend` itself, or under `auto` the fastest that can compute the layer.
+
+    Raises:
+        ValueError: names the backend and why it cannot compute the layer.
+    """
+    if backend is Backend.auto:
+        able = (b for b in (Backend.flash, Backend.varlen) if _obstacle(b, q, v, args) is None)
+        return next(able, Backend.sdpa)
+    if (why := _obstacle(backend, q, v, args)) is not None:
+        raise ValueError(f"attention backend {backend.value!r} {why}; use attention=auto or sdpa")
+    return backend
+
+
+def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> str | None:
+    """Why the kernel cannot compute this layer, or None."""
+    if backend is Backend.sdpa:
+        return None
+    if q.device.type != "cuda":
+        return f"needs a CUDA device, the model is on {q.device.type}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16 only, found {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
+        return f"cannot compute heads of size {q.shape[-1]} with values of size {v.shape[-1]}"
+    if args.sinks_H is not None:
+        return "has no attention sinks"
+    if backend is Backend.flash:
+        return None if find_spec("flash_attn") else "needs the package flash-attn (the extra `realign[flash-attn]`)"
+    accepted = _varlen_parameters()
+    if accepted is None:
+        return "needs a torch that has torch.nn.attention.varlen"
+    if args.softcap is not None or args.dropout:
+        return "has neither soft caps nor dropout"
+    if args.sliding_window is not None and "window_size" not in accepted:
+        return "has no sliding window in this version of torch"
+    return None
+
+
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, visible: Tensor) -> Tensor:
+    """Attention of one sequence written out, for what no fused kernel has: soft caps and sinks. [1, Hq, L, D]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * args.scaling
+    if args.softcap is not None:
+        scores = args.softcap * torch.tanh(scores / args.softcap)
+    scores = scores.float().masked_fill(~visible, -torch.inf)
+    if args.sinks_H is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = args.sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return F.dropout(weights.to(v.dtype), args.dropout) @ v
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """The kernel of the flash-attn package. q [1, Hq, T, D], k, v [1, Hk, T, D]; returns [1, T, Hq, D]."""
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    out: Tensor = flash_attn_varlen_func(
+        *(x[0].transpose(0, 1) for x in (q, k, v)),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        dropout_p=args.dropout,
+        softmax_scale=args.scaling,
+        causal=True,
+        window_size=(-1, -1) if args.sliding_window is None else (args.sliding_window - 1, 0),
+        softcap=args.softcap or 0.0,
+    )
+    return out[None]
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """The kernel of torch itself. Its keywords grew from version to version: what one lacks is done before the call."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    accepted = _varlen_parameters() or frozenset()
+    keywords: dict[str, Any] = {}
+    if "window_size" in accepted:
+        keywords["window_size"] = (-1 if args.sliding_window is None else args.sliding_window - 1, 0)
+    else:
+        keywords["is_causal"] = True
+    if "scale" in accepted:
+        keywords["scale"] = args.scaling
+    else:
+        q = q * (args.scaling * q.shape[-1] ** 0.5)
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in accepted:
+            keywords["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **keywords)
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _varlen_parameters() -> frozenset[str] | None:
+    """Keywords of `torch.nn.attention.varlen.varlen_attn`; None where torch has no such function."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return frozenset(inspect.signature(varlen_attn).parameters)

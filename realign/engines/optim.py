@@ -1,0 +1,138 @@
+"""Optimizers and learning-rate schedules: values that say what is wanted, and pure functions of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from torch import nn
+
+
+class ScheduleKind(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class ScheduleUnit(StrEnum):
+    """What a schedule counts: steps of the optimizer, or training steps (rollout batches; SEEDS A8)."""
+
+    optimizer_step = "optimizer_step"
+    train_step = "train_step"
+
+
+@dataclass
+class Schedule:
+    """How the learning rate changes. With unit=train_step it is constant over the mini-batches of a rollout batch.
+
+    Attributes:
+        kind: constant | linear | cosine.
+        warmup: units of linear rise; the rate is lr * (step + 1) / (warmup + 1), never 0.
+        total: units after which linear and cosine have reached `min_ratio`, warm-up included.
+        min_ratio: last rate as a part of lr.
+        unit: optimizer_step | train_step. Skipped optimizer steps do not count.
+    """
+
+    kind: ScheduleKind = ScheduleKind.constant
+    warmup: int = 0
+    total: int | None = None
+    min_ratio: float = 0.0
+    unit: ScheduleUnit = ScheduleUnit.optimizer_step
+
+    def __post_init__(self) -> None:
+        self.kind, self.unit = ScheduleKind(self.kind), ScheduleUnit(self.unit)
+        if self.warmup < 0:
+            raise ValueError(f"schedule.warmup must be at least 0, found {self.warmup}")
+        if not 0 <= self.min_ratio <= 1:
+            raise ValueError(f"schedule.min_ratio must be in [0, 1], found {self.min_ratio}")
+        if self.kind is ScheduleKind.constant:
+            return
+        if self.total is None:
+            raise ValueError(f"schedule.kind={self.kind.value} needs schedule.total, the number of {self.unit.value}s")
+        if self.total <= self.warmup:
+            raise ValueError(f"schedule.total must exceed schedule.warmup={self.warmup}, found {self.total}")
+
+
+@dataclass
+class OptimizerSpec:
+    """AdamW (arXiv:1711.05101), or with `eps_hat` the Adam of TensorFlow.
+
+    Attributes:
+        lr: peak learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; acts on matrices only (parameters of two or more dimensions), not on biases and norms.
+        eps_hat: `eps` is added before the bias correction (epsilon-hat of arXiv:1412.6980, section 2; SEEDS A35).
+        grad_clip: largest gradient norm; a longer gradient is scaled down to it. None: no clipping.
+        schedule: how the rate changes.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    eps_hat: bool = False
+    grad_clip: float | None = 1.0
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        checks = {
+            "lr": (self.lr >= 0, "at least 0"),
+            "betas": (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)"),
+            "eps": (self.eps > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "grad_clip": (self.grad_clip is None or self.grad_clip > 0, "above 0, or null for no clipping"),
+        }
+        for name, (ok, valid) in checks.items():
+            if not ok:
+                raise ValueError(f"optimizer.{name} must be {valid}, found {getattr(self, name)}")
+
+
+def learning_rate(spec: OptimizerSpec, step: int) -> float:
+    """The rate of step `step` (from 0) of the schedule's unit.
+
+    Linear is lr * (1 - step / total) without warm-up, so that the last step still learns (SEEDS A8).
+    """
+    schedule = spec.schedule
+    if step < schedule.warmup:
+        return spec.lr * (step + 1) / (schedule.warmup + 1)
+    if schedule.kind is ScheduleKind.constant:
+        return spec.lr
+    assert schedule.total is not None
+    done = min(1.0, (step - schedule.warmup) / (schedule.total - schedule.warmup))
+    left = 1 - done if schedule.kind is ScheduleKind.linear else 0.5 * (1 + math.cos(math.pi * done))
+    return spec.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
+
+
+def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """The optimizer over `parameters`: fused kernels where torch has them for the device, else one call for all."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        fused=fused,
+        foreach=None if fused else True,
+    )
+
+
+def set_step(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, *, lr: float, step: int) -> None:
+    """Prepare the optimizer for its step number `step`, counted from 1.
+
+    Epsilon-hat: TensorFlow's update is lr * sqrt(c2) / c1 * m / (sqrt(v) + eps) with the bias corrections
+    c = 1 - beta^step, and torch's is lr / c1 * m / (sqrt(v / c2) + eps'); they are the same with eps' = eps / sqrt(c2).
+    """
+    eps = spec.eps / math.sqrt(1 - spec.betas[1] ** step) if spec.eps_hat else spec.eps
+    for group in optimizer.param_groups:
+        group["lr"], group["eps"] = lr, eps

@@ -1,0 +1,129 @@
+"""What a loss or a post-hook sees of one packed forward pass: hidden states, turned into numbers on demand.
+
+Shapes: T packed tokens, S sequences, N chosen tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realign.functional.logprobs import LMHead, token_logprobs
+from realign.functional.packed import position_ids
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarHead:
+    """The last layer of a reward model or a critic: one number per hidden state, computed in fp32."""
+
+    weight_1H: Tensor
+    bias_1: Tensor | None = None
+    dropout: float = 0.0
+    """Probability of dropping an entry of the hidden state."""
+
+    def __call__(self, hidden_NH: Tensor) -> Tensor:
+        """[N] fp32."""
+        bias_1 = None if self.bias_1 is None else self.bias_1.float()
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            kept_NH = F.dropout(hidden_NH.float(), self.dropout)
+            return F.linear(kept_NH, self.weight_1H.float(), bias_1)[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedOutput:
+    """Implements `realign.api.ModelOutput` over the hidden states of a packed forward pass.
+
+    Attributes:
+        hidden_TH: last hidden states, after the model's final norm.
+        head: what turns them into logits (`LMHead`) or into one number (`ScalarHead`).
+        input_ids_T: the tokens that were read.
+        cu_seqlens: int32 [S + 1] boundaries of the sequences.
+        autocast: gives the context in which the language-model head computes; what follows it is in fp32.
+    """
+
+    hidden_TH: Tensor
+    head: LMHead | ScalarHead
+    input_ids_T: Tensor
+    cu_seqlens: Tensor
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
+        """See `ModelOutput.logprobs`. Only the tokens of `where_T` cost anything."""
+        return self._token_values(temperature, where_T, with_entropy=False)[0]
+
+    def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `ModelOutput.logprobs_and_entropy`; 0 at first tokens and off `where_T`, both of them."""
+        logprobs_T, entropy_T = self._token_values(temperature, where_T, with_entropy=True)
+        assert entropy_T is not None
+        return logprobs_T, entropy_T
+
+    @property
+    def logits(self) -> Tensor:
+        """See `ModelOutput.logits`."""
+        with self.autocast():
+            return self._language_head("logits").logits(self.hidden_TH)
+
+    def values(self) -> Tensor:
+        """See `ModelOutput.values`."""
+        if not len(self.hidden_TH):
+            return self.hidden_TH.new_zeros(0, dtype=torch.float32)
+        after_T = self._scalar_head("values")(self.hidden_TH)
+        return after_T.roll(1).masked_fill(self._first_T, 0.0)
+
+    def scores(self) -> Tensor:
+        """See `ModelOutput.scores`. The last token is found by lengths, never by looking for a token id."""
+        head = self._scalar_head("scores")
+        empty_S = self.cu_seqlens.diff() == 0
+        if not len(self.hidden_TH):
+            return self.hidden_TH.new_zeros(len(empty_S), dtype=torch.float32)
+        last_S = (self.cu_seqlens[1:].long() - 1).clamp(min=0)
+        return head(self.hidden_TH[last_S]).masked_fill(empty_S, 0.0)
+
+    @cached_property
+    def _first_T(self) -> Tensor:
+        return position_ids(self.cu_seqlens) == 0
+
+    def _token_values(
+        self, temperature: float, where_T: Tensor | None, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [T] and entropies [T]: the head is applied one position before each token that is asked for."""
+        head = self._language_head("logprobs")
+        asked_T = ~self._first_T
+        if where_T is not None:
+            if where_T.shape != asked_T.shape or where_T.dtype != torch.bool:
+                raise ValueError(
+                    f"where_T must be bool of shape {list(asked_T.shape)}, "
+                    f"found {where_T.dtype} of shape {list(where_T.shape)}"
+                )
+            asked_T = asked_T & where_T
+        tokens_N = asked_T.nonzero()[:, 0]  # on CUDA the one place where the host waits for the device
+        with self.autocast():
+            logprobs_N, entropy_N = token_logprobs(
+                self.hidden_TH[tokens_N - 1],
+                head,
+                self.input_ids_T[tokens_N],
+                temperature=temperature,
+                with_entropy=with_entropy,
+            )
+        zeros_T = logprobs_N.new_zeros(len(asked_T))
+        spread = (None if x is None else zeros_T.index_put((tokens_N,), x) for x in (logprobs_N, entropy_N))
+        logprobs_T, entropy_T = spread
+        assert logprobs_T is not None
+        return logprobs_T, entropy_T
+
+    def _language_head(self, asked: str) -> LMHead:
+        if not isinstance(self.head, LMHead):
+            raise ValueError(f"{asked} needs a language model (head=causal); this one has a scalar head")
+        return self.head
+
+    def _scalar_head(self, asked: str) -> ScalarHead:
+        if not isinstance(self.head, ScalarHead):
+            raise ValueError(f"{asked} needs a model with a scalar head (head=score or value), this one has none")
+        return self.head

@@ -1,0 +1,113 @@
+"""When an accumulated gradient becomes an optimizer step, and when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realign.api.stats import Mean, Stats
+from realign.engines.optim import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step
+
+REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps")
+
+
+class Stepper:
+    """An optimizer, its schedule and its policy: a step that would do harm, or nothing, is skipped and counted.
+
+    A skipped step changes no weight, moment or schedule. That holds for a zero gradient too, although AdamW would still
+    move the weights by its moments and by weight decay.
+    """
+
+    def __init__(
+        self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter], *, max_nonfinite_in_a_row: int
+    ) -> None:
+        """Build the optimizer of the model of role `name`, over those of its parameters that require a gradient."""
+        self.name = name
+        self.spec = spec
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.optimizer = build_optimizer(spec, self.parameters)
+        self.max_nonfinite_in_a_row = max_nonfinite_in_a_row
+        self.optimizer_steps = 0
+        """Steps taken."""
+        self.train_steps = 0
+        """Training steps (rollout batches) that lie behind; set from outside."""
+        self.nonfinite_in_a_row = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        by_train_step = self.spec.schedule.unit is ScheduleUnit.train_step
+        return learning_rate(self.spec, self.train_steps if by_train_step else self.optimizer_steps)
+
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, loss: Tensor, weight: Tensor) -> Stats:
+        """Use the gradient that stands in the parameters, and forget it.
+
+        Args:
+            loss: the sum whose gradient, divided by `weight`, was accumulated; 0-d.
+            weight: what it was divided by; 0-d.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping) and what `report` gives.
+
+        Raises:
+            FloatingPointError: loss or gradient was not finite, as often in a row as is allowed.
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).to(loss.device)
+        finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
+        if not finite:
+            self.zero_grad()
+            self._count_nonfinite(loss, norm)
+            return self.report(loss.device, skipped="nonfinite_steps")
+        self.nonfinite_in_a_row = 0
+        stats: Stats = {"loss": Mean(loss, weight), "grad_norm": Mean(norm, torch.ones_like(norm))}
+        stats |= self.report(loss.device, skipped=None if norm_value else "zero_gradient_steps")
+        if norm_value:
+            if self.spec.grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.grad_clip, norm)
+            set_step(self.optimizer, self.spec, lr=self.lr, step=self.optimizer_steps + 1)
+            self.optimizer.step()
+            self.optimizer_steps += 1
+        self.zero_grad()
+        return stats
+
+    def report(self, device: torch.device, *, skipped: str | None) -> Stats:
+        """`lr`, `skipped_steps` and the reasons; merged over several optimizer steps these are fractions of them."""
+        values = {"lr": self.lr, "skipped_steps": skipped is not None, **{r: r == skipped for r in REASONS}}
+        return {name: single(value, device) for name, value in values.items()}
+
+    def _count_nonfinite(self, loss: Tensor, norm: Tensor) -> None:
+        self.nonfinite_in_a_row += 1
+        if self.nonfinite_in_a_row >= self.max_nonfinite_in_a_row:
+            raise FloatingPointError(
+                f"model {self.name!r}: loss or gradient was not finite in {self.nonfinite_in_a_row} optimizer steps "
+                f"in a row (last loss sum {float(loss)}, gradient norm {float(norm)}); none of them was taken"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and counts."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_steps": self.optimizer_steps,
+            "train_steps": self.train_steps,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer_steps = state["optimizer_steps"]
+        self.train_steps = state["train_steps"]
+        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+
+def single(x: float, device: torch.device) -> Mean:
+    """A number of one optimizer step as a metric."""
+    return Mean(torch.tensor(float(x), device=device), torch.ones((), device=device))

@@ -1,0 +1,120 @@
+"""Tiny models of every supported family and a tiny tokenizer, made on the spot: nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from realign.engines.attention import ATTENTION
+
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+TEXT = "0123456789+-*/=()., :?!'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
+VOCAB = 97
+
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1}
+_GPT2 |= {"eos_token_id": 2, "pad_token_id": 0}
+_OPT = {"vocab_size": VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+_OPT |= {"max_position_embeddings": 128, "word_embed_proj_dim": 48, "pad_token_id": 0, "bos_token_id": 1}
+_OPT |= {"eos_token_id": 2, "do_layer_norm_before": True}
+_LLAMA = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+_LLAMA |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GEMMA = {**_LLAMA, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 24, "num_hidden_layers": 4}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "qwen2": {**_LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {**_LLAMA, "head_dim": 24},
+    "mistral": {**_LLAMA, "sliding_window": 5, "head_dim": 24},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**_GEMMA, "sliding_window_pattern": 2},
+    "phi3": {**_LLAMA, "sliding_window": 5},
+    "opt": _OPT,
+    "gpt_neox": {k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+    "qwen3_moe": {**_LLAMA, "head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": 5},
+}
+"""Config values of the families that must work: sliding windows, soft caps, shared heads, odd head sizes, experts."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4},
+    "falcon": {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "alibi": False,
+    },
+}
+"""Families whose own attention ignores the registered function."""
+
+CLASSES = {
+    "causal": AutoModelForCausalLM,
+    "score": AutoModelForSequenceClassification,
+    "value": AutoModelForTokenClassification,
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The config of a tiny model with a vocabulary of `VOCAB` tokens and 128 positions."""
+    return AutoConfig.for_model(family, **{**FAMILIES, **REFUSED}[family], **overrides)
+
+
+def tiny_model(
+    family: str = "qwen2", *, head: str = "causal", seed: int = 0, attention: str = ATTENTION, **overrides: Any
+) -> PreTrainedModel:
+    """A tiny model with random weights, large enough that attention matters, in eval mode and fp32.
+
+    Args:
+        family: a key of `FAMILIES` or `REFUSED`.
+        head: causal | score | value.
+        seed: of the weights.
+        attention: name of transformers' attention implementation.
+        overrides: config values.
+    """
+    extra = {} if head == "causal" else {"num_labels": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = tiny_config(family, initializer_range=0.1, **extra, **overrides)
+        model = CLASSES[head].from_config(config, attn_implementation=attention, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # biases start at 0: an error in one would not be seen
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of `TEXT`, with `SPECIAL` as ids 0 to 2 and reserved tokens up to `VOCAB`."""
+    tokens = [*SPECIAL, *TEXT]
+    tokens += [f"<r{i}>" for i in range(VOCAB - len(tokens))]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<r0>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<r0>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_tiny(folder: Path, family: str = "qwen2", **model: Any) -> Path:
+    """Write a tiny model and the tiny tokenizer as a Hugging Face folder; `model` as in `tiny_model`."""
+    tiny_model(family, **{"attention": "eager", **model}).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
