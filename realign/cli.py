@@ -1,0 +1,288 @@
+"""`realign`: compose the config, build the objects, hand them to the runtime. Torch and Hydra are imported late."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from realign.config.errors import ConfigError, explain, one_line, suggest
+from realign.config.folders import list_experiments
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from realign.config import ExperimentConfig
+    from realign.runtime import Experiment
+
+USER_ERROR, INTERRUPTED = 2, 130
+HELP = """\
+realign: reinforcement learning for language models on packed sequences
+
+Usage
+  realign <overrides>          train
+  realign check <overrides>    everything but training: graph, data, shapes, rewards, devices, disk
+  realign graph <overrides>    show the graph: [--format text|mermaid|svg] [--out FILE]
+  realign -m <overrides>       one run for each combination of a=1,2 b=x,y
+  realign --cfg job <overrides>   print the composed config
+
+  <overrides> are key=value; start from experiment=NAME. Any field of a component can be set, listed in a YAML or not.
+
+Options
+  --config-dir DIR    a folder of your own, with experiment/NAME.yaml
+  --debug             show the traceback of an error (as HYDRA_FULL_ERROR=1 does)
+  --version, --help
+
+Experiments
+{experiments}
+
+Examples
+  realign experiment=grpo_arithmetic
+  realign experiment=grpo_arithmetic interfaces.actor.adv_norm.std=none seed=1
+  realign graph experiment=grpo_arithmetic graph.kl=true --format svg --out graph.svg
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code: 0 done, 2 a mistake of the user's (one line said which)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+    return guarded(lambda: _dispatch(args, debug), debug)
+
+
+def guarded(action: Callable[[], int | None], debug: bool) -> int:
+    """Run `action`; tell a user's mistake in one line on stderr, and leave everything else to Python.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return action() or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        message = None if debug else user_message(error)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return USER_ERROR
+
+
+def user_message(error: Exception) -> str | None:
+    """One line for an error that realign or Hydra raised on purpose, or that the disk did; None for a bug."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, OSError):
+        return one_line(error)
+    if isinstance(error, ValueError | RuntimeError | ImportError) and _raised_by_realign(error.__traceback__):
+        return one_line(error)
+    if type(error).__module__.split(".")[0] in ("hydra", "omegaconf", "yaml"):
+        return explain(error)
+    return None
+
+
+def _raised_by_realign(traceback: TracebackType | None) -> bool:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    module = traceback.tb_frame.f_globals.get("__name__", "") if traceback is not None else ""
+    return module == "__main__" or module.split(".")[0] == "realign"
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see realign --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="realign", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    parser.add_argument("--format", choices=("text", "mermaid", "svg"))
+    parser.add_argument("--out")
+    return parser
+
+
+def _dispatch(argv: list[str], debug: bool) -> int:
+    args = _parser().parse_intermixed_args(argv)
+    if args.help:
+        _say(help_text(Path(args.config_dir) if args.config_dir else None))
+        return 0
+    if args.version:
+        from importlib.metadata import version
+
+        _say(version("realign"))
+        return 0
+    commands = {"graph": show_graph, "check": check}
+    command, overrides = None, list(args.words)
+    if overrides and "=" not in overrides[0] and not overrides[0].startswith("~"):
+        command = overrides.pop(0)
+        if command not in commands:
+            raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}; overrides are key=value")
+    if command != "graph" and (args.format or args.out):
+        raise ConfigError("--format and --out belong to realign graph")
+    if command and (args.multirun or args.cfg or args.info):
+        raise ConfigError(f"--multirun, --cfg and --info do not go with realign {command}")
+    if not overrides and not (args.cfg or args.info):
+        raise ConfigError("nothing to do: start from experiment=NAME; realign --help lists them")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a class in a file of the current folder can be a _target_
+    if command is not None:
+        return commands[command](args, overrides)
+    return train(args, overrides, debug)
+
+
+def help_text(config_dir: Path | None = None) -> str:
+    """What `realign --help` prints; imports neither torch nor Hydra."""
+    found = list_experiments(config_dir)
+    width = max(map(len, found), default=0)
+    return HELP.format(experiments="\n".join(f"  {name:<{width}}  {line}".rstrip() for name, line in found.items()))
+
+
+def _built(args: argparse.Namespace, overrides: Sequence[str]) -> Experiment:
+    from realign.config import build_experiment, compose
+
+    return build_experiment(compose(overrides, args.config_dir))
+
+
+def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
+    """`realign graph`: print the graph, or write it to a file (whose ending chooses the format)."""
+    from realign.draw import FORMATS
+
+    endings = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid"}
+    form = args.format or endings.get(Path(args.out or "").suffix, "text")
+    drawn = FORMATS[form](_built(args, overrides).graph)
+    if args.out is None:
+        _say(drawn.rstrip("\n"))
+        return 0
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(args.out).write_text(drawn, encoding="utf-8")
+    return 0
+
+
+def check(args: argparse.Namespace, overrides: list[str]) -> int:
+    """`realign check`: everything but training."""
+    from rich.console import Console
+
+    from realign.preflight import preflight
+
+    experiment = _built(args, overrides)
+    console = Console()
+    _print_derived(experiment, console)
+    preflight(experiment, console)
+    return 0
+
+
+def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
+    """`realign <overrides>`: a Hydra application around the runtime; also sweeps and `--cfg`."""
+    from realign.config.compose import hydra_main, search_path
+
+    if not (args.multirun or args.cfg or args.info):
+        _refuse_earlier_run(_built(args, overrides))  # before Hydra makes a folder for a run that cannot start
+    flags = ["--multirun"] if args.multirun else []
+    flags += ["--resolve"] if args.resolve else []
+    flags += [f"--{name}={getattr(args, name)}" for name in ("cfg", "package", "info") if getattr(args, name)]
+
+    def job(composed: DictConfig) -> None:
+        if code := guarded(lambda: _job(composed), debug):
+            raise SystemExit(code)
+
+    with _hydra_arguments([*flags, *search_path(args.config_dir), *overrides]):
+        try:
+            hydra_main(job)()
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else 1
+    return 0
+
+
+@contextmanager
+def _hydra_arguments(argv: list[str]) -> Iterator[None]:
+    """Hydra reads `sys.argv`, and hands its exceptions on only if this variable is set."""
+    before, variable = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [before[0], *argv], "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        if variable is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = variable
+
+
+def _job(composed: DictConfig) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from rich.console import Console
+
+    from realign.config.assemble import build_experiment
+    from realign.config.compose import resolve
+    from realign.runtime import run
+
+    config = resolve(composed)
+    hydra = HydraConfig.get()
+    if hydra.mode is RunMode.MULTIRUN:
+        config.output_dir = hydra.runtime.output_dir  # every job of a sweep has its own
+    experiment = build_experiment(config)
+    _refuse_earlier_run(experiment)
+    _save_config(config, experiment)
+    if config.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.threads)
+    console = Console()
+    _print_derived(experiment, console)
+    run(experiment, console=console)
+
+
+def _refuse_earlier_run(experiment: Experiment) -> None:
+    if (experiment.output_dir / "metrics.jsonl").exists() and not experiment.overwrite:
+        raise ConfigError(
+            f"output_dir {str(experiment.output_dir)!r} holds an earlier run; choose another one, or set overwrite=true"
+        )
+
+
+def _save_config(config: ExperimentConfig, experiment: Experiment) -> None:
+    from omegaconf import OmegaConf
+
+    from realign.config.assemble import resolved_config
+
+    experiment.output_dir.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(resolved_config(config, experiment)), experiment.output_dir / "config.yaml")
+
+
+def _print_derived(experiment: Experiment, console: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from realign.derived import derived_rows
+
+    table = Table(title=f"{experiment.name}: what the config amounts to", title_justify="left", box=None)
+    table.add_column("", style="bold")
+    table.add_column("")
+    for name, value in derived_rows(experiment):
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def _say(text: str) -> None:
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

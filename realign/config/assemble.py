@@ -1,0 +1,109 @@
+"""`build_experiment`: the values of a config become an `Experiment`, typed and checked, with nothing loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from realign.config.build import TARGET, build, build_graph, import_target
+from realign.config.errors import ConfigError, suggest
+from realign.config.schema import COMPONENTS, ExperimentConfig
+
+if TYPE_CHECKING:
+    from realign.runtime import Experiment
+
+DEFAULT_MODEL = "realign.engines.TransformersModel"
+DEFAULT_EVALUATION = "realign.runtime.Evaluation"
+
+
+def build_experiment(config: ExperimentConfig) -> Experiment:
+    """Import the classes that the config names, construct and check them; load no model and no data.
+
+    Raises:
+        ConfigError: a component is wrong; names the key.
+        ValueError: the parts do not fit: the graph's roles, temperatures, an evaluation without a model.
+    """
+    # Imported here: composing a config must not wait for torch.
+    from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface
+    from realign.derived import check_temperatures
+    from realign.runtime import Evaluation, Experiment
+    from realign.runtime.experiment import DataSpec, ModelSpec
+
+    graph = build_graph(config.graph, DataflowGraph, "graph")
+    interfaces = _roles(config.interfaces, ModelInterface, "interfaces")
+    models = _roles(config.models, ModelSpec, "models", DEFAULT_MODEL)
+    data: DataSpec = build(config.data, DataSpec, "data")
+    evaluation: Evaluation | None = None
+    if config.evaluation:
+        evaluation = build({TARGET: DEFAULT_EVALUATION, **config.evaluation}, Evaluation, "evaluation")
+        if evaluation.role not in models:
+            raise ConfigError(f"evaluation.role: no model plays {evaluation.role!r}{suggest(evaluation.role, models)}")
+    experiment = Experiment(
+        name=config.name,
+        seed=config.seed,
+        output_dir=Path(config.output_dir),
+        overwrite=config.overwrite,
+        steps=config.steps,
+        batch_prompts=config.batch_prompts,
+        microbatch=MicroBatchSpec(**dataclasses.asdict(config.microbatch)),
+        graph=graph,
+        interfaces=interfaces,
+        models=models,
+        data=data,
+        shuffle=config.shuffle,
+        evaluation=evaluation,
+        save_every_steps=config.save_every_steps,
+        sample_prompts=config.sample_prompts,
+        ratio_tolerance=config.ratio_tolerance,
+        strict_ratio=config.strict_ratio,
+    )
+    check_temperatures(experiment)
+    return experiment
+
+
+def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
+    """The whole truth about a run as plain values: what the config said, and every default of every component."""
+    whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in COMPONENTS}
+    defaults = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
+    return whole | {
+        "models": {role: as_node(spec) for role, spec in experiment.models.items()},
+        "interfaces": {role: as_node(interface) for role, interface in experiment.interfaces.items()},
+        "graph": {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph},
+        "data": as_node(experiment.data),
+        "evaluation": as_node(experiment.evaluation),
+    }
+
+
+def as_node(value: Any, declared: Any = None) -> Any:
+    """The config node that `build` makes `value` from, without `_target_` where the annotation `declared` says it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cls = type(value)
+        hints = get_type_hints(cls)
+        said = declared is cls or cls in get_args(declared)
+        node = {} if said else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
+        return node | {
+            f.name: as_node(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value) if f.init
+        }
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: as_node(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_node(item) for item in value]
+    return value
+
+
+def _roles(nodes: Mapping[str, Any], kind: Any, where: str, default_target: str | None = None) -> dict[str, Any]:
+    """The component of each role; a role set to null is left out."""
+    target = {TARGET: default_target} if default_target else {}
+    return {
+        role: build({**target, **node} if isinstance(node, Mapping) else node, kind, f"{where}.{role}")
+        for role, node in nodes.items()
+        if node is not None
+    }

@@ -1,0 +1,137 @@
+"""`convert`: a plain value from YAML becomes what a field's annotation says, or one line says why not."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode
+from omegaconf.errors import ValidationError
+
+from realign.config.errors import ConfigError, suggest
+
+LEAVES: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
+    {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode, Path: PathNode}
+)
+LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
+MAPPINGS = (dict, collections.abc.Mapping)
+
+
+def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
+    """Check and convert one value; scalars follow OmegaConf's rules, enum members go by name.
+
+    Args:
+        raw: scalars, lists and mappings, as YAML gives them.
+        annotation: of the field. A mapping with `_target_` is built as a component of that kind.
+        where: the key, for messages.
+        default: the field's default; a mapping without `_target_` is laid over it when it is a dataclass.
+
+    Raises:
+        ConfigError: names the key, what was found and what is valid.
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _one_of(raw, arguments, where, default)
+    if isinstance(raw, Mapping):
+        made = _component(raw, annotation, where, default)
+        if made is not None:
+            return made
+    if annotation is Any or annotation is object:
+        return _plain(raw, where)
+    if raw is None and annotation is not type(None):
+        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}")
+    if origin is Literal:
+        return _choice(raw, {str(a): a for a in arguments}, where)
+    if inspect.isclass(annotation) and issubclass(annotation, Enum):
+        return raw if isinstance(raw, annotation) else _choice(raw, annotation.__members__, where)
+    if (origin or annotation) in LISTS:
+        return _list(raw, origin or annotation, arguments, where)
+    if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
+        kind = arguments[1] if arguments else Any
+        return {key: convert(value, kind, f"{where}.{key}") for key, value in raw.items()}
+    if annotation in LEAVES:
+        return _leaf(raw, annotation, where)
+    if inspect.isclass(annotation) and isinstance(raw, annotation):
+        return raw
+    raise _wrong(raw, annotation, where)
+
+
+def type_name(annotation: Any) -> str:
+    """An annotation as people write it."""
+    if inspect.isclass(annotation) and not get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("NoneType", "None")
+
+
+def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any) -> Any:
+    """The object that a mapping stands for; None when it is just a mapping."""
+    from realign.config.build import TARGET, build, fill  # a component has fields, and a field may hold a component
+
+    if TARGET in raw:
+        return build(raw, annotation, where)
+    fits = annotation is Any or (inspect.isclass(annotation) and isinstance(default, annotation))
+    if dataclasses.is_dataclass(default) and not isinstance(default, type) and fits:
+        return fill(type(default), raw, where, default)
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return fill(annotation, raw, where)
+    return None
+
+
+def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
+    if raw is None and type(None) in members:
+        return None
+    members = tuple(m for m in members if m is not type(None))
+    if len(members) == 1:
+        return convert(raw, members[0], where, default)
+    if type(raw) in members:
+        return raw
+    for member in members:
+        try:
+            return convert(raw, member, where, default)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
+
+
+def _plain(raw: Any, where: str) -> Any:
+    """A value whose field says nothing about it; components inside are built."""
+    if isinstance(raw, Mapping):
+        return {key: convert(value, Any, f"{where}.{key}") for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [convert(value, Any, f"{where}[{i}]") for i, value in enumerate(raw)]
+    return raw
+
+
+def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
+    if not isinstance(raw, list | tuple):
+        raise ConfigError(f"{where}: expected a list, found {raw!r}")
+    fixed = kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
+    if fixed and len(raw) != len(arguments):
+        raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
+    kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
+    values = [convert(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
+    return tuple(values) if kind is tuple else values
+
+
+def _choice(raw: Any, choices: Mapping[str, Any], where: str) -> Any:
+    name = raw.name if isinstance(raw, Enum) else str(raw)
+    if name not in choices:
+        raise ConfigError(f"{where}: unknown choice {name!r}{suggest(name, choices)}")
+    return choices[name]
+
+
+def _leaf(raw: Any, annotation: Any, where: str) -> Any:
+    try:
+        return LEAVES[annotation](value=raw)._value()
+    except ValidationError:
+        raise _wrong(raw, annotation, where) from None
+
+
+def _wrong(raw: Any, annotation: Any, where: str) -> ConfigError:
+    return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}")

@@ -1,0 +1,68 @@
+"""`ExperimentConfig`: what may stand in an experiment's YAML, with units in the names.
+
+A component is a mapping with `_target_`, the import path of a dataclass, and fields of that dataclass. Its defaults
+live in the dataclass and nowhere else; those of the run live here and in `realign.runtime.Experiment`, which a test
+holds together (this module may not import torch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+COMPONENTS = ("models", "interfaces", "graph", "data", "evaluation")
+"""Root keys that hold components: open to any key in Hydra, checked against the classes when they are built."""
+
+
+@dataclass
+class MicroBatchConfig:
+    """How large a forward pass may be; invisible in loss, gradient and metrics."""
+
+    max_tokens_per_microbatch: int | None = 16384
+    """Packed tokens of one forward pass; null sets no limit."""
+    n_microbatches: int = 1
+    """At least this many, as far as there are groups to part."""
+
+
+@dataclass
+class ExperimentConfig:
+    """The root. One step is one pass over the graph with `batch_prompts` prompts."""
+
+    name: str = "unnamed"
+    """For people and file names."""
+    seed: int = 0
+    """Root of every random choice of the run."""
+    output_dir: str = "runs/${name}"
+    """Gets the resolved config, metrics, samples and models."""
+    overwrite: bool = False
+    """Whether an earlier run in `output_dir` may be replaced."""
+    steps: int = MISSING
+    """Passes over the graph."""
+    batch_prompts: int = MISSING
+    """Prompts per step."""
+    microbatch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
+    """Token budget of a forward pass, for every role."""
+    models: dict[str, Any] = field(default_factory=dict)
+    """Role -> component that loads a model; `_target_` defaults to realign.engines.TransformersModel."""
+    interfaces: dict[str, Any] = field(default_factory=dict)
+    """Role -> component that is a ModelInterface: the algorithm."""
+    graph: dict[str, Any] = field(default_factory=dict)
+    """`_target_`: a function annotated `-> DataflowGraph`; the other keys are its keyword arguments."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Component that loads the training prompts."""
+    shuffle: bool = True
+    """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
+    evaluation: dict[str, Any] | None = field(default_factory=dict)
+    """Held-out prompts, answered and judged now and then; `_target_`: realign.runtime.Evaluation; empty: none."""
+    save_every_steps: int | None = None
+    """Write the trained models every n steps; they are written at the end in any case."""
+    sample_prompts: int = 1
+    """Prompts per step whose responses and rewards go to samples.jsonl."""
+    ratio_tolerance: float = 1e-3
+    """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
+    strict_ratio: bool = False
+    """Stop, rather than warn, when it is larger."""
+    threads: int | None = None
+    """CPU threads of torch; null leaves torch's own choice."""

@@ -1,0 +1,107 @@
+"""The table that a run prints at launch: what the config amounts to, in prompts, sequences, tokens and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from realign.api import GenerationConfig, ModelInterface
+from realign.runtime import Experiment
+
+OPTIMIZER_STEPS = "optimizer steps per step"
+
+
+def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
+    """Name and value of each row.
+
+    What only the algorithm knows comes from the optional method `describe(batch_prompts) -> dict[str, str]` of each
+    role's interface; its row `optimizer steps per step`, when it starts with a number, is added up over the run.
+
+    Raises:
+        ValueError: two roles use different temperatures.
+    """
+    e = experiment
+    rows = {"steps": f"{e.steps:,}", "prompts per step": f"{e.batch_prompts:,}"}
+    roles = list(dict.fromkeys(rpc.model for rpc in e.graph.rpcs))
+    for role in roles:
+        rows |= _sampling_rows(e, role)
+    described = {role: _describe(e.interfaces[role], e.batch_prompts) for role in roles}
+    several = sum(map(bool, described.values())) > 1
+    for role, own in described.items():
+        rows |= {f"{role}: {name}" if several else name: value for name, value in own.items()}
+        if match := re.match(r"\d+", own.get(OPTIMIZER_STEPS, "")):
+            total = f"{int(match[0]) * e.steps:,}"
+            rows[f"{role}: optimizer steps in all" if several else "optimizer steps in all"] = total
+    limit = e.microbatch.max_tokens_per_microbatch
+    rows["tokens per micro-batch"] = "no limit" if limit is None else f"at most {limit:,}"
+    if found := check_temperatures(e):
+        rows["temperature"] = f"{next(iter(found.values())):g} ({', '.join(found)})"
+    if e.evaluation is not None:
+        rows["evaluation"] = (
+            f"every {e.evaluation.every_steps} steps, before and after; {_sampler(e.evaluation.generation)}"
+        )
+    rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
+    idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
+    used = {*roles, *([e.evaluation.role] if e.evaluation is not None else [])}
+    idle += [f"models.{r}" for r in e.models if r not in used]
+    rows["config keys never read"] = ", ".join(idle) or "none"
+    return list(rows.items())
+
+
+def check_temperatures(experiment: Experiment) -> dict[str, float]:
+    """The temperature of each role of the graph that has one, by its config key.
+
+    Raises:
+        ValueError: they differ, so that log-probs of one role could not be compared with those of another.
+    """
+    roles = dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs)
+    found = {
+        f"interfaces.{role}.{path}": value
+        for role in roles
+        for path, value in _fields(experiment.interfaces[role], "temperature")
+    }
+    for key, value in found.items():
+        first, expected = next(iter(found.items()))
+        if value != expected:
+            raise ValueError(
+                f"{first}={expected:g}, but {key}={value:g}: all roles of a graph must use one temperature, or their "
+                "log-probs cannot be compared"
+            )
+    return found
+
+
+def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
+    """Group size, sequences and sampler, of a role that generates."""
+    if not any(rpc.model == role and rpc.method == "generate" for rpc in experiment.graph.rpcs):
+        return {}
+    found = [value for value in vars(experiment.interfaces[role]).values() if isinstance(value, GenerationConfig)]
+    if not found:
+        return {}
+    return {
+        "group size (responses per prompt)": str(found[0].n),
+        "sequences per step": f"{found[0].n * experiment.batch_prompts:,}",
+        "sampler": _sampler(found[0]),
+    }
+
+
+def _sampler(generation: GenerationConfig) -> str:
+    distorted = generation.distorted()
+    return f"{', '.join(distorted) or 'neutral'}, temperature {generation.temperature:g}"
+
+
+def _describe(interface: ModelInterface, batch_prompts: int) -> dict[str, str]:
+    describe = getattr(interface, "describe", None)
+    return describe(batch_prompts) if describe is not None else {}
+
+
+def _fields(value: Any, name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of every dataclass field called `name` in `value` and in the dataclasses that it holds."""
+    if not dataclasses.is_dataclass(value):
+        return
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name, None)
+        if field.name == name and inner is not None:
+            yield prefix + name, inner
+        yield from _fields(inner, name, f"{prefix}{field.name}.")

@@ -1,0 +1,162 @@
+"""A graph as SVG: boxes coloured by role, keys written on the edges, no dependency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from realign.draw.flows import DATASET, GREY, Flow, Kind, colours, flows
+from realign.draw.layout import Item, link, place, ranks
+
+if TYPE_CHECKING:
+    from realign.api import DataflowGraph
+
+FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
+ADVANCE = 0.61  # width of a monospace character in units of the font size
+NAME_SIZE, DETAIL_SIZE, KEY_SIZE = 14, 11, 11
+LINE_HEIGHT = 14
+BOX_HEIGHT = 46.0
+GAP_Y = 30.0
+MARGIN = 24.0
+INK, MUTED = "#0f172a", "#64748b"
+
+
+class _Edge(NamedTuple):
+    flow: Flow
+    items: tuple[Item, ...]  # from one row to the next, one line long
+    arrow: bool
+
+
+def to_svg(graph: DataflowGraph) -> str:
+    """An SVG picture: calls from top to bottom in the order of the step, edges labelled with the keys they carry."""
+    every = flows(graph)
+    boxes, labels, edges = _items(graph, every)
+    passing = {id(item): item for edge in edges for item in edge.items}
+    everything = {id(item): item for item in (*boxes.values(), *(item for _, item in labels))} | passing
+    width, height = place(list(everything.values()), GAP_Y)
+    style = colours(graph.order)
+    role_of = {rpc.name: rpc.model for rpc in graph.rpcs}
+    stroke = {name: style[role][1] for name, role in role_of.items()} | {DATASET: GREY[1]}
+    body = [_line(edge, edges, stroke[edge.flow.source]) for edge in edges]
+    body += [_label(flow, item, stroke[flow.source]) for flow, item in labels if flow.keys]
+    for rpc in graph.order:
+        tip = f"{rpc.name}: reads {', '.join(rpc.inputs) or 'nothing'}; writes {', '.join(rpc.outputs) or 'nothing'}"
+        body.append(_box(boxes[rpc.name], f"{rpc.model} · {rpc.method}", style[rpc.model], tip))
+    if DATASET in boxes:
+        body.append(_box(boxes[DATASET], "rows of prompts", GREY, f"dataset: {', '.join(graph.dataset_keys)}"))
+    total_width, total_height = width + 2 * MARGIN, height + 2 * MARGIN
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width:.0f}" height="{total_height:.0f}" '
+        f'viewBox="0 0 {total_width:.0f} {total_height:.0f}" font-family="{FONT}" role="img">\n'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>\n<g transform="translate({MARGIN:g} {MARGIN:g})">'
+    )
+    return "\n".join([head, *body, "</g>", "</svg>", ""])
+
+
+def _items(graph: DataflowGraph, every: Sequence[Flow]) -> tuple[dict[str, Item], list[tuple[Flow, Item]], list[_Edge]]:
+    """Boxes by name, a label item for each flow, and the lines between neighbouring rows."""
+    from_dataset = {target for flow in every if flow.source == DATASET for target in flow.targets}
+    before = {
+        rpc.name: [*graph.edges[rpc.name], *([DATASET] if rpc.name in from_dataset else [])] for rpc in graph.order
+    }
+    if from_dataset:
+        before[DATASET] = []
+    rank = ranks(before)
+    details = {rpc.name: f"{rpc.model} · {rpc.method}" for rpc in graph.rpcs} | {DATASET: "rows of prompts"}
+    boxes = {name: Item(name, _box_width(name, details[name]), BOX_HEIGHT, 2 * r) for name, r in rank.items()}
+    labels: list[tuple[Flow, Item]] = []
+    edges: list[_Edge] = []
+    for flow in every:
+        label = _label_item(flow, boxes[flow.source].row + 1)
+        labels.append((flow, label))
+        edges.append(_edge(flow, boxes[flow.source], label, arrow=False))
+        trunk = {label.row: label}
+        for target in sorted(flow.targets, key=lambda name: boxes[name].row):
+            for row in range(max(trunk) + 1, boxes[target].row):
+                trunk[row] = Item("", 4, 0, row)
+                edges.append(_edge(flow, trunk[row - 1], trunk[row], arrow=False))
+            edges.append(_edge(flow, trunk[boxes[target].row - 1], boxes[target], arrow=True))
+    return boxes, labels, edges
+
+
+def _edge(flow: Flow, upper: Item, lower: Item, *, arrow: bool) -> _Edge:
+    link(upper, lower)
+    return _Edge(flow, (upper, lower), arrow)
+
+
+def _lines(flow: Flow) -> list[str]:
+    note = [f"({flow.kind.value})"] if flow.kind in (Kind.kept, Kind.unread) else []
+    return [*flow.keys, *note]
+
+
+def _label_item(flow: Flow, row: int) -> Item:
+    lines = _lines(flow)
+    if not lines:
+        return Item("", 4, 0, row)
+    width = max(map(len, lines)) * KEY_SIZE * ADVANCE + 14
+    return Item(" ".join(lines), width, len(lines) * LINE_HEIGHT + 8, row)
+
+
+def _box_width(name: str, detail: str) -> float:
+    return max(len(name) * NAME_SIZE, len(detail) * DETAIL_SIZE) * ADVANCE + 32
+
+
+def _port(item: Item, neighbour: Item, neighbours: Iterable[Item]) -> float:
+    """Where on its edge a box lets a line in or out: side by side, in the order of the other ends."""
+    around = sorted(neighbours, key=lambda other: other.x)
+    if item.is_line or len(around) < 2:
+        return item.x
+    step = min(22.0, (item.width - 24) / (len(around) - 1))
+    return item.x + (around.index(neighbour) - (len(around) - 1) / 2) * step
+
+
+def _line(edge: _Edge, edges: Sequence[_Edge], colour: str) -> str:
+    upper, lower = edge.items
+    x1, y1 = _port(upper, lower, upper.below), upper.y + upper.height / 2
+    x2, y2 = _port(lower, upper, lower.above), lower.y - lower.height / 2
+    start = f"M{upper.x:.1f} {upper.y - upper.height / 2:.1f}V{y1:.1f}" if upper.is_line else f"M{x1:.1f} {y1:.1f}"
+    tip = 7.0 if edge.arrow else 0.0
+    bend = (y2 - y1) * 0.5
+    path = f"{start}C{x1:.1f} {y1 + bend:.1f} {x2:.1f} {y2 - tip - bend:.1f} {x2:.1f} {y2 - tip:.1f}"
+    dash = ' stroke-dasharray="4 4"' if edge.flow.kind is not Kind.data else ""
+    shape = f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.4"{dash}/>'
+    if edge.arrow:
+        shape += f'<path d="M{x2:.1f} {y2:.1f}l-4 -8h8z" fill="{colour}"/>'
+    return shape
+
+
+def _label(flow: Flow, item: Item, colour: str) -> str:
+    left, top = item.x - item.width / 2, item.y - item.height / 2
+    dash = "" if flow.targets else ' stroke-dasharray="3 3"'
+    frame = (
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{item.width:.1f}" height="{item.height:.1f}" rx="5" '
+        f'fill="#ffffff" stroke="{colour}" stroke-opacity="0.55"{dash}/>'
+    )
+    rows = []
+    for i, line in enumerate(_lines(flow)):
+        colour_of_line = INK if line in flow.keys else MUTED
+        y = top + 4 + LINE_HEIGHT * (i + 0.75)
+        rows.append(_text(item.x, y, line, KEY_SIZE, colour_of_line))
+    return frame + "".join(rows)
+
+
+def _box(item: Item, detail: str, colour: tuple[str, str], tip: str) -> str:
+    left, top = item.x - item.width / 2, item.y - item.height / 2
+    fill, stroke = colour
+    return (
+        f"<g><title>{escape(tip)}</title>"
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{item.width:.1f}" height="{item.height:.1f}" rx="8" '
+        f'fill="{fill}" stroke="{stroke}" stroke-width="1.6"/>'
+        + _text(item.x, item.y - 3, item.name, NAME_SIZE, INK, bold=True)
+        + _text(item.x, item.y + 14, detail, DETAIL_SIZE, MUTED)
+        + "</g>"
+    )
+
+
+def _text(x: float, y: float, text: str, size: int, colour: str, *, bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="middle"{weight}>'
+        f"{escape(text)}</text>"
+    )

@@ -1,0 +1,76 @@
+"""`realign check`: everything but training, so that a mistake costs a minute and not a night."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from realign.api import SequenceSample
+from realign.draw import to_text
+from realign.runtime import Experiment, LocalRuntime
+from realign.runtime.local import call
+
+ROWS = 2
+GIB = 2**30
+
+
+def preflight(experiment: Experiment, console: Console) -> None:
+    """Show the graph, disk and devices; load models and data; run every call but the training ones on two prompts.
+
+    Raises:
+        ValueError: something of it does not work; named in the message.
+        OSError: `output_dir` cannot be written.
+    """
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say("\nGraph\n" + to_text(experiment.graph))
+    say("Disk\n  " + disk_line(experiment.output_dir))
+    say("\nDevices\n  " + devices_line())
+    runtime = LocalRuntime(replace(experiment, batch_prompts=ROWS))
+    try:
+        say(f"\nData\n  {len(runtime.dataset):,} rows")
+        batch = run_calls(runtime)
+        say(f"\nTwo prompts through every call but training\n{batch!r}")
+        for record in runtime.readable(batch, ROWS):
+            say(f"  {record['prompt']!r} -> {record['response']!r}: reward {record['reward']}")
+    finally:
+        runtime.close()
+    say("\nAll good: nothing was trained, nothing was written.")
+
+
+def run_calls(runtime: LocalRuntime) -> SequenceSample:
+    """The batch of the first step after every call that does not train."""
+    batch = runtime.batch(1)
+    for rpc in runtime.experiment.graph.order:
+        if rpc.method != "train_step":
+            model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
+            batch, _ = call(rpc, model, interface, batch, runtime.experiment.microbatch)
+    return batch
+
+
+def disk_line(output_dir: Path) -> str:
+    """Free space where `output_dir` will be.
+
+    Raises:
+        OSError: the nearest folder that exists cannot be written.
+    """
+    folder = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(f"output_dir {str(output_dir)!r}: {str(folder)!r} is not a folder")
+    probe = folder / ".realign_check"
+    probe.touch()
+    probe.unlink()
+    return f"{output_dir}: {shutil.disk_usage(folder).free / GIB:.1f} GiB free"
+
+
+def devices_line() -> str:
+    """The accelerators that torch sees, and the CPU threads that it uses."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    named = [f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in gpus]
+    return ", ".join([*named, f"CPU with {torch.get_num_threads()} threads"])
