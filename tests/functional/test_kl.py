@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.functional.kl import (
+    LOG_RATIO_LIMIT,
+    AdaptiveKLController,
+    FixedKLController,
+    KLEstimator,
+    kl_estimate,
+    log_ratio,
+)
+
+Z = [0.3, -0.2, 0.5]
+REF = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+ALL = torch.ones(3, dtype=torch.bool)
+LOGPROB = st.floats(-15, 0)
+
+
+def expected_estimate(z, estimator):
+    """The exact expectation of an estimator over the three words that the policy softmax(z) may sample."""
+    logp = z.log_softmax(0)
+    return (logp.detach().exp() * kl_estimate(logp, REF.log(), ALL, estimator)).sum()
+
+
+def exact(z):
+    logp = z.log_softmax(0)
+    return (logp.exp() * (logp - REF.log())).sum()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gradient"),
+    [
+        (KLEstimator.k1, [0.0, 0.0, 0.0]),
+        (KLEstimator.k2, [0.138796, -0.219580, 0.080784]),
+        (KLEstimator.k3, [0.153615, -0.285522, 0.131906]),
+    ],
+)
+def test_trap_c5_expected_gradients(estimator, gradient):
+    z = torch.tensor(Z, dtype=torch.float64, requires_grad=True)
+    expected_estimate(z, estimator).backward()
+    assert z.grad.tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_trap_c5_k2_has_the_gradient_of_the_exact_kl():
+    z = torch.tensor(Z, dtype=torch.float64, requires_grad=True)
+    (true,) = torch.autograd.grad(exact(z), z)
+    (k2,) = torch.autograd.grad(expected_estimate(z, KLEstimator.k2), z)
+    assert k2.tolist() == pytest.approx(true.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", [KLEstimator.k1, KLEstimator.k3])
+def test_k1_and_k3_are_unbiased(estimator):
+    z = torch.tensor(Z, dtype=torch.float64)
+    assert float(expected_estimate(z, estimator)) == pytest.approx(float(exact(z)), abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", [KLEstimator.k2, KLEstimator.k3, KLEstimator.abs])
+def test_trap_c6_a_descent_step_brings_the_policy_closer(estimator):
+    z = torch.tensor(Z, dtype=torch.float64, requires_grad=True)
+    expected_estimate(z, estimator).backward()
+    assert exact(z - 0.1 * z.grad) < exact(z)
+
+
+def test_trap_c6_a_reward_of_minus_k1_brings_the_policy_closer():
+    z = torch.tensor(Z, dtype=torch.float64, requires_grad=True)
+    logp = z.log_softmax(0)
+    reward = -kl_estimate(logp, REF.log(), ALL, KLEstimator.k1).detach()
+    (-(logp.exp() * reward).sum()).backward()
+    assert exact(z - 0.1 * z.grad) < exact(z)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(LOGPROB, LOGPROB)
+def test_estimators_equal_their_formulas(logp, ref):
+    d = logp - ref
+    formulas = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}
+    assert set(formulas) == {estimator.value for estimator in KLEstimator}
+    for estimator in KLEstimator:
+        got = kl_estimate(*torch.tensor([[logp], [ref]], dtype=torch.float64), ALL[:1], estimator)
+        assert float(got) == pytest.approx(formulas[estimator.value], rel=1e-9, abs=1e-9)
+        assert estimator is KLEstimator.k1 or float(got) >= 0
+
+
+@pytest.mark.parametrize("shift", [100.0, -100.0])
+def test_trap_b10_a_huge_log_ratio_stays_finite_and_is_counted(shift):
+    logprobs_T = torch.tensor([shift, 0.5, 100.0], requires_grad=True)
+    ratio_T, clamped_T = log_ratio(logprobs_T, torch.zeros(3), torch.tensor([True, True, False]))
+    assert ratio_T.tolist() == [math.copysign(LOG_RATIO_LIMIT, shift), 0.5, 0.0]
+    assert clamped_T.tolist() == [True, False, False]
+    for estimator in KLEstimator:
+        assert kl_estimate(logprobs_T, torch.zeros(3), ALL, estimator).isfinite().all()
+
+
+def test_log_ratios_are_fp32_and_no_gradient_reaches_the_reference():
+    logprobs_T = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)
+    ref_T = torch.tensor([-2.0], dtype=torch.bfloat16, requires_grad=True)
+    kl_T = kl_estimate(logprobs_T, ref_T, ALL[:1], KLEstimator.k3)
+    assert kl_T.dtype == torch.float32
+    kl_T.sum().backward()
+    assert logprobs_T.grad is not None
+    assert ref_T.grad is None
+
+
+def test_a_nan_on_the_mask_is_not_hidden():
+    assert kl_estimate(torch.tensor([math.nan]), torch.zeros(1), ALL[:1], KLEstimator.k3).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("kl", "n_steps", "expected"),
+    [
+        (6.0, 64, 0.15),  # no error, no change
+        (6.6, 1000, 0.15 * (1 + 0.1 * 0.1)),
+        (5.4, 1000, 0.15 * (1 - 0.1 * 0.1)),
+        (600.0, 1000, 0.15 * (1 + 0.2 * 0.1)),  # clipped above
+        (-3.0, 1000, 0.15 * (1 - 0.2 * 0.1)),  # clipped below; a sampled KL may be negative
+        (600.0, 10000, 0.15 * 1.2),
+        (600.0, 0, 0.15),
+    ],
+)
+def test_trap_c9_adaptive_controller(kl, n_steps, expected):
+    controller = AdaptiveKLController(init=0.15, target=6.0, horizon=10000)
+    controller.update(kl, n_steps)
+    assert controller.value == pytest.approx(expected, rel=1e-12)
+
+
+def test_trap_c9_masked_sequences_do_not_dilute_the_kl():
+    from realign.functional.packed import cu_seqlens_of, segment_sum
+
+    cu_seqlens = cu_seqlens_of([2] * 8)
+    mask_T = torch.ones(16, dtype=torch.bool)
+    mask_T[:4] = False
+    kl_T = kl_estimate(torch.full((16,), 3.0), torch.zeros(16), mask_T, KLEstimator.k1)
+    trained_S = segment_sum(mask_T, cu_seqlens) > 0
+    controller = AdaptiveKLController(init=0.15, target=6.0, horizon=100)
+    controller.update(float(segment_sum(kl_T, cu_seqlens)[trained_S].mean()), int(trained_S.sum()))
+    assert controller.value == 0.15
+
+
+def test_trap_c9_controller_survives_a_resume():
+    controller = AdaptiveKLController(init=0.15, target=6.0, horizon=100)
+    controller.update(12.0, 64)
+    resumed = AdaptiveKLController(init=0.15, target=6.0, horizon=100)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.value == controller.value != 0.15
+    fixed = FixedKLController(0.05)
+    fixed.update(100.0, 64)
+    fixed.load_state_dict(fixed.state_dict())
+    assert fixed.value == 0.05
+
+
+def test_controllers_refuse_nonsense():
+    with pytest.raises(ValueError, match="target"):
+        AdaptiveKLController(init=0.1, target=0.0, horizon=10)
+    with pytest.raises(ValueError, match="horizon"):
+        AdaptiveKLController(init=0.1, target=1.0, horizon=-1)
+    with pytest.raises(ValueError, match="nan"):
+        AdaptiveKLController(init=0.1, target=1.0, horizon=10).update(math.nan, 1)

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from realign.functional.head import LMHead
+from realign.functional.logprobs import exact_kl, token_logprobs
+
+N, H, V = 9, 5, 11
+CHUNKS = [1, 7, None]
+KINDS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 1.5},
+    "all": {"bias": True, "scale": 1.7, "softcap": 2.0},
+}
+
+
+def make(kind="plain", seed=0, dtype=torch.float64, n=N, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    options = dict(KINDS[kind])
+    hidden = torch.randn(n, H, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype)
+    bias = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype) if options.pop("bias", False) else None
+    leaves = [x.requires_grad_(grad) for x in (hidden, weight, bias) if x is not None]
+    targets = torch.randint(V, (n,), generator=generator)
+    return leaves, LMHead(weight, bias, **options), targets
+
+
+def reference(hidden, head, targets, temperature):
+    """Log-probs and entropies through plain autograd on whole logits, written out again."""
+    logits = hidden @ head.weight_VH.T
+    if head.bias_V is not None:
+        logits = logits + head.bias_V
+    logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logp
+
+
+def weighted(*outputs):
+    """A scalar in which every token has a weight of its own."""
+    total = 0.0
+    for i, x in enumerate(outputs):
+        total = total + (x * torch.linspace(-1, 2 + i, len(x), dtype=x.dtype)).sum()
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_trap_b8_any_chunk_gives_the_values_and_gradients_of_plain_autograd(kind, temperature, chunk):
+    leaves, head, targets = make(kind)
+    for with_entropy in (False, True):
+        expected = reference(leaves[0], head, targets, temperature)[: 1 + with_entropy]
+        got = token_logprobs(
+            leaves[0], head, targets, temperature=temperature, chunk_size=chunk, with_entropy=with_entropy
+        )
+        assert (got[1] is None) is not with_entropy
+        torch.testing.assert_close(got[: 1 + with_entropy], expected, rtol=1e-12, atol=1e-12)
+        expected_grads = torch.autograd.grad(weighted(*expected), leaves)
+        grads = torch.autograd.grad(weighted(*got[: 1 + with_entropy]), leaves)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck_of_logprobs_and_entropy(kind):
+    leaves, head, targets = make(kind, n=3)
+
+    def call(hidden, weight, bias=None):
+        return token_logprobs(
+            hidden,
+            LMHead(weight, bias, head.scale, head.softcap),
+            targets,
+            temperature=0.8,
+            chunk_size=2,
+            with_entropy=True,
+        )
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_output_may_be_used_alone(used):
+    leaves, head, targets = make("all")
+    expected = torch.autograd.grad(weighted(reference(leaves[0], head, targets, 1.0)[used]), leaves)
+    got = torch.autograd.grad(weighted(token_logprobs(leaves[0], head, targets, with_entropy=True)[used]), leaves)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "all"])
+def test_trap_b8_nothing_of_the_size_of_the_logits_is_kept(with_entropy, kind):
+    leaves, head, targets = make(kind, n=40)
+    saved = []
+
+    def pack(x):
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        token_logprobs(leaves[0], head, targets, chunk_size=8, with_entropy=with_entropy)
+        exact_kl(leaves[0], head, leaves[0], head, chunk_size=8)
+    assert saved
+    assert all(x.numel() < 40 * V for x in saved)
+    assert all(x.untyped_storage().size() < 40 * V * 8 for x in saved)
+
+
+def test_trap_b8_memory_of_one_call_is_a_few_chunks():
+    """Counts every allocation of the two passes: the largest single one is a chunk, not [N, V]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 8, generator=generator, requires_grad=True)
+    head = LMHead(torch.randn(4096, 8, generator=generator, requires_grad=True))
+    targets = torch.randint(4096, (512,), generator=generator)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        token_logprobs(hidden, head, targets, chunk_size=16)[0].sum().backward()
+    largest = max(abs(event.cpu_memory_usage) for event in profile.events())
+    assert 0 < largest < 512 * 4096 * 4 / 4
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_kl_and_its_gradient(chunk, kind):
+    leaves, head, targets = make(kind)
+    _, ref_head, _ = make("bias", seed=1)
+    ref_hidden = torch.randn(N, H, generator=torch.Generator().manual_seed(2), dtype=torch.float64, requires_grad=True)
+    logp = reference(leaves[0], head, targets, 0.7)[2]
+    logq = reference(ref_hidden, ref_head, targets, 0.7)[2].detach()
+    expected = (logp.exp() * (logp - logq)).sum(-1)
+    kl = exact_kl(leaves[0], head, ref_hidden, ref_head, temperature=0.7, chunk_size=chunk)
+    torch.testing.assert_close(kl, expected, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(weighted(kl), [*leaves, ref_hidden, ref_head.weight_VH], allow_unused=True)
+    torch.testing.assert_close(grads[:-2], torch.autograd.grad(weighted(expected), leaves), rtol=1e-10, atol=1e-12)
+    assert grads[-2:] == (None, None)
+    assert exact_kl(leaves[0], head, leaves[0], head).abs().max() < 1e-12
+
+
+def test_trap_c6_a_step_on_the_exact_kl_decreases_it():
+    leaves, head, _ = make("bias")
+    ref_leaves, ref_head, _ = make("bias", seed=1)
+    before = exact_kl(leaves[0], head, ref_leaves[0], ref_head).sum()
+    grads = torch.autograd.grad(before, leaves)
+    hidden, weight, bias = (x - 0.01 * g for x, g in zip(leaves, grads, strict=True))
+    assert exact_kl(hidden, LMHead(weight, bias), ref_leaves[0], ref_head).sum() < before
+
+
+def test_trap_b2_temperature_applies_to_logprobs_entropy_and_kl():
+    head, hidden, token = LMHead(torch.eye(2)), torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    for temperature, expected in [(1.0, -0.126928), (0.6, -0.035052)]:
+        logprobs, entropy = token_logprobs(hidden, head, token, temperature=temperature, with_entropy=True)
+        assert logprobs.item() == pytest.approx(expected, abs=1e-6)
+        p = math.exp(expected)
+        assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-5)
+        kl = exact_kl(hidden, head, torch.zeros(1, 2), head, temperature=temperature)
+        assert kl.item() == pytest.approx(math.log(2) - entropy.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_trap_b3_inputs_are_not_modified(dtype):
+    leaves, head, targets = make("all", dtype=dtype)
+    before = [x.detach().clone() for x in (*leaves, targets)]
+    logprobs, entropy = token_logprobs(leaves[0], head, targets, temperature=0.5, with_entropy=True)
+    (logprobs.sum() + entropy.sum() + exact_kl(leaves[0], head, leaves[0], head, temperature=0.5).sum()).backward()
+    for x, old in zip((*leaves, targets), before, strict=True):
+        assert torch.equal(x.detach(), old)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-3, -1.0, math.nan])
+def test_trap_b3_a_temperature_near_zero_is_refused(temperature):
+    leaves, head, targets = make()
+    with pytest.raises(ValueError, match="temperature"):
+        token_logprobs(leaves[0], head, targets, temperature=temperature)
+    with pytest.raises(ValueError, match="temperature"):
+        exact_kl(leaves[0], head, leaves[0], head, temperature=temperature)
+
+
+def test_trap_b9_bf16_hidden_states_give_fp32_results():
+    leaves, head, targets = make("bias", dtype=torch.bfloat16)
+    logprobs, entropy = token_logprobs(leaves[0], head, targets, with_entropy=True)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    weighted(logprobs, entropy).backward()
+    assert all(x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in leaves)
+    exact = reference(
+        *(x.detach().double() for x in (leaves[0],)), LMHead(*(x.double() for x in leaves[1:])), targets, 1.0
+    )
+    torch.testing.assert_close(logprobs.double(), exact[0], rtol=0, atol=0.05)
+    assert exact_kl(leaves[0], head, leaves[0], head).dtype == torch.float32
+
+
+def test_autocast_sets_the_matrix_product_in_both_passes():
+    leaves, head, targets = make("bias", dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, _ = token_logprobs(leaves[0], head, targets)
+        whole = head.logits(leaves[0]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, whole, rtol=1e-6, atol=1e-6)
+    full, _ = token_logprobs(leaves[0], head, targets)
+    assert not torch.equal(full, logprobs)
+    grads = torch.autograd.grad(weighted(logprobs), leaves)
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    expected = torch.autograd.grad(weighted(full), leaves)
+    torch.testing.assert_close(grads, expected, rtol=0.1, atol=0.1)
+
+
+def test_a_wider_weight_is_not_rounded_to_the_hidden_states():
+    leaves, head, targets = make(dtype=torch.float32)
+    hidden = leaves[0].detach().bfloat16()
+    exact, _, _ = reference(hidden.double(), LMHead(head.weight_VH.double()), targets, 1.0)
+    got, _ = token_logprobs(hidden, head, targets)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_heads_logits_agree(kind):
+    leaves, head, targets = make(kind)
+    _, _, logp = reference(leaves[0], head, targets, 1.0)
+    torch.testing.assert_close(head.logits(leaves[0]).log_softmax(-1), logp, rtol=1e-12, atol=1e-12)
+    (grad,) = torch.autograd.grad(weighted(head.logits(leaves[0]).log_softmax(-1)[:, 0]), leaves[0])
+    (expected,) = torch.autograd.grad(weighted(logp[:, 0]), leaves[0])
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_large_logits_stay_finite():
+    head, hidden = LMHead(torch.eye(3)), torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True)
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([2]), with_entropy=True)
+    (logprobs + entropy).sum().backward()
+    assert (logprobs.item(), entropy.item()) == (-2e4, 0.0)
+    assert hidden.grad.tolist() == [[-1.0, 0.0, 1.0]]
+
+
+def test_no_tokens_at_all():
+    leaves, head, targets = make("bias", n=0)
+    logprobs, entropy = token_logprobs(leaves[0], head, targets, with_entropy=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + exact_kl(leaves[0], head, leaves[0], head).sum()).backward()
+    assert all(not x.grad.any() for x in leaves)
+
+
+def test_frozen_parts_get_no_gradient():
+    leaves, head, targets = make("bias", grad=False)
+    hidden = leaves[0].requires_grad_()
+    token_logprobs(hidden, head, targets)[0].sum().backward()
+    assert hidden.grad is not None
+    assert head.weight_VH.grad is None
+    with torch.no_grad():
+        assert not token_logprobs(hidden, head, targets)[0].requires_grad
+
+
+def test_bad_input_is_named():
+    leaves, head, targets = make()
+    with pytest.raises(ValueError, match=rf"targets_N must be ids in \[0, {V}\), found 0 to {V}"):
+        token_logprobs(leaves[0], head, torch.arange(N) + torch.tensor([0] * (N - 1) + [V - N + 1]))
+    with pytest.raises(ValueError, match="targets_N has shape"):
+        token_logprobs(leaves[0], head, targets[:-1])
+    with pytest.raises(ValueError, match="do not fit a head"):
+        token_logprobs(leaves[0][:, :-1], head, targets)
+    with pytest.raises(ValueError, match="chunk_size"):
+        token_logprobs(leaves[0], head, targets, chunk_size=0)
+    with pytest.raises(ValueError, match="must be the same"):
+        exact_kl(leaves[0], head, leaves[0], LMHead(torch.zeros(V + 1, H)))

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from realign.functional.aggregation import Aggregation, aggregation_weight
+from realign.functional.kl import LOG_RATIO_LIMIT
+from realign.functional.losses import (
+    CapMode,
+    ImportanceLevel,
+    ValueLoss,
+    behaviour_weights,
+    nll_loss,
+    policy_loss,
+    value_loss,
+)
+from realign.functional.packed import cu_seqlens_of
+
+
+def ones(n):
+    return torch.ones(n, dtype=torch.bool)
+
+
+def at_ratio(ratio, advantage, **options):
+    """The loss of one token, and its derivative by the ratio."""
+    logprobs_T = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    out = policy_loss(
+        logprobs_T, torch.zeros(1).double(), torch.tensor([advantage], dtype=torch.float64), ones(1), **options
+    )
+    out.loss_T.sum().backward()
+    return out, out.loss_T.item(), float(logprobs_T.grad) / ratio
+
+
+# ratio, advantage, loss, d loss / d ratio, clipped, dual clipped (clip 0.2 below, 0.3 above, dual clip at 3)
+TABLE = [
+    (1.0, 2.0, -2.0, -2.0, False, False),
+    (1.2, 2.0, -2.4, -2.0, False, False),
+    (1.5, 2.0, -2.6, 0.0, True, False),
+    (0.5, 2.0, -1.0, -2.0, False, False),
+    (5.0, 2.0, -2.6, 0.0, True, False),
+    (1.0, -2.0, 2.0, 2.0, False, False),
+    (0.5, -2.0, 1.6, 0.0, True, False),
+    (1.5, -2.0, 3.0, 2.0, False, False),
+    (2.9, -2.0, 5.8, 2.0, False, False),
+    (3.5, -2.0, 6.0, 0.0, False, True),
+    (3.5, 0.0, 0.0, 0.0, False, False),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "slope", "clipped", "dual"), TABLE)
+def test_trap_f9_sign_of_the_advantage_times_ratio(ratio, advantage, loss, slope, clipped, dual):
+    out, got, derivative = at_ratio(ratio, advantage, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    assert got == pytest.approx(loss, abs=1e-12)
+    assert derivative == pytest.approx(slope, abs=1e-12)
+    assert (out.clipped_T.item(), out.dual_clipped_T.item()) == (clipped, dual)
+    assert out.ratio_T.item() == pytest.approx(ratio)
+
+
+def test_trap_f9_without_dual_clip_a_negative_advantage_is_unbounded():
+    out, loss, slope = at_ratio(50.0, -2.0)
+    assert (loss, slope) == (pytest.approx(100.0), pytest.approx(2.0))
+    assert not out.dual_clipped_T.any()
+
+
+def test_policy_clip_of_the_source_a31_a32():
+    logprobs_T = torch.tensor([-1.0, -0.4, -2.0, -0.1])
+    old_T = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    advantages_T = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    r, a = np.exp(logprobs_T.numpy() - old_T.numpy()), advantages_T.numpy()
+    first, second = -a * r, -a * np.clip(r, 0.8, 1.2)
+    out = policy_loss(logprobs_T, old_T, advantages_T, ones(4))
+    np.testing.assert_allclose(out.loss_T, np.maximum(first, second), rtol=1e-6)
+    assert out.clipped_T.tolist() == (second > first).tolist()
+
+
+def test_trap_a7_the_ratio_off_the_mask_is_exactly_one():
+    out = policy_loss(torch.tensor([0.0, -3.0]), torch.tensor([-1.0, -3.0]), torch.ones(2), torch.tensor([False, True]))
+    assert out.ratio_T.tolist() == [1.0, 1.0]
+    assert out.loss_T.tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("difference", [100.0, -100.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_trap_b10_an_extreme_ratio_is_finite_and_counted(difference, advantage):
+    logprobs_T = torch.tensor([difference, 0.0], requires_grad=True)
+    out = policy_loss(logprobs_T, torch.zeros(2), torch.full((2,), advantage), ones(2))
+    out.loss_T.sum().backward()
+    assert out.loss_T.isfinite().all()
+    assert logprobs_T.grad.isfinite().all()
+    assert out.clamped_T.tolist() == [True, False]
+    weight_T, _ = behaviour_weights(logprobs_T, torch.zeros(2), ones(2), cu_seqlens_of([2]))
+    assert weight_T.isfinite().all()
+    assert weight_T.max() <= math.exp(LOG_RATIO_LIMIT) * (1 + 1e-6)
+
+
+def decoupled_inputs(n=12):
+    generator = torch.Generator().manual_seed(3)
+    current, proximal, behaviour, advantages = torch.randn(4, n, generator=generator, dtype=torch.float64)
+    return current * 0.3, proximal * 0.3, behaviour * 0.3, advantages
+
+
+def test_trap_f1_the_importance_weight_carries_no_gradient():
+    current, proximal, behaviour, advantages = decoupled_inputs()
+    leaves = [x.clone().requires_grad_() for x in (current, proximal, behaviour)]
+    weight_T, _ = behaviour_weights(leaves[1], leaves[2], ones(12), cu_seqlens_of([5, 7]))
+    policy_loss(leaves[0], leaves[1], advantages, ones(12), weight_T=weight_T).loss_T.sum().backward()
+    assert leaves[1].grad is None
+    assert leaves[2].grad is None
+    plain = current.clone().requires_grad_()
+    policy_loss(plain, proximal, advantages, ones(12)).loss_T.sum().backward()
+    torch.testing.assert_close(leaves[0].grad, (proximal - behaviour).exp() * plain.grad, rtol=1e-12, atol=0)
+    learned = torch.rand(12, requires_grad=True)
+    policy_loss(leaves[0], proximal, advantages, ones(12), weight_T=learned).loss_T.sum().backward()
+    assert learned.grad is None
+
+
+def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():
+    log_weights_T = torch.tensor([0.0, 2.0, -1.0, 3.0])
+    mask_T, cu_seqlens = torch.tensor([True, True, True, False]), cu_seqlens_of([4])
+    args = (log_weights_T, torch.zeros(4), mask_T, cu_seqlens)
+    weight_T, keep_T = behaviour_weights(*args, cap=2.0, mode=CapMode.mask)
+    assert keep_T.tolist() == [True, False, True, False]
+    assert weight_T.tolist() == pytest.approx([1.0, 0.0, math.exp(-1), 0.0])
+    assert aggregation_weight(keep_T, cu_seqlens, Aggregation.token_mean) == 2
+    weight_T, keep_T = behaviour_weights(*args, cap=2.0, mode=CapMode.truncate)
+    assert keep_T.tolist() == mask_T.tolist()
+    assert weight_T.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0])
+    weight_T, keep_T = behaviour_weights(*args)
+    assert keep_T.tolist() == mask_T.tolist()
+    assert weight_T.tolist() == pytest.approx([1.0, math.exp(2), math.exp(-1), 0.0])
+
+
+def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
+    proximal_T = torch.tensor([0.5, -0.25, 0.75, 0.1, -0.2])
+    weight_T, keep_T = behaviour_weights(
+        proximal_T, torch.zeros(5), ones(5), cu_seqlens_of([3, 2]), cap=1.5, level=ImportanceLevel.sequence
+    )
+    assert keep_T.tolist() == [False, False, False, True, True]
+    assert weight_T.tolist() == pytest.approx([0, 0, 0, math.exp(-0.1), math.exp(-0.1)])
+
+
+def test_trap_f6_sequence_ratios_equal_a_padded_reference():
+    rng = np.random.default_rng(0)
+    lengths = [3, 0, 5, 1]
+    rows = [(rng.normal(size=n) * 0.2, rng.normal(size=n) * 0.2, rng.random(n) < 0.7) for n in lengths]
+    padded = np.zeros((4, 5))
+    for row, (proximal, behaviour, mask) in zip(padded, rows, strict=True):
+        row[: len(mask)] = (proximal - behaviour) * mask
+    expected = np.concatenate([np.exp(padded.sum(1))[s] * rows[s][2] for s in range(4)])
+    packed = [torch.tensor(np.concatenate(column)) for column in zip(*rows, strict=True)]
+    weight_T, keep_T = behaviour_weights(*packed, cu_seqlens_of(lengths), level=ImportanceLevel.sequence)
+    np.testing.assert_allclose(weight_T.numpy(), expected, rtol=1e-12)
+    assert torch.equal(keep_T, packed[2])
+
+
+def test_trap_f10_decoupled_ppo_is_ppo_when_the_proximal_policy_is_the_behaviour():
+    current, proximal, _, advantages = decoupled_inputs()
+    gradients = []
+    for weighted in (False, True):
+        leaf = current.clone().requires_grad_()
+        weight_T, keep_T = behaviour_weights(proximal, proximal, ones(12), cu_seqlens_of([5, 7]), cap=5.0)
+        out = policy_loss(leaf, proximal, advantages, keep_T, weight_T=weight_T if weighted else None)
+        out.loss_T.sum().backward()
+        gradients.append((out.loss_T.detach(), leaf.grad))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+# value, old value, return, loss, d loss / d value, clipped (clip 0.2)
+VALUE_TABLE = [
+    (1.0, 1.0, 3.0, 2.0, -2.0, False),
+    (1.1, 1.0, 3.0, 1.805, -1.9, False),
+    (1.5, 1.0, 3.0, 1.62, 0.0, True),  # moved towards the target beyond the range: held at 1.2
+    (0.5, 1.0, 3.0, 3.125, -2.5, False),  # moved away: the unclipped error is the larger
+    (1.5, 1.0, 0.0, 1.125, 1.5, False),
+]
+
+
+@pytest.mark.parametrize(("value", "old", "target", "loss", "slope", "clipped"), VALUE_TABLE)
+def test_trap_c14_value_clip(value, old, target, loss, slope, clipped):
+    values_T = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    loss_T, clipped_T = value_loss(
+        values_T, torch.tensor([old]).double(), torch.tensor([target]).double(), ones(1), clip=0.2
+    )
+    loss_T.sum().backward()
+    assert loss_T.item() == pytest.approx(loss, abs=1e-12)
+    assert float(values_T.grad) == pytest.approx(slope, abs=1e-12)
+    assert clipped_T.item() is clipped
+
+
+def test_trap_c14_without_a_clip_old_values_do_not_matter():
+    loss_T, clipped_T = value_loss(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([3.0]), ones(1))
+    assert loss_T.item() == 1.125
+    assert not clipped_T.any()
+
+
+def test_trap_c14_values_that_did_not_move_are_not_clipped_by_rounding():
+    generator = torch.Generator().manual_seed(0)
+    old_T, moves_T, returns_T = torch.randn(3, 1000, generator=generator)
+    _, clipped_T = value_loss(old_T + moves_T.clamp(-0.19, 0.19), old_T, returns_T, ones(1000), clip=0.2)
+    assert not clipped_T.any()
+
+
+def test_huber_is_half_the_square_then_linear():
+    values_T = torch.tensor([1.0, 3.0, -5.0], requires_grad=True)
+    loss_T, _ = value_loss(values_T, torch.zeros(3), torch.zeros(3), ones(3), kind=ValueLoss.huber, huber_delta=2.0)
+    assert loss_T.tolist() == [0.5, 2.0 * 3 - 2, 2.0 * 5 - 2]
+    loss_T.sum().backward()
+    assert values_T.grad.tolist() == [1.0, 2.0, -2.0]
+    clipped_T, was_T = value_loss(
+        torch.tensor([9.0]), torch.zeros(1), torch.tensor([20.0]), ones(1), clip=1.0, kind=ValueLoss.huber
+    )
+    assert clipped_T.item() == 10 * 19 - 50
+    assert was_T.item()
+
+
+def test_trap_c15_the_critic_does_not_learn_from_the_prompt():
+    values_T = torch.tensor([5.0, 1.0], requires_grad=True)
+    loss_T, _ = value_loss(values_T, torch.zeros(2), torch.zeros(2), torch.tensor([False, True]), clip=0.2)
+    loss_T.sum().backward()
+    assert loss_T.tolist() == [0.0, 0.5]
+    assert values_T.grad.tolist() == [0.0, 1.0]
+
+
+def test_nll_is_the_negative_log_prob_on_the_mask():
+    logprobs_T = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16)
+    loss_T = nll_loss(logprobs_T, torch.tensor([True, False]))
+    assert loss_T.tolist() == [1.0, 0.0]
+    assert loss_T.dtype == torch.float32
+
+
+def test_trap_a5_a_nan_on_the_mask_is_not_hidden():
+    nan_T = torch.tensor([math.nan])
+    assert policy_loss(nan_T, torch.zeros(1), torch.ones(1), ones(1)).loss_T.isnan().all()
+    assert value_loss(nan_T, torch.zeros(1), torch.ones(1), ones(1), clip=0.2)[0].isnan().all()
+
+
+def test_bad_input_is_named():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match="clip_low"):
+        policy_loss(x, x, x, ones(2), clip_low=1.2)
+    with pytest.raises(ValueError, match="clip_high"):
+        policy_loss(x, x, x, ones(2), clip_high=-0.1)
+    with pytest.raises(ValueError, match=r"dual_clip must be above 1 .* found 1.0"):
+        policy_loss(x, x, x, ones(2), dual_clip=1.0)
+    with pytest.raises(ValueError, match="cap"):
+        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), cap=0.0)
+    with pytest.raises(ValueError, match="clip and huber_delta"):
+        value_loss(x, x, x, ones(2), clip=-0.2)
+    with pytest.raises(ValueError, match="advantages_T has shape"):
+        policy_loss(x, x, x[:1], ones(2))
+    with pytest.raises(ValueError, match="mask_T has dtype"):
+        nll_loss(x, torch.ones(2))
+    with pytest.raises(ValueError, match="'seq'"):
+        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), level="seq")
