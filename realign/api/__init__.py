@@ -3,10 +3,10 @@
 Imports torch, numpy and `realign.functional`; everything else in realign is written against what stands here.
 """
 
-from realign.api.data import MicroBatches, SequenceSample
+from realign.api.data import SequenceSample
 from realign.api.dataflow import RPC, DataflowGraph
 from realign.api.lengths import Lengths
-from realign.api.microbatch import MicroBatchSpec, plan_microbatches
+from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import (
     GenerationConfig,
     Model,
@@ -15,7 +15,7 @@ from realign.api.model import (
     PipelinableEngine,
     derive_seed,
 )
-from realign.api.stats import Max, Mean, Min, Stat, Stats, masked_max, masked_mean, merge_stats, stat_values
+from realign.api.stats import Max, Mean, Min, Stat, Stats, Sum, masked_max, masked_mean, merge_stats, stat_values
 
 __all__ = [
     "RPC",
@@ -34,6 +34,7 @@ __all__ = [
     "SequenceSample",
     "Stat",
     "Stats",
+    "Sum",
     "derive_seed",
     "masked_max",
     "masked_mean",

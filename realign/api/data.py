@@ -7,18 +7,21 @@ the prompts: the unit that is shuffled and cut, always with all of its sequences
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from realign.api.lengths import IntArray, Lengths, Rows, pick
-from realign.api.microbatch import MicroBatchSpec, plan_microbatches
+from realign.api.lengths import IntArray, Lengths, Rows, as_integers
+from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
+from realign.api.packing import Nested, concatenate, describe, pack, pick, some
 
-Nested: TypeAlias = Sequence[Sequence[Tensor | Sequence[int] | Sequence[float]]]
 TOKENS = "input_ids"
 
 
@@ -42,32 +45,49 @@ class SequenceSample:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("data", "lengths", "metadata"):
-            object.__setattr__(self, name, dict(getattr(self, name)))
+        object.__setattr__(self, "ids", tuple(self.ids))
+        object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
+        object.__setattr__(self, "metadata", MappingProxyType({k: tuple(v) for k, v in self.metadata.items()}))
         if len(set(self.ids)) != len(self.ids):
-            repeated = next(i for i in self.ids if self.ids.count(i) > 1)
-            raise ValueError(f"id {repeated!r} stands {self.ids.count(repeated)} times; ids must be distinct")
+            repeated, times = Counter(self.ids).most_common(1)[0]
+            raise ValueError(f"id {repeated!r} stands {times} times; ids must be distinct")
         if self.data.keys() != self.lengths.keys():
             raise ValueError(f"keys with data {sorted(self.data)} and keys with lengths {sorted(self.lengths)} differ")
         if both := self.data.keys() & self.metadata.keys():
             raise ValueError(f"key {min(both)!r} stands in data and in metadata")
-        for key, lengths in self.lengths.items():
-            self._check_key(key, lengths)
+        distinct: list[Lengths] = []  # equal lengths become one object, so that choosing rows indexes once for all keys
+        lengths = {}
+        for key, cut in self.lengths.items():
+            self._check_key(key, cut)
+            lengths[key] = next((known for known in distinct if known == cut), cut)
+            if lengths[key] is cut:
+                distinct.append(cut)
+        object.__setattr__(self, "lengths", MappingProxyType(lengths))
         for key, objects in self.metadata.items():
             if len(objects) != len(self.ids):
                 raise ValueError(f"metadata {key!r} has {len(objects)} entries for {len(self.ids)} ids")
 
     def _check_key(self, key: str, lengths: Lengths) -> None:
+        x = self.data[key]
+        if not isinstance(x, Tensor) or not x.ndim:
+            found = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"key {key!r} must be a packed tensor, found {found}")
+        if not isinstance(lengths, Lengths):
+            raise ValueError(f"key {key!r} must be cut by Lengths, found {type(lengths).__name__}")
         if len(lengths.counts) != len(self.ids):
             raise ValueError(
                 f"key {key!r} has lengths of {len(lengths.counts)} prompts, expected {len(self.ids)} (ids)"
             )
-        rows = self.data[key].shape[0] if self.data[key].ndim else 0
-        if rows != lengths.total:
+        if (rows := len(x)) != lengths.total:
             ends = lengths.starts[lengths.sequence_starts[1:]]
             first = int(np.searchsorted(ends, rows, side="right")) if rows < lengths.total else len(self.ids) - 1
             where = f"; id {self.ids[first]!r} should end at row {int(ends[first])}" if self.ids else ""
             raise ValueError(f"key {key!r} has {rows} rows, expected {lengths.total} by its lengths{where}")
+
+    def __reduce__(self) -> tuple[type[SequenceSample], tuple[Any, ...]]:
+        # A pickled view would carry the whole batch that it looks into.
+        data = {k: x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for k, x in self.data.items()}
+        return SequenceSample, (self.ids, data, dict(self.lengths), dict(self.metadata))
 
     # --- building ---
 
@@ -79,34 +99,41 @@ class SequenceSample:
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
         """Pack nested sequences: for each key one list per prompt, holding one tensor or list per sequence."""
-        sample = cls(tuple(ids), metadata={k: tuple(v) for k, v in (metadata or {}).items()})
-        for key, nested in data.items():
-            if len(nested) != len(ids):
-                raise ValueError(f"key {key!r} has sequences of {len(nested)} prompts, expected {len(ids)} (ids)")
-            tensors = [[torch.as_tensor(sequence) for sequence in sequences] for sequences in nested]
-            flat = [t for sequences in tensors for t in sequences]
-            lengths = Lengths.of([[len(t) for t in sequences] for sequences in tensors])
-            sample = sample.with_data({key: torch.cat(flat) if flat else torch.empty(0)}, lengths=lengths)
-        return sample
+        packed = {key: pack(key, ids, nested) for key, nested in data.items()}
+        return cls(
+            tuple(ids),
+            {key: x for key, (x, _) in packed.items()},
+            {key: lengths for key, (_, lengths) in packed.items()},
+            {key: tuple(objects) for key, objects in (metadata or {}).items()},
+        )
 
     @classmethod
     def gather(cls, samples: Sequence[SequenceSample]) -> SequenceSample:
-        """Concatenate batches of distinct prompts that hold the same keys."""
+        """Concatenate batches of distinct prompts that hold the same keys.
+
+        Raises:
+            ValueError: an id stands in two samples, or a key is absent, or of another dtype, in some.
+        """
         if not samples:
             raise ValueError("gather needs at least one sample")
+        first = samples[0]
         keys = set().union(*(s.keys for s in samples))
         for s in samples:
             if missing := keys - s.keys:
-                raise ValueError(f"key {min(missing)!r} is absent for ids {_some(s.ids)}, but present for others")
-        first = samples[0]
+                raise ValueError(f"key {min(missing)!r} is absent for ids {some(s.ids)}, but present for others")
+            if mixed := s.data.keys() ^ first.data.keys():
+                raise ValueError(f"key {min(mixed)!r} is metadata for some of ids {some(first.ids + s.ids)} only")
         joined: dict[tuple[int, ...], Lengths] = {}  # keys that share their lengths go on sharing them
         lengths = {}
         for k in first.data:
             parts = [s.lengths[k] for s in samples]
-            lengths[k] = joined.setdefault(tuple(map(id, parts)), Lengths.join(parts))
+            shared = tuple(map(id, parts))
+            if shared not in joined:
+                joined[shared] = Lengths.join(parts)
+            lengths[k] = joined[shared]
         return cls(
             ids=tuple(i for s in samples for i in s.ids),
-            data={k: torch.cat([s.data[k] for s in samples]) for k in first.data},
+            data={k: concatenate(k, [s.data[k] for s in samples], [s.ids for s in samples]) for k in first.data},
             lengths=lengths,
             metadata={k: tuple(x for s in samples for x in s.metadata[k]) for k in first.metadata},
         )
@@ -138,15 +165,12 @@ class SequenceSample:
         return replace(self, metadata={**self.metadata, **{k: tuple(v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
-        found = Lengths.of([[len(sequence) for sequence in sequences] for sequences in nested])
+        x, found = pack(key, self.ids, nested)
         if found != cut:
-            for i, got, want in zip(self.ids, found.nested(), cut.nested(), strict=False):
-                if got != want:
-                    raise ValueError(f"key {key!r}, id {i!r}: lengths {list(got)}, expected {list(want)}")
-            raise ValueError(
-                f"key {key!r} has sequences of {len(found.counts)} prompts, expected {len(self.ids)} (ids)"
-            )
-        return torch.cat([torch.as_tensor(sequence) for sequences in nested for sequence in sequences])
+            pairs = zip(self.ids, found.nested(), cut.nested(), strict=True)
+            i, got, want = next(differing for differing in pairs if differing[1] != differing[2])
+            raise ValueError(f"key {key!r}, id {i!r}: lengths {list(got)}, expected {list(want)}")
+        return x
 
     # --- looking ---
 
@@ -166,6 +190,8 @@ class SequenceSample:
         return self.data.get(key)
 
     def _known(self, key: str) -> str:
+        if key in self.metadata:
+            raise ValueError(f"key {key!r} is metadata (objects, no packed tensor); read it from `.metadata`")
         if key not in self.data:
             near = difflib.get_close_matches(key, self.data, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -183,6 +209,8 @@ class SequenceSample:
     def cu_seqlens(self, key: str = TOKENS) -> Tensor:
         """int32 [S + 1] boundaries of the sequences of `key`, with a leading 0, on the device of `key`."""
         starts = self.lengths[self._known(key)].starts
+        if starts[-1] > np.iinfo(np.int32).max:
+            raise ValueError(f"key {key!r} has {starts[-1]} rows, more than int32 cu_seqlens can count; cut the batch")
         return torch.from_numpy(starts.astype(np.int32)).to(self.data[key].device)
 
     def group_index(self, key: str = TOKENS) -> Tensor:
@@ -192,15 +220,16 @@ class SequenceSample:
 
     def sequences(self, key: str = TOKENS) -> tuple[Tensor, ...]:
         """Views of the sequences of `key`, prompt after prompt."""
-        return torch.split(self.data[self._known(key)], self.lengths[key].flat.tolist())
+        lengths = self.lengths[self._known(key)].flat.tolist()
+        return torch.split(self.data[key], lengths) if lengths else ()
 
     def unpack(self) -> list[SequenceSample]:
         """One sample per prompt."""
-        return [self.take([i]) for i in range(len(self.ids))]
+        return [self._between(i, i + 1) for i in range(len(self.ids))]
 
     def __repr__(self) -> str:
-        head = f"SequenceSample({len(self.ids)} prompts: {_some(self.ids)})"
-        lines = [f"  {key:<16} {_describe(self.data[key], n)}" for key, n in self.lengths.items()]
+        head = f"SequenceSample({len(self.ids)} prompts: {some(self.ids)})"
+        lines = [f"  {key:<16} {describe(self.data[key], n)}" for key, n in self.lengths.items()]
         lines += [f"  {key:<16} one object per prompt" for key in self.metadata]
         return "\n".join([head, *lines])
 
@@ -237,7 +266,7 @@ class SequenceSample:
         """The keys of both samples, which must be of the same prompts in the same order."""
         if self.ids != other.ids:
             raise ValueError(
-                f"merge needs the same ids in the same order; found {_some(self.ids)} and {_some(other.ids)}"
+                f"merge needs the same ids in the same order; found {some(self.ids)} and {some(other.ids)}"
             )
         if both := self.keys & other.keys:
             raise ValueError(f"merge: key {min(both)!r} stands in both samples")
@@ -250,8 +279,8 @@ class SequenceSample:
 
     def take(self, prompts: Sequence[int] | IntArray) -> SequenceSample:
         """The prompts at these positions, in this order, each with all of its sequences."""
-        chosen = np.asarray(prompts, dtype=np.int64)
-        return self._take(chosen, lambda key: _sequences_of(self.lengths[key], chosen))
+        chosen = _indices("take: prompts", prompts, len(self.ids))
+        return self._take(chosen, lambda key: self.lengths[key].sequences_of(chosen))
 
     def take_sequences(self, sequences: Sequence[int] | IntArray, key: str = TOKENS) -> SequenceSample:
         """Only these sequences (ascending indices into the sequences of `key`), with their prompts.
@@ -259,10 +288,12 @@ class SequenceSample:
         Keys that have as many sequences per prompt as `key` are cut with it; keys with one per prompt are kept whole.
 
         Raises:
-            ValueError: a group is cut that holds a key of another number of sequences.
+            ValueError: a group is cut that holds a key of another number of sequences, or the indices do not ascend.
         """
-        chosen = np.asarray(sequences, dtype=np.int64)
         main = self.lengths[self._known(key)]
+        chosen = _indices("take_sequences: sequences", sequences, len(main.flat))
+        if (np.diff(chosen) <= 0).any():
+            raise ValueError(f"take_sequences: sequences must ascend and be distinct, found {chosen.tolist()[:10]}")
         prompts, counts = np.unique(main.prompt_of_sequence[chosen], return_counts=True)
         cut = prompts[counts < main.counts[prompts]]
 
@@ -275,7 +306,7 @@ class SequenceSample:
                     f"key {name!r}, id {self.ids[odd[0]]!r}: {int(lengths.counts[odd[0]])} sequences cannot be cut "
                     f"along with the {int(main.counts[odd[0]])} of {key!r}"
                 )
-            return _sequences_of(lengths, prompts)
+            return lengths.sequences_of(prompts)
 
         return self._take(prompts, of_key)
 
@@ -297,88 +328,46 @@ class SequenceSample:
             {k: tuple(v[i] for i in chosen) for k, v in self.metadata.items()},
         )
 
+    def _between(self, start: int, stop: int) -> SequenceSample:
+        """The prompts from `start` up to `stop`, as views."""
+        distinct = {id(cut): cut for cut in self.lengths.values()}
+        cuts = {same: cut.between(start, stop) for same, cut in distinct.items()}
+        data = {}
+        for key, cut in self.lengths.items():
+            first, last = cut.starts[cut.sequence_starts[[start, stop]]].tolist()
+            data[key] = self.data[key][first:last]
+        return SequenceSample(
+            self.ids[start:stop],
+            data,
+            {key: cuts[id(cut)] for key, cut in self.lengths.items()},
+            {k: v[start:stop] for k, v in self.metadata.items()},
+        )
+
     def chunks(self, n: int) -> list[SequenceSample]:
         """Cut into `n` runs of prompts whose sizes differ by one at most; every prompt stands in exactly one."""
         if not 1 <= n <= len(self.ids):
             raise ValueError(f"cannot cut {len(self.ids)} prompts into {n} parts")
-        return [self.take(part) for part in np.array_split(np.arange(len(self.ids)), n)]
+        size, larger = divmod(len(self.ids), n)
+        ends = [i * size + min(i, larger) for i in range(n + 1)]
+        return [self._between(start, stop) for start, stop in pairwise(ends)]
 
     def split(self, spec: MicroBatchSpec, key: str = TOKENS) -> MicroBatches:
         """Cut into micro-batches by the token budget of `spec`, counted on `key`."""
-        plan = plan_microbatches(self.lengths[self._known(key)], spec)
+        plan = plan_microbatches(self.lengths[self._known(key)], spec, self.ids)
         return MicroBatches(self, key, tuple(plan), tuple(self.take_sequences(p, key) for p in plan))
 
     def to(self, device: torch.device | str) -> SequenceSample:
         """The same sample with its tensors on `device`."""
-        return replace(self, data={k: v.to(device, non_blocking=True) for k, v in self.data.items()})
+        overlap = torch.device(device).type != "cpu"  # a copy to the host that is not waited for can be read too early
+        return replace(self, data={k: v.to(device, non_blocking=overlap) for k, v in self.data.items()})
 
     def meta(self) -> SequenceSample:
         """The same sample without content: tensors of the meta device, which have a shape and a dtype only."""
         return self.to("meta")
 
 
-@dataclass(frozen=True, eq=False)
-class MicroBatches(Sequence[SequenceSample]):
-    """The micro-batches of a sample, and the way back to its order."""
-
-    whole: SequenceSample
-    key: str
-    plan: tuple[IntArray, ...]
-    parts: tuple[SequenceSample, ...]
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.parts[index]
-
-    def __iter__(self) -> Iterator[SequenceSample]:
-        return iter(self.parts)
-
-    def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
-        """Put results, one sample per micro-batch with the micro-batch's sequences, back into the order of the whole.
-
-        Args:
-            parts: for each micro-batch a sample of the same ids; each key has one sequence for each sequence of the
-                micro-batch (any lengths: per token, one per sequence, ...).
-
-        Raises:
-            ValueError: a key has another number of sequences than the micro-batch.
-        """
-        if len(parts) != len(self.parts):
-            raise ValueError(f"restore got {len(parts)} parts of {len(self.parts)} micro-batches")
-        cut = self.whole.lengths[self.key]
-        out = SequenceSample(self.whole.ids)
-        if not parts:
-            return out
-        back = np.argsort(np.concatenate(self.plan), kind="stable")
-        for name in parts[0].data:
-            for part, asked in zip(parts, self.parts, strict=True):
-                if not part.lengths[name].same_sequences(asked.lengths[self.key]):
-                    raise ValueError(
-                        f"key {name!r} has {len(part.lengths[name].flat)} sequences for the "
-                        f"{len(asked.lengths[self.key].flat)} of the micro-batch with ids {_some(asked.ids)}"
-                    )
-            joined = Lengths.join([part.lengths[name] for part in parts])
-            x = pick(torch.cat([part.data[name] for part in parts]), joined.rows(back))
-            out = out.with_data({name: x}, lengths=Lengths(cut.counts, joined.flat[back]))
-        return out
-
-
-def _sequences_of(lengths: Lengths, prompts: IntArray) -> tuple[IntArray, IntArray]:
-    """Indices of all sequences of these prompts, and how many each has."""
-    counts = lengths.counts[prompts]
-    first = lengths.sequence_starts[:-1][prompts]
-    offset = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(first - offset, counts), counts
-
-
-def _some(ids: Sequence[Hashable]) -> str:
-    return ", ".join(map(repr, ids[:3])) + (f", ... ({len(ids)} in all)" if len(ids) > 3 else "")
-
-
-def _describe(x: Tensor, lengths: Lengths) -> str:
-    shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")
-    n = lengths.flat
-    cut = f"{len(n)} sequences of {n.min()} to {n.max()}, mean {n.mean():.1f}" if len(n) else "no sequences"
-    return f"{shape!s:<12} {dtype:<8} {cut}"
+def _indices(name: str, values: object, n: int) -> IntArray:
+    chosen = as_integers(name, values)
+    if chosen.size and (chosen.min() < 0 or chosen.max() >= n):
+        raise ValueError(f"{name} must be indices from 0 to {n - 1}, found {chosen.min()} to {chosen.max()}")
+    return chosen

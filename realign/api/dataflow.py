@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import graphlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,10 @@ class RPC:
         rename: the graph's name of a key that the interface knows by another: with `{"logprobs": "ref_logprobs"}` the
             interface's `logprobs` is the graph's `ref_logprobs`, as an output and as an input.
         after: names of calls that must come first although no key says so.
+
+    Raises:
+        ValueError: names the RPC, for an unknown method, an output of a train_step, or a rename of what it does not
+            declare or to a name that is taken.
     """
 
     name: str
@@ -33,6 +38,37 @@ class RPC:
     outputs: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     after: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "outputs", "after"):
+            found = getattr(self, name)
+            if isinstance(found, str):
+                raise ValueError(f"RPC {self.name!r}: {name} must be a tuple of names, found the text {found!r}")
+            if twice := _repeated(found):
+                raise ValueError(f"RPC {self.name!r}: {name} hold {twice!r} twice")
+        if self.method not in METHODS:
+            raise ValueError(f"RPC {self.name!r}: unknown method {self.method!r}{nearest(self.method, METHODS)}")
+        if self.method == "train_step" and self.outputs:
+            raise ValueError(f"RPC {self.name!r}: a train_step gives metrics, no keys; found {', '.join(self.outputs)}")
+        self._check_rename()
+
+    def _check_rename(self) -> None:
+        """The interface must see distinct names, and know each key of the graph by one."""
+        declared = (*self.outputs, *self.inputs)
+        for key in self.rename.values():
+            if key not in declared:
+                raise ValueError(
+                    f"RPC {self.name!r} renames to {key!r}, which it does not declare{nearest(key, declared)}"
+                )
+        if twice := _repeated(self.rename.values()):
+            raise ValueError(f"RPC {self.name!r} renames two names to {twice!r}")
+        ours = {graph: interface for interface, graph in self.rename.items()}
+        for keys in (self.inputs, self.outputs):
+            if twice := _repeated(ours.get(key, key) for key in keys):
+                raise ValueError(
+                    f"RPC {self.name!r}: after the rename {dict(self.rename)} the interface would know two of "
+                    f"{', '.join(keys)} as {twice!r}"
+                )
 
 
 @dataclass(frozen=True)
@@ -45,8 +81,8 @@ class DataflowGraph:
         results: keys that are kept for reports although no call reads them.
 
     Raises:
-        ValueError: names the RPC and suggests the nearest key, for a key that nobody produces, a key produced twice, a
-            cycle, an unknown method, or an output renamed from nothing.
+        ValueError: names the RPC and suggests the nearest key, for a key that nobody produces, a key produced twice, or
+            a cycle.
     """
 
     rpcs: tuple[RPC, ...]
@@ -55,34 +91,28 @@ class DataflowGraph:
 
     def __post_init__(self) -> None:
         names = [r.name for r in self.rpcs]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two RPCs are named {name!r}; names must be distinct")
+        if twice := _repeated(names):
+            raise ValueError(f"two RPCs are named {twice!r}; names must be distinct")
+        known = {*self.dataset_keys, *(k for r in self.rpcs for k in r.outputs)}
         for rpc in self.rpcs:
-            self._check_rpc(rpc, names)
+            self._check_rpc(rpc, names, known)
+        for key in self.results:
+            if key not in known:
+                raise ValueError(f"results keep key {key!r}, which nothing produces{nearest(key, known)}")
         _ = self.order  # fails on a cycle
 
-    def _check_rpc(self, rpc: RPC, names: list[str]) -> None:
-        if rpc.method not in METHODS:
-            raise ValueError(f"RPC {rpc.name!r}: unknown method {rpc.method!r}; valid: {', '.join(METHODS)}")
+    def _check_rpc(self, rpc: RPC, names: list[str], known: set[str]) -> None:
         for key in rpc.outputs:
-            others = [r.name for r in self.rpcs if key in r.outputs and r.name != rpc.name]
+            others = [f"RPC {r.name!r}" for r in self.rpcs if key in r.outputs and r.name != rpc.name]
             others += ["the dataset"] if key in self.dataset_keys else []
             if others:
-                raise ValueError(f"key {key!r} is produced twice: by {others[0]} and by RPC {rpc.name!r}")
-        known = {*self.dataset_keys, *(k for r in self.rpcs for k in r.outputs)}
+                raise ValueError(f"key {key!r} is produced twice: by RPC {rpc.name!r} and by {others[0]}")
         for key in rpc.inputs:
             if key not in known:
                 raise ValueError(f"RPC {rpc.name!r} reads key {key!r}, which nothing produces{nearest(key, known)}")
         for name in rpc.after:
             if name not in names:
                 raise ValueError(f"RPC {rpc.name!r} comes after {name!r}, which is not an RPC{nearest(name, names)}")
-        for key in rpc.rename.values():
-            if key not in rpc.outputs and key not in rpc.inputs:
-                raise ValueError(
-                    f"RPC {rpc.name!r} renames to {key!r}, which it does not declare"
-                    f"{nearest(key, (*rpc.outputs, *rpc.inputs))}"
-                )
 
     @cached_property
     def producers(self) -> dict[str, str]:
@@ -164,3 +194,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{hint} (valid: {', '.join(known) or 'none'})"
+
+
+def _repeated(names: Iterable[str]) -> str | None:
+    return next((name for name, times in Counter(names).items() if times > 1), None)

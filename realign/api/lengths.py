@@ -16,13 +16,16 @@ from torch import Tensor
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Lengths:
-    """The lengths of the sequences of each prompt, in the order in which they stand in a packed tensor.
+    """The lengths of the sequences of each prompt, in the order in which they stand in a packed tensor; immutable.
 
     Attributes:
         counts: [n_prompts] number of sequences of each prompt.
         flat: [S] number of elements (rows of the packed tensor) of each sequence, prompt after prompt.
+
+    Raises:
+        ValueError: something is negative or no integer, or the two do not describe the same sequences.
     """
 
     counts: IntArray
@@ -30,23 +33,27 @@ class Lengths:
 
     def __post_init__(self) -> None:
         for name in ("counts", "flat"):
-            array = np.asarray(getattr(self, name), dtype=np.int64)
-            if array.ndim != 1 or (array < 0).any():
-                raise ValueError(f"Lengths.{name} must be a list of non-negative integers, found {array.tolist()}")
-            array = array.copy() if array.flags.writeable else array
-            array.flags.writeable = False
-            object.__setattr__(self, name, array)
+            array = as_integers(f"Lengths.{name}", getattr(self, name))
+            if array.size and array.min() < 0:
+                raise ValueError(f"Lengths.{name} must not be negative, found {array.min()} at {array.argmin()}")
+            object.__setattr__(self, name, _read_only(array.copy() if array.flags.writeable else array))
         if int(self.counts.sum()) != len(self.flat):
             raise ValueError(
                 f"Lengths: counts sum to {int(self.counts.sum())} sequences, but {len(self.flat)} are given"
             )
+
+    def __reduce__(self) -> tuple[type[Lengths], tuple[IntArray, IntArray]]:
+        return Lengths, (self.counts, self.flat)  # built anew: a plain copy of an array would be writable
+
+    def __repr__(self) -> str:
+        return f"Lengths({len(self.counts)} prompts, {len(self.flat)} sequences, {self.total} rows)"
 
     @classmethod
     def of(cls, nested: Iterable[Iterable[int]]) -> Lengths:
         """Build from one list of sequence lengths per prompt, such as `[[3, 4], [5]]`."""
         per_prompt = [list(lengths) for lengths in nested]
         counts = np.array([len(lengths) for lengths in per_prompt], dtype=np.int64)
-        return cls(counts, np.array([n for lengths in per_prompt for n in lengths], dtype=np.int64))
+        return cls(counts, np.array([n for lengths in per_prompt for n in lengths]))
 
     @classmethod
     def join(cls, parts: Sequence[Lengths]) -> Lengths:
@@ -75,12 +82,12 @@ class Lengths:
     @cached_property
     def per_prompt(self) -> IntArray:
         """[n_prompts] rows of each prompt, over all its sequences."""
-        return np.diff(self.starts[self.sequence_starts])
+        return _read_only(np.diff(self.starts[self.sequence_starts]))
 
     @cached_property
     def prompt_of_sequence(self) -> IntArray:
         """[S] index of the prompt to which each sequence belongs."""
-        return np.repeat(np.arange(len(self.counts)), self.counts)
+        return _read_only(np.repeat(np.arange(len(self.counts)), self.counts))
 
     def nested(self) -> tuple[tuple[int, ...], ...]:
         """One tuple of lengths per prompt."""
@@ -97,6 +104,17 @@ class Lengths:
         return self is other or (np.array_equal(self.counts, other.counts) and np.array_equal(self.flat, other.flat))
 
     __hash__ = None  # type: ignore[assignment]
+
+    def between(self, start: int, stop: int) -> Lengths:
+        """Lengths of the prompts from `start` up to `stop`."""
+        first, last = self.sequence_starts[[start, stop]].tolist()
+        return Lengths(self.counts[start:stop], self.flat[first:last])
+
+    def sequences_of(self, prompts: IntArray) -> tuple[IntArray, IntArray]:
+        """Indices of all sequences of these prompts (in this order), and how many each has."""
+        counts = self.counts[prompts]
+        shift = self.sequence_starts[:-1][prompts] - _cumulative(counts)[:-1]
+        return np.arange(int(counts.sum())) + np.repeat(shift, counts), counts
 
     def take(self, sequences: IntArray, counts: IntArray) -> Lengths:
         """Lengths of the chosen `sequences` (indices, any order), of which each prompt holds `counts`."""
@@ -121,14 +139,20 @@ _RUN = 64
 Rows: TypeAlias = list[slice] | Tensor
 
 
-def pick(x: Tensor, rows: Rows) -> Tensor:
-    """The rows of a packed tensor; a view where they are adjacent."""
-    if isinstance(rows, Tensor):
-        return x.index_select(0, rows.to(x.device))
-    return x[rows[0]] if len(rows) == 1 else torch.cat([x[run] for run in rows])
+def as_integers(name: str, values: object) -> IntArray:
+    """`values` as a 1-D int64 array; refuses fractions and truth values, which numpy would convert in silence."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a list of integers, found {array.dtype} of shape {list(array.shape)}")
+    return array.astype(np.int64, copy=False)
 
 
 def _cumulative(counts: IntArray) -> IntArray:
     out = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=out[1:])
-    return out
+    return _read_only(out)
+
+
+def _read_only(array: IntArray) -> IntArray:
+    array.flags.writeable = False
+    return array

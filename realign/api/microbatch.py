@@ -1,13 +1,19 @@
-"""Cutting a batch into micro-batches by token budget: a pure plan over lengths."""
+"""Cutting a batch into micro-batches by token budget: a pure plan over lengths, and the way back."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from realign.api.lengths import IntArray, Lengths
+from realign.api.packing import concatenate, pick, some
+
+if TYPE_CHECKING:
+    from realign.api.data import SequenceSample
 
 
 @dataclass
@@ -29,72 +35,162 @@ class MicroBatchSpec:
             raise ValueError(f"n_microbatches must be at least 1, found {self.n_microbatches}")
 
 
-def plan_microbatches(lengths: Lengths, spec: MicroBatchSpec) -> list[IntArray]:
+def plan_microbatches(lengths: Lengths, spec: MicroBatchSpec, ids: Sequence[Hashable] | None = None) -> list[IntArray]:
     """Assign every sequence to a micro-batch: never over the budget, balanced, as few as the heuristic finds.
 
     A group (all sequences of one prompt) stays whole unless it alone exceeds the budget; then it is cut between
-    sequences. Longest-processing-time scheduling, which keeps the largest load within 4/3 of the best possible
-    (Graham 1969, doi:10.1137/0117039).
+    sequences. Longest-processing-time scheduling: over a given number of micro-batches the largest load is within 4/3
+    of the best possible (Graham 1969, doi:10.1137/0117039). The number starts at the least that could do. Where groups
+    do not fit into that many, more are opened, fewer than 2 * tokens / budget + 1 unless most groups exceed half of
+    the budget; the loads are then evened out as far as the budget allows.
 
     Args:
         lengths: tokens of each sequence of each prompt.
         spec: the budget.
+        ids: names of the prompts for the error; their positions by default.
 
     Returns:
-        For each micro-batch, the ascending indices of its sequences; every index stands in exactly one.
+        For each micro-batch, the ascending indices of its sequences; every index stands in exactly one, and none is
+        empty. A batch without sequences has no micro-batches.
 
     Raises:
         ValueError: one sequence alone exceeds the budget.
     """
-    limit = spec.max_tokens_per_microbatch
-    units = _units(lengths, limit)
-    if not units:
+    n_sequences, limit = len(lengths.flat), spec.max_tokens_per_microbatch
+    if not n_sequences:
         return []
-    loads = np.array([int(lengths.flat[unit].sum()) for unit in units])
+    _check_longest(lengths, limit, ids)
+    unit_of_sequence = _units(lengths, limit)
+    loads = np.bincount(unit_of_sequence, weights=lengths.flat).astype(np.int64)
     order = np.argsort(-loads, kind="stable")
-    n_bins = min(spec.n_microbatches, len(units))
+    sizes = loads[order].tolist()
+    n_bins = min(spec.n_microbatches, len(sizes))
     if limit is not None:
-        n_bins = max(n_bins, -(-int(loads.sum()) // limit))
-    bins = _fill(loads, order, n_bins, limit)
-    if limit is not None and len(bins) > n_bins:
+        n_bins = max(n_bins, -(-lengths.total // limit))
+    bins, largest = _fill(sizes, n_bins, limit)
+    if (found := max(bins) + 1) > n_bins:
         # Bins that were opened late are emptier: spread again over the final number, and keep that if it fits.
-        even = _fill(loads, order, len(bins), None)
-        if max(int(loads[b].sum()) for b in even) <= limit:
-            bins = even
-    plan = [np.sort(np.concatenate([units[i] for i in b])) for b in bins if b]
+        even, largest = _fill(sizes, found, None)
+        bins = even if limit is None or largest <= limit else bins
+    bin_of_unit = np.empty(len(bins), dtype=np.int64)
+    bin_of_unit[order] = bins
+    bin_of_sequence = bin_of_unit[unit_of_sequence]
+    by_bin = np.argsort(bin_of_sequence, kind="stable")
+    plan = np.split(by_bin, np.cumsum(np.bincount(bin_of_sequence))[:-1])
     return sorted(plan, key=lambda sequences: int(sequences[0]))
 
 
-def _units(lengths: Lengths, limit: int | None) -> list[IntArray]:
-    """The pieces that may not be cut: whole groups, or single sequences of the groups that exceed the budget."""
-    if limit is not None and len(lengths.flat) and int(lengths.flat.max()) > limit:
-        s = int(lengths.flat.argmax())
+def _check_longest(lengths: Lengths, limit: int | None, ids: Sequence[Hashable] | None) -> None:
+    s = int(lengths.flat.argmax())
+    if limit is not None and lengths.flat[s] > limit:
+        prompt = int(lengths.prompt_of_sequence[s])
+        owner = f"prompt {prompt} of the batch" if ids is None else f"id {ids[prompt]!r}"
         raise ValueError(
-            f"sequence {s} (of prompt {int(lengths.prompt_of_sequence[s])} of the batch) has {int(lengths.flat[s])} "
-            f"tokens, more than max_tokens_per_microbatch={limit}; raise the budget or shorten the data"
+            f"sequence {s - int(lengths.sequence_starts[prompt])} of {owner} has {int(lengths.flat[s])} tokens, more "
+            f"than max_tokens_per_microbatch={limit}; raise the budget or shorten the data"
         )
-    units: list[IntArray] = []
-    bounds = lengths.sequence_starts
-    for prompt, tokens in enumerate(lengths.per_prompt):
-        group = np.arange(bounds[prompt], bounds[prompt + 1])
-        if limit is not None and tokens > limit:
-            units.extend(group[i : i + 1] for i in range(len(group)))
-        elif len(group):
-            units.append(group)
-    return units
 
 
-def _fill(loads: IntArray, order: IntArray, n_bins: int, limit: int | None) -> list[list[int]]:
-    """Give each unit, largest first, to the emptiest bin; open another bin where it would not fit."""
-    bins: list[list[int]] = [[] for _ in range(n_bins)]
-    heap = [(0, b) for b in range(n_bins)]
-    for unit in order.tolist():
-        size = int(loads[unit])
-        load, b = heap[0]
+def _units(lengths: Lengths, limit: int | None) -> IntArray:
+    """[S] the piece that may not be cut of each sequence: its group, or itself where the group exceeds the budget."""
+    opens_unit = np.zeros(len(lengths.flat), dtype=bool)
+    opens_unit[lengths.sequence_starts[:-1][lengths.counts > 0]] = True
+    if limit is not None:
+        opens_unit |= (lengths.per_prompt > limit)[lengths.prompt_of_sequence]
+    return np.cumsum(opens_unit) - 1
+
+
+def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[int], int]:
+    """Give each unit, largest first, to the emptiest bin; open another bin where it would not fit.
+
+    Returns:
+        The bin of each unit, and the largest load. No bin stays empty while there are as many units as bins.
+    """
+    heap = [(0, 0, b) for b in range(n_bins)]  # load, units (so that units without tokens spread too), bin
+    bins: list[int] = []
+    largest = 0
+    for size in sizes:
+        load, n_units, b = heap[0]
         if limit is not None and load + size > limit:
-            bins.append([unit])
-            heapq.heappush(heap, (size, len(bins) - 1))
+            load, n_units, b = 0, 0, len(heap)
+            heapq.heappush(heap, (size, 1, b))
         else:
-            heapq.heapreplace(heap, (load + size, b))
-            bins[b].append(unit)
-    return bins
+            heapq.heapreplace(heap, (load + size, n_units + 1, b))
+        bins.append(b)
+        largest = max(largest, load + size)
+    return bins, largest
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MicroBatches(Sequence["SequenceSample"]):
+    """The micro-batches of a sample, and the way back to its order.
+
+    Attributes:
+        whole: the sample that was cut.
+        key: whose sequences were counted.
+        plan: for each micro-batch, the ascending indices of its sequences of `key`.
+        parts: the micro-batches.
+    """
+
+    whole: SequenceSample
+    key: str
+    plan: tuple[IntArray, ...]
+    parts: tuple[SequenceSample, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.parts[index]
+
+    def __iter__(self) -> Iterator[SequenceSample]:
+        return iter(self.parts)
+
+    def __repr__(self) -> str:
+        loads = [part.lengths[self.key].total for part in self.parts]
+        sizes = f" of {min(loads)} to {max(loads)} rows of {self.key!r}" if loads else ""
+        return f"MicroBatches({len(loads)} micro-batches{sizes})"
+
+    def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
+        """Put results, one sample per micro-batch with the micro-batch's sequences, back into the order of the whole.
+
+        Args:
+            parts: for each micro-batch, in order, a sample of the same ids and keys; each key has one sequence for each
+                sequence of the micro-batch (any lengths: per token, one per sequence, ...).
+
+        Returns:
+            A sample of the ids of the whole with the packed keys of the parts; metadata stays with the whole.
+
+        Raises:
+            ValueError: a part is of other ids, lacks a key, or has another number of sequences than its micro-batch.
+        """
+        if len(parts) != len(self.parts):
+            raise ValueError(f"restore got {len(parts)} parts of {len(self.parts)} micro-batches")
+        names = list(dict.fromkeys(name for part in parts for name in part.data))
+        for part, asked in zip(parts, self.parts, strict=True):
+            self._check_part(part, asked, names)
+        order = np.concatenate([np.zeros(0, dtype=np.int64), *self.plan])
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        data, lengths = {}, {}
+        rows = {}
+        for name in names:
+            cuts = [part.lengths[name] for part in parts]
+            if (shared := tuple(map(id, cuts))) not in rows:  # keys that share their lengths need one index
+                joined = Lengths.join(cuts)
+                rows[shared] = joined.rows(back), Lengths(self.whole.lengths[self.key].counts, joined.flat[back])
+            index, lengths[name] = rows[shared]
+            data[name] = pick(concatenate(name, [part.data[name] for part in parts], [p.ids for p in parts]), index)
+        return replace(self.whole, data=data, lengths=lengths, metadata={})
+
+    def _check_part(self, part: SequenceSample, asked: SequenceSample, names: Sequence[str]) -> None:
+        if part.ids != asked.ids:
+            raise ValueError(f"restore got a part of ids {some(part.ids)} for the micro-batch of ids {some(asked.ids)}")
+        for name in names:
+            if name not in part.data:
+                raise ValueError(f"key {name!r} is absent for ids {some(part.ids)}, but present for others")
+            if not part.lengths[name].same_sequences(asked.lengths[self.key]):
+                raise ValueError(
+                    f"key {name!r} has {len(part.lengths[name].flat)} sequences for the "
+                    f"{len(asked.lengths[self.key].flat)} of the micro-batch with ids {some(asked.ids)}"
+                )

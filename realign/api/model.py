@@ -7,6 +7,8 @@ an engine knows no algorithm.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,9 +56,13 @@ class GenerationConfig:
             "n": (self.n >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
-            "temperature": (self.temperature >= 0.01, "at least 0.01 (for the most likely token use greedy=true)"),
+            "temperature": (
+                0.01 <= self.temperature < math.inf,
+                "finite and at least 0.01 (for the most likely token use greedy=true)",
+            ),
             "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "stop_token_ids": (min(self.stop_token_ids or [0]) >= 0, "token ids, from 0 on"),
             "max_slots": (self.max_slots is None or self.max_slots >= 1, "at least 1, or null"),
         }
         for name, (ok, valid) in checks.items():
@@ -187,8 +193,11 @@ class Model:
 
 
 def derive_seed(seed: int, *what: str | int) -> int:
-    """A 63-bit seed for one use, independent between uses: the hash of the root seed and the names of the use."""
-    text = "/".join(map(str, (seed, *what)))
+    """A 63-bit seed for one use, independent between uses: the hash of the root seed and the names of the use.
+
+    The JSON list keeps the names apart: ("a", "b") is another use than ("a/b",), and 1 another than "1".
+    """
+    text = json.dumps([part if isinstance(part, str) else int(part) for part in (seed, *what)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

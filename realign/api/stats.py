@@ -6,6 +6,7 @@ is taken once, at the end, so a metric does not depend on micro-batching, packin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
@@ -32,7 +33,13 @@ class Min(NamedTuple):
     value: Tensor
 
 
-Stat: TypeAlias = Mean | Max | Min
+class Sum(NamedTuple):
+    """A count or a total (0-d tensor), reported as it is; merged by adding."""
+
+    value: Tensor
+
+
+Stat: TypeAlias = Mean | Max | Min | Sum
 Stats: TypeAlias = dict[str, Stat]
 
 
@@ -47,21 +54,68 @@ def masked_max(x: Tensor, mask: Tensor) -> Max:
     return Max(torch.cat([floor, torch.where(mask, x.detach().float(), -torch.inf)]).max())
 
 
-def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> Stats:
-    """Merge the metrics of several micro-batches, mini-batches or ranks into one.
+def merge_stats(parts: Iterable[Mapping[str, Stat | tuple[Tensor, Tensor]]]) -> Stats:
+    """Merge the metrics of several micro-batches, mini-batches or ranks into one; what is kept holds no graph.
 
     Args:
-        parts: metrics by name. A name may be absent from some parts; where present it has one kind.
+        parts: metrics by name; a plain (total, weight) is a `Mean`. A name may be absent from some parts; where
+            present it has one kind.
 
     Raises:
-        ValueError: a name has two kinds.
+        ValueError: a name has two kinds, or its value is no metric of single numbers.
     """
     merged: Stats = {}
     for part in parts:
         for name, raw in part.items():
-            stat = raw if isinstance(raw, Mean | Max | Min) else Mean(*raw)
+            stat = _as_stat(name, raw)
             merged[name] = _merge(name, merged[name], stat) if name in merged else stat
     return merged
+
+
+def stat_values(stats: Mapping[str, Stat | tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """The plain numbers of `stats`; a mean over nothing, or an extreme of nothing, is left out rather than NaN.
+
+    This is the one place where metrics leave the device: one transfer for all metrics of a device.
+    """
+    checked = merge_stats([stats])
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for stat in checked.values():
+        for x in stat:
+            by_device.setdefault(x.device, []).append(x.double())
+    numbers = {device: iter(torch.stack(values).tolist()) for device, values in by_device.items()}
+    out = {}
+    for name, stat in checked.items():
+        fields = [next(numbers[x.device]) for x in stat]
+        value = _value(stat, fields)
+        if value is not None:
+            out[name] = value
+    return out
+
+
+def _value(stat: Stat, fields: list[float]) -> float | None:
+    if isinstance(stat, Mean):
+        total, weight = fields
+        return total / weight if weight != 0 else None
+    of_nothing = {Max: -math.inf, Min: math.inf}.get(type(stat))
+    return None if fields[0] == of_nothing else fields[0]
+
+
+def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
+    kind = type(raw) if isinstance(raw, Stat) else Mean
+    if not isinstance(raw, tuple) or len(raw) != len(kind._fields):
+        raise ValueError(f"metric {name!r} must be Mean, Max, Min, Sum or (total, weight), found {type(raw).__name__}")
+    fields = [torch.as_tensor(x).detach() for x in raw]
+    for x in fields:
+        if x.numel() != 1:
+            raise ValueError(f"metric {name!r} must be of single numbers, found a tensor of shape {list(x.shape)}")
+    return kind(*(_wide(x.reshape(())) for x in fields))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A dtype in which adding adds: truth values would be or-ed, half precision would round."""
+    if x.is_floating_point():
+        return x.float() if x.itemsize < 4 else x
+    return x.long()
 
 
 def _merge(name: str, a: Stat, b: Stat) -> Stat:
@@ -71,21 +125,6 @@ def _merge(name: str, a: Stat, b: Stat) -> Stat:
         return Max(torch.maximum(a.value, b.value))
     if isinstance(a, Min) and isinstance(b, Min):
         return Min(torch.minimum(a.value, b.value))
+    if isinstance(a, Sum) and isinstance(b, Sum):
+        return Sum(a.value + b.value)
     raise ValueError(f"metric {name!r} is a {type(a).__name__} in one part and a {type(b).__name__} in another")
-
-
-def stat_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The plain numbers of `stats`; a mean over nothing, or an extreme of nothing, is left out rather than NaN.
-
-    This is the one place where metrics leave the device: one transfer for all of them.
-    """
-    pairs = [s if isinstance(s, Mean) else (s.value, torch.ones_like(s.value)) for s in stats.values()]
-    if not pairs:
-        return {}
-    table = torch.stack([torch.stack([p[0].double(), p[1].double()]) for p in pairs]).tolist()
-    empty = (float("inf"), float("-inf"))
-    return {
-        name: total / count
-        for name, stat, (total, count) in zip(stats, stats.values(), table, strict=True)
-        if count != 0 and not (not isinstance(stat, Mean) and total in empty)
-    }
