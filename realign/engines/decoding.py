@@ -143,7 +143,7 @@ class Rollout:
             self.prefilled[prompt] = _Prefilled(kv, hidden_H)
 
     def _cache(self) -> KVCache:
-        """The cache, made once a prompt has shown what a layer keeps; that also sets the slots, unless they are given."""
+        """The cache, made once a prompt has shown what a layer keeps; unless they are given, that sets the slots."""
         if self.cache is None:
             like = next(iter(self.prefilled.values())).kv
             length = max(map(len, self.prompts)) + self.config.max_new_tokens
