@@ -1,0 +1,26 @@
+"""Datasets: rows of a file, written by a template, tokenized once, drawn in an order that is a pure function."""
+
+from realign.data.dataset import LoadReport, PackedDataset, PackedTokens
+from realign.data.files import Table, read_rows
+from realign.data.order import batch_indices, epoch_order
+from realign.data.prompts import PromptData, PromptDataset
+from realign.data.source import DataSource, TooLong
+from realign.data.supervised import SupervisedData, SupervisedDataset
+from realign.data.templates import Template
+
+__all__ = [
+    "DataSource",
+    "LoadReport",
+    "PackedDataset",
+    "PackedTokens",
+    "PromptData",
+    "PromptDataset",
+    "SupervisedData",
+    "SupervisedDataset",
+    "Table",
+    "Template",
+    "TooLong",
+    "batch_indices",
+    "epoch_order",
+    "read_rows",
+]

@@ -1,0 +1,113 @@
+"""Datasets in memory: token ids packed in one array, handed out as `SequenceSample`s."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from realign.api.data import SequenceSample
+from realign.api.lengths import IntArray, Lengths
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """The token ids of N texts: `ids` [T] int32 one after another, and `starts` [N + 1] where each begins."""
+
+    ids: npt.NDArray[np.int32]
+    starts: IntArray
+
+    @classmethod
+    def pack(cls, texts: Iterable[Sequence[int]]) -> PackedTokens:
+        """Pack one list of ids after another; only one of them needs to exist at a time."""
+        ids = array("i")
+        starts = [0]
+        for text in texts:
+            ids.extend(text)
+            starts.append(len(ids))
+        return cls(np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def gather(self, rows: IntArray) -> tuple[Tensor, Lengths]:
+        """The texts of these rows, packed (int64), with one sequence per prompt."""
+        parts = [self.ids[a:b] for a, b in zip(self.starts[rows], self.starts[rows + 1], strict=True)]
+        packed = np.concatenate(parts) if parts else self.ids[:0]
+        lengths = self.starts[rows + 1] - self.starts[rows]
+        return torch.from_numpy(packed.astype(np.int64)), Lengths(np.ones_like(rows), lengths)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the rows of a file.
+
+    Attributes:
+        path: of the file.
+        rows_read: rows in it, up to the limit.
+        rows_kept: rows of the dataset.
+        rows_dropped: number of rows by the reason why they were left out.
+        rows_truncated: rows kept whose prompt lost its beginning.
+        tokens: number of tokens kept.
+        longest: tokens of the longest text kept.
+    """
+
+    path: str
+    rows_read: int
+    rows_kept: int
+    rows_dropped: dict[str, int]
+    rows_truncated: int
+    tokens: int
+    longest: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.path}: {self.rows_kept} of {self.rows_read} rows, {self.tokens} tokens, longest {self.longest}"
+        ]
+        parts += [f"{count} dropped ({reason})" for reason, count in self.rows_dropped.items()]
+        parts += [f"{self.rows_truncated} truncated on the left"] if self.rows_truncated else []
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDataset(ABC):
+    """Rows that can be drawn in any order, any number of times.
+
+    Attributes:
+        tokens: the token ids of each row.
+        report: what was read and what was left out.
+    """
+
+    keys: ClassVar[tuple[str, ...]]
+
+    tokens: PackedTokens
+    report: LoadReport
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
+        """The rows at these places, as `order.batch_indices` gives them, with the keys of the dataset.
+
+        Ids are `"{row}@{epoch}"`, so a row drawn in two epochs may stand in one batch twice, as two prompts.
+
+        Args:
+            rows: (epoch, row) of each prompt; rows count from 0.
+
+        Raises:
+            ValueError: a row is outside the dataset, or one (epoch, row) is asked for twice.
+        """
+        chosen = np.array([row for _, row in rows], dtype=np.int64)
+        if len(outside := chosen[(chosen < 0) | (chosen >= len(self))]):
+            raise ValueError(f"row {outside[0]} is outside the dataset of {len(self)} rows")
+        return self._sample(chosen, tuple(f"{row}@{epoch}" for epoch, row in rows))
+
+    @abstractmethod
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample: ...

@@ -1,0 +1,151 @@
+"""Rows of a JSONL, JSON or parquet file, or of a folder written by `datasets`' `save_to_disk`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The rows of one file, which can say where each of them stands.
+
+    Attributes:
+        path: of the file or folder.
+        rows: one dictionary each.
+        places: number of each row in its file, from 1.
+        unit: what the places count: "line" or "row".
+    """
+
+    path: Path
+    rows: Sequence[Row]
+    places: Sequence[int]
+    unit: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, index: int) -> str:
+        """File and line (or row) of the row at `index`, for messages."""
+        return f"{self.path}, {self.unit} {self.places[index]}"
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column.
+
+        Raises:
+            ValueError: a row does not have it; names the row, its columns and the nearest one.
+        """
+        for index, row in enumerate(self.rows):
+            if name not in row:
+                near = difflib.get_close_matches(name, row, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"{self.where(index)}: no column {name!r}; found {sorted(row)}{hint}")
+        return [row[name] for row in self.rows]
+
+
+def read_rows(path: str | Path, limit: int | None = None) -> Table:
+    """Read the first `limit` rows (all of them if None) into memory.
+
+    Args:
+        path: a `.jsonl` file (blank lines are skipped), a `.json` file that holds a list of objects, a `.parquet`
+            file, or the folder of one split written by `datasets`' `save_to_disk`.
+        limit: rows to read.
+
+    Raises:
+        ValueError: nothing is there, it is of no known kind, a row is malformed (names its line), or there is no row.
+    """
+    file = Path(path).expanduser()
+    readers: dict[str, Callable[[Path, int | None], Table]] = {
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".parquet": _read_parquet,
+    }
+    if not file.exists():
+        raise ValueError(f"no file or folder {str(path)!r}{_near_file(file)}")
+    reader = _read_folder if file.is_dir() else readers.get(file.suffix.lower())
+    if reader is None:
+        raise ValueError(f"{path}: cannot read {file.suffix or 'a file without ending'!r}; known are {list(readers)}")
+    table = reader(file, limit)
+    if not table.rows:
+        raise ValueError(f"{path} holds no rows")
+    return table
+
+
+def _near_file(file: Path) -> str:
+    folder = file.parent
+    if not folder.is_dir():
+        return f"; the folder {str(folder)!r} does not exist"
+    near = difflib.get_close_matches(file.name, [p.name for p in folder.iterdir()], n=1)
+    return f"; did you mean {str(folder / near[0])!r}?" if near else ""
+
+
+def _read_jsonl(file: Path, limit: int | None) -> Table:
+    rows: list[Row] = []
+    places: list[int] = []
+    with file.open("rb") as lines:
+        for place, line in enumerate(lines, 1):
+            if limit is not None and len(rows) == limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # of the syntax, or of the text encoding
+                raise ValueError(f"{file}, line {place} is not JSON: {error}") from error
+            rows.append(_checked(row, f"{file}, line {place}"))
+            places.append(place)
+    return Table(file, rows, places, "line")
+
+
+def _read_json(file: Path, limit: int | None) -> Table:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        hint = "; rows on lines of their own belong into a .jsonl file" if "Extra data" in str(error) else ""
+        raise ValueError(f"{file} is not JSON: {error}{hint}") from error
+    if not isinstance(content, list):
+        raise ValueError(f"{file} holds a {type(content).__name__}, expected a list of objects")
+    return _numbered(file, [_checked(row, f"{file}, row {place}") for place, row in enumerate(content[:limit], 1)])
+
+
+def _read_parquet(file: Path, limit: int | None) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            rows = (row for batch in parquet.iter_batches() for row in batch.to_pylist())
+            return _numbered(file, list(islice(rows, limit)))
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file} is not a readable parquet file: {error}") from error
+
+
+def _read_folder(folder: Path, limit: int | None) -> Table:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
+        raise ValueError(f"{folder} holds several splits; give one of {[str(folder / split) for split in splits]}")
+    if not (folder / "state.json").is_file():
+        found = sorted(p.name for p in folder.iterdir())[:8]
+        raise ValueError(f"{folder} is not a folder written by `save_to_disk`; found {found} in it")
+    import datasets
+
+    dataset = datasets.load_from_disk(str(folder))
+    rows = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+    return _numbered(folder, rows.with_format(None).to_list())
+
+
+def _numbered(file: Path, rows: list[Row]) -> Table:
+    return Table(file, rows, range(1, len(rows) + 1), "row")
+
+
+def _checked(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} holds a {type(row).__name__}, expected an object with columns")
+    return row

@@ -1,0 +1,66 @@
+"""Prompts to generate from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from realign.api.data import SequenceSample
+from realign.api.lengths import IntArray
+from realign.data.dataset import PackedDataset, PackedTokens
+from realign.data.files import Row
+from realign.data.source import DataSource, LengthLimit, each_row
+from realign.data.templates import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class PromptData(DataSource):
+    """A file of prompts (config node); the whole row travels with its prompt, for the reward function."""
+
+    max_prompt_tokens: int | None = None
+    """Length limit of a prompt, start tokens included; null for none."""
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+        """Read the file and tokenize its prompts.
+
+        Raises:
+            ValueError: names the file and line of a bad row, or says that no row is left.
+        """
+        writer = self.writer(tokenizer)
+        start = writer.start()
+        limit = LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long, len(start))
+        table = self.read()
+        values = table.column(self.prompt_column)
+        texts = each_row(table, lambda i: writer.prompt(values[i]))
+        rows: list[Row] = []
+
+        def kept() -> Iterator[list[int]]:
+            for index, ids in enumerate(encode(tokenizer, texts, start)):
+                if not ids:
+                    raise ValueError(f"{table.where(index)}: the prompt has no tokens")
+                fitting = limit.fit(ids, table.where(index))
+                if fitting is not None:
+                    rows.append(table.rows[index])
+                    yield fitting
+
+        tokens = PackedTokens.pack(kept())
+        return PromptDataset(tokens, limit.report(table, tokens), tuple(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class PromptDataset(PackedDataset):
+    """Prompts in memory: key `prompt_ids`, and metadata `row` with the row of the file."""
+
+    keys: ClassVar[tuple[str, ...]] = ("prompt_ids", "row")
+
+    rows: tuple[Row, ...]
+
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        tokens_T, lengths = self.tokens.gather(rows)
+        return SequenceSample(
+            ids, {"prompt_ids": tokens_T}, {"prompt_ids": lengths}, {"row": tuple(self.rows[i] for i in rows.tolist())}
+        )

@@ -1,0 +1,106 @@
+"""Prompts with given responses to learn from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+
+from realign.api.data import SequenceSample
+from realign.api.lengths import IntArray
+from realign.data.dataset import PackedDataset, PackedTokens
+from realign.data.source import DataSource, LengthLimit, each_row
+from realign.data.templates import encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class SupervisedData(DataSource):
+    """A file of prompts and responses (config node).
+
+    Prompt and response are tokenized apart and joined as ids, as in generation: no token spans the border.
+    """
+
+    response_column: str = "response"
+    """Column with a string."""
+    max_tokens: int | None = None
+    """Length limit of prompt and response together; null for none. A response is never cut: a row whose prompt would
+    be cut away whole is dropped."""
+    append_eos: bool = True
+    """End each response with the tokenizer's EOS, unless one stands there already."""
+    train_on_prompt: bool = False
+    """Whether prompt tokens train too. A sequence's first token, which nothing predicts, never does."""
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
+        """Read the file and tokenize it.
+
+        Raises:
+            ValueError: names the file and line of a bad row, or says that no row is left.
+        """
+        if self.append_eos and tokenizer.eos_token_id is None:
+            raise ValueError("append_eos=true, but the tokenizer has no EOS token; set append_eos=false")
+        writer = self.writer(tokenizer)
+        start = writer.start()
+        limit = LengthLimit("max_tokens", self.max_tokens, self.too_long, len(start))
+        table = self.read()
+        prompts, responses = table.column(self.prompt_column), table.column(self.response_column)
+        pairs = each_row(table, lambda i: writer.pair(prompts[i], responses[i]))
+        prompt_lengths = array("q")
+
+        def kept() -> Iterator[list[int]]:
+            encoded = zip(
+                encode(tokenizer, [prompt for prompt, _ in pairs], start),
+                encode(tokenizer, [response for _, response in pairs]),
+                strict=True,
+            )
+            for index, (prompt, unended) in enumerate(encoded):
+                response = self._ended(tokenizer, unended)
+                if len(prompt) + len(response) < 2 or not response:
+                    raise ValueError(f"{table.where(index)}: no token to train on")
+                fitting = limit.fit(prompt, table.where(index), len(response))
+                if fitting is not None:
+                    prompt_lengths.append(len(fitting))
+                    yield fitting + response
+
+        tokens = PackedTokens.pack(kept())
+        report = limit.report(table, tokens)
+        return SupervisedDataset(tokens, report, np.array(prompt_lengths, dtype=np.int64), self.train_on_prompt)
+
+    def _ended(self, tokenizer: PreTrainedTokenizerBase, response: list[int]) -> list[int]:
+        """The response with one EOS at its end, and without the blanks that a chat template writes after it."""
+        if not self.append_eos:
+            return response
+        eos = tokenizer.eos_token_id
+        if eos in response:
+            end = len(response) - response[::-1].index(eos)
+            if not tokenizer.decode(response[end:]).strip():
+                return response[:end]
+        return [*response, eos]
+
+
+@dataclass(frozen=True, eq=False)
+class SupervisedDataset(PackedDataset):
+    """Prompts with responses in memory: keys `input_ids`, `prompt_mask` and `loss_mask`."""
+
+    keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask")
+
+    prompt_lengths: IntArray
+    train_on_prompt: bool
+
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        tokens_T, lengths = self.tokens.gather(rows)
+        position_T = np.arange(lengths.total) - np.repeat(lengths.starts[:-1], lengths.flat)
+        prompt_T = torch.from_numpy(position_T < np.repeat(self.prompt_lengths[rows], lengths.flat))
+        trains_T = torch.ones_like(prompt_T) if self.train_on_prompt else ~prompt_T
+        data = {
+            "input_ids": tokens_T,
+            "prompt_mask": prompt_T,
+            "loss_mask": trains_T & torch.from_numpy(position_T > 0),
+        }
+        return SequenceSample(ids, data, dict.fromkeys(data, lengths))

@@ -1,0 +1,142 @@
+"""From a row's text to token ids: plain text or a chat template, with the start tokens that the tokenizer wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message: TypeAlias = dict[str, Any]
+
+# Texts handed to the tokenizer at once: enough to use its threads, few enough to hold as lists of Python ints.
+_BATCH = 2048
+
+
+class Template(StrEnum):
+    """How a prompt is written: as plain text, or as a conversation through the tokenizer's own chat template."""
+
+    plain = "plain"
+    chat = "chat"
+
+
+@dataclass(frozen=True, eq=False)
+class Writer:
+    """Writes prompts, and prompts with responses, as text and as token ids.
+
+    Plain: `prefix` + column + `suffix`, after the start tokens that the tokenizer itself puts before a text (one BOS
+    for most tokenizers that have one), unless the text already begins with them.
+    Chat: exactly what `tokenizer.apply_chat_template` gives; the template alone decides about BOS. A string
+    column becomes one user message (between `prefix` and `suffix`), after a `system` message if there is one.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Template = Template.plain
+    prefix: str = ""
+    suffix: str = ""
+    system: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.template is Template.chat and not self.tokenizer.chat_template:
+            raise ValueError("template=chat, but the tokenizer has no chat template; use template=plain")
+
+    def start(self) -> list[int]:
+        """Tokens that stand before every text: none under a chat template, which writes its own."""
+        return [] if self.template is Template.chat else start_tokens(self.tokenizer)
+
+    def prompt(self, value: Any) -> str:
+        """The text of a prompt, ready to be continued by a response.
+
+        Raises:
+            ValueError: the value is not a string (or, with template=chat, a list of messages).
+        """
+        if self.template is Template.chat:
+            return self._render(self._messages(value), add_generation_prompt=True)
+        if not isinstance(value, str):
+            hint = "; a list of messages needs template=chat" if isinstance(value, list) else ""
+            raise ValueError(f"the prompt is {_short(value)}, expected a string{hint}")
+        return self.prefix + value + self.suffix
+
+    def pair(self, value: Any, response: Any) -> tuple[str, str]:
+        """The text of a prompt and, apart, the text of its response with all that a template puts after it.
+
+        Raises:
+            ValueError: as `prompt`; or the response is not a string; or the template writes the prompt in another way
+                once there is a response, so that a model trained on it would not be asked what it was taught.
+        """
+        if not isinstance(response, str):
+            raise ValueError(f"the response is {_short(response)}, expected a string")
+        prompt = self.prompt(value)
+        if self.template is Template.plain:
+            return prompt, response
+        messages = [*self._messages(value), {"role": "assistant", "content": response}]
+        whole = self._render(messages, add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
+            raise ValueError(
+                "the chat template writes the prompt in another way once it is answered: at character "
+                f"{at} the prompt alone goes on with {prompt[at : at + 40]!r}, the answered one with "
+                f"{whole[at : at + 40]!r}. Set template_options so that both agree, or use template=plain"
+            )
+        return prompt, whole[len(prompt) :]
+
+    def _messages(self, value: Any) -> list[Message]:
+        before = [{"role": "system", "content": self.system}] if self.system else []
+        if isinstance(value, str):
+            return [*before, {"role": "user", "content": self.prefix + value + self.suffix}]
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"the prompt is {_short(value)}, expected a string or a list of chat messages")
+        if self.prefix or self.suffix:
+            raise ValueError("prefix and suffix belong around a string, but the prompt is a list of chat messages")
+        for message in value:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise ValueError(f"the chat message {_short(message)} has no 'role' and 'content'")
+        return [*before, *value]
+
+    def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+            )
+        except Exception as error:  # templates are programs: they raise of their own will, and for want of a key
+            raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
+        return str(text)
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text of its own accord (often one BOS, or nothing)."""
+    bare = tokenizer("x", add_special_tokens=False)["input_ids"]
+    full = tokenizer("x")["input_ids"]
+    for at in range(len(full) - len(bare) + 1):
+        if full[at : at + len(bare)] == bare:
+            return list(full[:at])
+    raise ValueError(
+        f"{type(tokenizer).__name__} encodes 'x' as {bare} without and as {full} with special tokens: "
+        "cannot tell which tokens it puts before a text"
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Token ids of each text, after the `start` tokens unless it begins with them; nothing else is added."""
+    first = list(start)
+    for begin in range(0, len(texts), _BATCH):
+        batch = tokenizer(
+            list(texts[begin : begin + _BATCH]),
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # it would warn of texts longer than the model; length limits are ours
+        )
+        for ids in batch["input_ids"]:
+            yield ids if ids[: len(first)] == first else first + ids
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}... ({type(value).__name__})"

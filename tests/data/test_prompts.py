@@ -1,0 +1,170 @@
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, ValidationError
+
+from realign.data import PackedTokens, PromptData, SupervisedData, Template, TooLong, batch_indices
+from tests.data.text_tokenizer import BOS, TURNS, characters, make_tokenizer
+
+ROWS = [{"prompt": "1" * n, "answer": n, "deep": {"x": [n]}} for n in (1, 2, 3, 4, 5)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(file)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8), st.data())
+def test_packed_tokens_give_back_any_choice_of_texts(texts, data):
+    packed = PackedTokens.pack(iter(texts))
+    assert len(packed) == len(texts)
+    rows = data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=10)) if texts else []
+    ids, lengths = packed.gather(np.array(rows, dtype=np.int64))
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [i for row in rows for i in texts[row]]
+    assert lengths.nested() == tuple((len(texts[row]),) for row in rows)
+    assert packed.ids.dtype == np.int32
+
+
+def test_a_sample_has_the_prompts_and_their_rows(path):
+    dataset = PromptData(path, suffix="=").load(make_tokenizer(before=("<s>",)))
+    assert len(dataset) == 5
+    assert dataset.keys == ("prompt_ids", "row")
+    sample = dataset.sample([(0, 2), (7, 0)])
+    assert sample.keys == set(dataset.keys)
+    assert sample.ids == ("2@0", "0@7")
+    first, second = sample.sequences("prompt_ids")
+    assert first.tolist() == [BOS, *characters("111=")]
+    assert second.tolist() == [BOS, *characters("1=")]
+    assert sample.metadata["row"] == (ROWS[2], ROWS[0])
+
+
+def test_trap_d11_a_dataset_smaller_than_a_batch_fills_it_with_distinct_prompts(path):
+    dataset = PromptData(path).load(make_tokenizer())
+    sample = dataset.sample(batch_indices(len(dataset), 12, step=0, seed=3, shuffle=True))
+    assert len(sample) == 12
+    answers = [row["answer"] for row in sample.metadata["row"]]
+    assert sorted(answers[:5]) == sorted(answers[5:10]) == [1, 2, 3, 4, 5]
+    assert [len(s) for s in sample.sequences("prompt_ids")] == answers
+
+
+def test_rows_over_the_limit_are_dropped_and_reported(path, caplog):
+    with caplog.at_level(logging.WARNING):
+        dataset = PromptData(path, max_prompt_tokens=4).load(make_tokenizer(before=("<s>",)))
+    assert [row["answer"] for row in dataset.rows] == [1, 2, 3]
+    assert dataset.report.rows_read == 5
+    assert dataset.report.rows_kept == 3
+    assert dataset.report.rows_dropped == {"longer than max_prompt_tokens=4": 2}
+    assert dataset.report.tokens == 2 + 3 + 4
+    assert dataset.report.longest == 4
+    assert "3 of 5 rows" in caplog.text
+    assert "2 dropped (longer than max_prompt_tokens=4)" in caplog.text
+
+
+def test_nothing_is_said_when_nothing_is_lost(path, caplog):
+    with caplog.at_level(logging.WARNING):
+        report = PromptData(path, max_prompt_tokens=5).load(make_tokenizer()).report
+    assert report.rows_dropped == {}
+    assert caplog.text == ""
+
+
+def test_trap_a13_truncation_keeps_the_start_token_and_the_end_of_the_prompt(path):
+    data = PromptData(path, prefix="ab", max_prompt_tokens=4, too_long=TooLong.truncate_left)
+    dataset = data.load(make_tokenizer(before=("<s>",)))
+    sample = dataset.sample([(0, row) for row in range(5)])
+    assert [s.tolist() for s in sample.sequences("prompt_ids")] == [
+        [BOS, *characters("ab1")],
+        [BOS, *characters("b11")],
+        *[[BOS, *characters("111")]] * 3,
+    ]
+    assert dataset.report.rows_truncated == 4
+    assert "4 truncated on the left" in str(dataset.report)
+
+
+def test_an_overlong_row_can_be_an_error(path):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 4 has 4 tokens, more than max_prompt_tokens=3"):
+        PromptData(path, max_prompt_tokens=3, too_long=TooLong.error).load(make_tokenizer())
+
+
+def test_a_dataset_without_rows_is_an_error(path):
+    with pytest.raises(ValueError, match=r"no row is left of .*0 of 5 rows.*5 dropped"):
+        PromptData(path, suffix="=", max_prompt_tokens=1).load(make_tokenizer())
+
+
+def test_bad_rows_are_named_by_line(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "1"}\n\n{"prompt": null}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 3: the prompt is None"):
+        PromptData(str(file)).load(make_tokenizer())
+    file.write_text('{"prompt": "1"}\n{"prompt": ""}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: the prompt has no tokens"):
+        PromptData(str(file)).load(make_tokenizer())
+    assert len(PromptData(str(file)).load(make_tokenizer(before=("<s>",)))) == 2
+    with pytest.raises(ValueError, match=r"line 1: no column 'question'; found \['prompt'\]"):
+        PromptData(str(file), prompt_column="question").load(make_tokenizer())
+
+
+def test_a_column_of_messages_goes_through_the_chat_template(tmp_path):
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps([{"messages": [{"role": "user", "content": "1"}]}]))
+    data = PromptData(str(file), prompt_column="messages", template=Template.chat)
+    tokenizer = make_tokenizer(chat_template=TURNS)
+    dataset = data.load(tokenizer)
+    assert tokenizer.decode(dataset.sample([(0, 0)])["prompt_ids"]) == "<|user|>1<|end|>\n<|assistant|>"
+
+
+def test_rows_outside_and_twice_are_refused(path):
+    dataset = PromptData(path, limit=2).load(make_tokenizer())
+    for row in (-1, 2):
+        with pytest.raises(ValueError, match=rf"row {row} is outside the dataset of 2 rows"):
+            dataset.sample([(0, row)])
+    with pytest.raises(ValueError, match="ids must be distinct"):
+        dataset.sample([(0, 1), (0, 1)])
+    assert len(dataset.sample([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"template": "caht"}, r"template must be one of \['plain', 'chat'\], found 'caht'"),
+        ({"too_long": "cut"}, r"too_long must be one of"),
+        ({"limit": 0}, "limit must be at least 1"),
+        ({"system": "x"}, "belong to template=chat"),
+        ({"template_options": {"a": 1}}, "belong to template=chat"),
+    ],
+)
+def test_bad_settings_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        PromptData("x.jsonl", **bad)
+
+
+def test_bad_length_limits_are_named(path):
+    with pytest.raises(ValueError, match="max_prompt_tokens must be at least 1"):
+        PromptData(path, max_prompt_tokens=0).load(make_tokenizer())
+
+
+@pytest.mark.parametrize("kind", [PromptData, SupervisedData])
+def test_configs_merge_as_structured_configs(kind):
+    schema = OmegaConf.structured(kind)
+    assert OmegaConf.is_missing(schema, "path")
+    node = OmegaConf.merge(
+        schema, {"path": "x.jsonl", "template": "chat", "too_long": "error", "template_options": {"thinking": False}}
+    )
+    built = OmegaConf.to_object(node)
+    assert isinstance(built, kind)
+    assert built.template is Template.chat
+    assert built.too_long is TooLong.error
+    assert built.template_options == {"thinking": False}
+    with pytest.raises(ConfigKeyError):
+        OmegaConf.merge(schema, {"promt_column": "x"})
+    with pytest.raises(ValidationError):
+        OmegaConf.merge(schema, {"template": "caht"})

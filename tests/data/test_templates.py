@@ -1,0 +1,133 @@
+import pytest
+
+from realign.data.templates import Template, Writer, encode, start_tokens
+from tests.data.text_tokenizer import (
+    ASSISTANT,
+    BOS,
+    END,
+    EOS,
+    SOP,
+    SYSTEM,
+    THINKING,
+    TURNS,
+    UNK,
+    USER,
+    WITH_BOS,
+    characters,
+    make_tokenizer,
+)
+
+
+def ids_of(writer, value):
+    return next(encode(writer.tokenizer, [writer.prompt(value)], writer.start()))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "start"),
+    [
+        ((), (), []),
+        (("<s>",), (), [BOS]),
+        (("<s>",), ("</s>",), [BOS]),
+        ((), ("</s>",), []),
+        (("<unk>", "<sop>"), (), [UNK, SOP]),
+    ],
+)
+def test_trap_a13_a_plain_prompt_starts_as_the_tokenizer_starts_a_text(before, after, start):
+    tokenizer = make_tokenizer(before=before, after=after)
+    assert start_tokens(tokenizer) == start
+    writer = Writer(tokenizer, prefix="q: ", suffix="=")
+    assert ids_of(writer, "1+2") == start + characters("q: 1+2=")
+    assert ids_of(writer, "1+2") == tokenizer("q: 1+2=")["input_ids"][: len(start) + 7]
+
+
+def test_trap_a13_a_bos_written_in_the_text_is_not_doubled():
+    adds = make_tokenizer(before=("<s>",))
+    assert ids_of(Writer(adds, prefix="<s>"), "1") == [BOS, *characters("1")]
+    adds_none = make_tokenizer()
+    assert ids_of(Writer(adds_none, prefix="<s>"), "1") == [BOS, *characters("1")]
+
+
+@pytest.mark.parametrize("before", [(), ("<s>",)])
+@pytest.mark.parametrize(("template", "n_bos"), [(WITH_BOS, 1), (TURNS, 0)])
+def test_trap_a13_a_chat_prompt_is_what_the_tokenizer_itself_makes_of_it(before, template, n_bos):
+    tokenizer = make_tokenizer(before=before, chat_template=template)
+    writer = Writer(tokenizer, Template.chat)
+    ids = ids_of(writer, "1+2")
+    messages = [{"role": "user", "content": "1+2"}]
+    assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids == [BOS] * n_bos + [USER, *characters("1+2"), END, *characters("\n"), ASSISTANT]
+    assert ids_of(writer, messages) == ids
+
+
+def test_a_string_becomes_one_user_message_after_the_system_message():
+    writer = Writer(
+        make_tokenizer(chat_template=TURNS), Template.chat, prefix="what is ", suffix="?", system="be brief"
+    )
+    assert writer.prompt("1") == "<|system|>be brief<|end|>\n<|user|>what is 1?<|end|>\n<|assistant|>"
+    assert ids_of(writer, "1")[0] == SYSTEM
+
+
+def test_template_options_reach_the_template():
+    tokenizer = make_tokenizer(chat_template=THINKING)
+    on = Writer(tokenizer, Template.chat, options={"enable_thinking": True})
+    off = Writer(tokenizer, Template.chat, options={"enable_thinking": False})
+    assert on.prompt("1") == "<|user|>1<|end|><|assistant|>"
+    assert off.prompt("1") == "<|user|>1<|end|><|assistant|>think "
+
+
+def test_pair_gives_the_prompt_as_generation_sees_it_and_the_rest_apart():
+    chat = Writer(make_tokenizer(chat_template=WITH_BOS), Template.chat)
+    assert chat.pair("1+2", "3") == ("<s><|user|>1+2<|end|>\n<|assistant|>", "3<|end|>\n")
+    plain = Writer(make_tokenizer(), prefix="q ", suffix=" =")
+    assert plain.pair("1", " 2") == ("q 1 =", " 2")
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused():
+    tokenizer = make_tokenizer(chat_template=THINKING)
+    with pytest.raises(ValueError, match=r"once it is answered: at character 26 .*'think '.*'3<|end|>'"):
+        Writer(tokenizer, Template.chat, options={"enable_thinking": False}).pair("1", "3")
+    assert Writer(tokenizer, Template.chat, options={"enable_thinking": True}).pair("1", "3")[1] == "3<|end|>"
+
+
+def test_the_length_of_a_text_is_never_cut_or_padded_by_the_tokenizer():
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 3
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    assert list(encode(tokenizer, ["12345", "1"])) == [characters("12345"), characters("1")]
+
+
+def test_many_texts_come_back_in_order():
+    texts = [str(i) for i in range(5000)]
+    found = list(encode(make_tokenizer(), texts, [EOS]))
+    assert found == [[EOS, *characters(text)] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "message"),
+    [
+        ("plain", None, "the prompt is None, expected a string"),
+        ("plain", 3, "the prompt is 3, expected a string"),
+        ("plain", [{"role": "user", "content": "x"}], "a list of messages needs template=chat"),
+        ("chat", 3, "expected a string or a list of chat messages"),
+        ("chat", [], "expected a string or a list of chat messages"),
+        ("chat", ["x"], "has no 'role' and 'content'"),
+        ("chat", [{"role": "user", "text": "x"}], "has no 'role' and 'content'"),
+    ],
+)
+def test_a_prompt_of_the_wrong_kind_is_shown(template, value, message):
+    writer = Writer(make_tokenizer(chat_template=TURNS), Template(template))
+    with pytest.raises(ValueError, match=message):
+        writer.prompt(value)
+
+
+def test_other_mistakes_are_named():
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        Writer(make_tokenizer(), Template.chat)
+    with pytest.raises(ValueError, match="prefix and suffix belong around a string"):
+        Writer(make_tokenizer(chat_template=TURNS), Template.chat, suffix="?").prompt([{"role": "user", "content": ""}])
+    with pytest.raises(ValueError, match="the response is 3, expected a string"):
+        Writer(make_tokenizer()).pair("1", 3)
+    refusing = make_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match=r"the chat template failed: TemplateError: roles must alternate"):
+        Writer(refusing, Template.chat).prompt("1")
