@@ -23,6 +23,7 @@ from realign.api import (
     DataflowGraph,
     GenerationConfig,
     Max,
+    Mean,
     MicroBatchSpec,
     Min,
     Model,
@@ -166,8 +167,10 @@ class PPOActorInterface(ModelInterface):
     def compute_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Add `advantages` [T] and `returns` [T]: GAE over the sampled tokens, then `adv_norm`."""
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
-        kl_T = self.reward_kl(data) if self.kl.place is KLPlace.reward else None
-        rewards_T = token_rewards(data["rewards"], mask_T, cu_seqlens, kl_T=kl_T, kl_coef=self.kl_controller.value)
+        kl_T, coef = None, 0.0
+        if self.kl.place is KLPlace.reward:
+            kl_T, coef = self.reward_kl(data), self.kl_controller.value
+        rewards_T = token_rewards(data["rewards"], mask_T, cu_seqlens, kl_T=kl_T, kl_coef=coef)
         values_T = data["values"] if "values" in data else torch.zeros_like(rewards_T)
         advantages_T, returns_T = gae(
             rewards_T,
@@ -251,8 +254,10 @@ class PPOActorInterface(ModelInterface):
         stats["kl_coef"] = Max(torch.tensor(self.kl_controller.value))
         if self.kl.place is KLPlace.none or self.kl.target is None:
             return
-        total, weight = stats["ref_kl_per_sequence"]
-        kl, n_sequences = model.machine.reduce(torch.stack([total.double(), weight.double()])).tolist()
+        trained = stats["ref_kl_per_sequence"]
+        assert isinstance(trained, Mean)
+        sums = torch.stack([trained.total.double(), trained.weight.double()])
+        kl, n_sequences = model.machine.reduce(sums).tolist()
         if n_sequences:
             self.kl_controller.update(kl / n_sequences, int(n_sequences))
 
@@ -311,7 +316,7 @@ def dataflow(*, kl: bool = False, recompute: bool = False) -> DataflowGraph:
     """
     sampled = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
     scored = ("input_ids", "loss_mask")
-    train = (*scored, "logprobs", "rewards")
+    train: tuple[str, ...] = (*scored, "logprobs", "rewards")
     rpcs = [
         RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=sampled),
         RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=("rewards",)),
@@ -336,7 +341,7 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
     def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
         return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
 
-    return model.machine.forward(data, mb_spec, post_hook)
+    return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
 
 
 def old_logprobs(data: SequenceSample) -> Tensor:

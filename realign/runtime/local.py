@@ -153,9 +153,8 @@ class LocalRuntime:
         values: dict[str, float] = {}
         for rpc in self.experiment.graph.order:
             before = time.perf_counter()
-            batch, stats = call(
-                rpc, self.models[rpc.model], self.interfaces[rpc.model], batch, self.experiment.microbatch
-            )
+            role = rpc.model
+            batch, stats = call(rpc, self.models[role], self.interfaces[role], batch, self.experiment.microbatch)
             seconds = time.perf_counter() - before
             values[f"time/{rpc.name}_s"] = seconds
             prefix = "" if role == lead_role(self.experiment) else f"{role}/"
@@ -236,9 +235,9 @@ class LocalRuntime:
             return
         message = (
             f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} "
-            f"nats (ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the sampler, "
-            "temperature applied on one side, dropout, a bf16 model (up to 0.1 is expected there), a reference that is "
-            "the policy. graph.recompute=true takes the difference out of the ratio"
+            f"nats (ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the "
+            "sampler, temperature applied on one side only, dropout, bf16 (up to 0.1 is expected there). "
+            "graph.recompute=true takes the difference out of the ratio"
         )
         if self.experiment.strict_ratio:
             raise RuntimeError(message)
@@ -281,7 +280,7 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
 
 
 def lead_role(experiment: Experiment) -> str:
-    """The role whose tokenizer reads the data and whose metrics have no prefix: "actor", else the first with a model."""
+    """The role whose tokenizer reads the data and whose metrics have no prefix: "actor", or else the first model."""
     if not experiment.models:
         raise ValueError("the experiment has no model; give the role that is trained one under models")
     return "actor" if "actor" in experiment.models else next(iter(experiment.models))

@@ -21,8 +21,8 @@ def test_loss_and_gradient_equal_cross_entropy_of_the_masked_tokens():
     loss.backward()
     before = engine.logits_VV.clone()
     stats = stat_values(SFTInterface().train_step(Model("actor", engine), batch(), MicroBatchSpec()))
-    assert stats["loss"] == pytest.approx(float(loss), abs=1e-12)
-    assert stats["nll"] == pytest.approx(float(loss), rel=1e-6)
+    assert stats["loss"] == pytest.approx(loss.item(), abs=1e-12)
+    assert stats["nll"] == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(engine.logits_VV, before - lr * table.grad, rtol=0, atol=1e-12)
 
 

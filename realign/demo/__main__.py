@@ -1,0 +1,166 @@
+"""The main job of the README: SFT, then GRPO with a verifiable reward, through the same configs as the CLI.
+
+python -m realign.demo [seed=0] [shuffle=true] [output_dir=runs/demo] [further overrides of the GRPO run]
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from realign.config import build_experiment, compose
+from realign.demo.arithmetic import prepare
+from realign.runtime import RunResult, run
+from realign.runtime.curves import draw_curves
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What was asked for on the command line."""
+
+    seed: int
+    shuffle: bool
+    output_dir: Path
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Demo:
+        """Take the demo's own settings out of `key=value` arguments; the rest are overrides of the GRPO run."""
+        own = {"seed": "0", "shuffle": "false", "output_dir": ""}
+        rest = []
+        for argument in arguments:
+            key, _, value = argument.partition("=")
+            if key in own:
+                own[key] = value
+            else:
+                rest.append(argument)
+        if not own["seed"].isdigit():
+            raise ValueError(f"seed must be a whole number, found {own['seed']!r}")
+        if own["shuffle"] not in ("true", "false"):
+            raise ValueError(f"shuffle must be true or false, found {own['shuffle']!r}")
+        shuffle = own["shuffle"] == "true"
+        folder = own["output_dir"] or f"runs/demo-seed{own['seed']}" + ("-shuffled" if shuffle else "")
+        return cls(int(own["seed"]), shuffle, Path(folder), tuple(rest))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the demo; the last line of stdout is one JSON object."""
+    console = Console()
+    try:
+        demo = Demo.parse(arguments)
+        console.print(
+            f"[bold]realign demo[/]: two-digit addition, seed {demo.seed}; everything goes to {demo.output_dir}"
+        )
+        sft, grpo, seconds = train(demo, console)
+    except ValueError as error:
+        print(f"realign: {error}", file=sys.stderr)
+        return 2
+    title = "Two-digit addition: SFT, then GRPO" + (" with shuffled rewards (control)" if demo.shuffle else "")
+    picture = draw_curves({"SFT": sft.history, "GRPO": grpo.history}, demo.output_dir / "curves.png", title=title)
+    summary = summarize(demo, sft, grpo, seconds)
+    console.print(report(summary, sft, grpo))
+    for sample in three_samples(grpo.samples):
+        shown = f"{sample['prompt']}{sample['response']}"
+        console.print(f"  {shown:<12} reward {sample['reward']:g}", highlight=False)
+    console.print(f"learning curves: {picture}", highlight=False)
+    print(json.dumps(summary | {"curves": str(picture)}), flush=True)
+    return 0
+
+
+def train(demo: Demo, console: Console) -> tuple[RunResult, RunResult, float]:
+    """Prepare the task, then the two runs; seconds are those of the runs."""
+    shutil.rmtree(demo.output_dir, ignore_errors=True)
+    task = prepare(demo.output_dir / "task", seed=demo.seed)
+    held_out = f"evaluation.data.path={task.held_out}"
+    started = time.perf_counter()
+    sft = run(
+        build_experiment(
+            compose(
+                [
+                    "experiment=sft_arithmetic",
+                    f"seed={demo.seed}",
+                    f"output_dir={demo.output_dir / 'sft'}",
+                    f"models.actor.path={task.model}",
+                    f"data.path={task.demonstrations}",
+                    held_out,
+                ]
+            )
+        ),
+        console=console,
+    )
+    grpo = run(
+        build_experiment(
+            compose(
+                [
+                    "experiment=grpo_arithmetic",
+                    f"seed={demo.seed}",
+                    f"output_dir={demo.output_dir / 'grpo'}",
+                    f"models.actor.path={sft.output_dir / 'final' / 'actor'}",
+                    f"data.path={task.prompts}",
+                    held_out,
+                    f"interfaces.reward.shuffle={str(demo.shuffle).lower()}",
+                    *demo.overrides,
+                ]
+            )
+        ),
+        console=console,
+    )
+    return sft, grpo, time.perf_counter() - started
+
+
+def summarize(demo: Demo, sft: RunResult, grpo: RunResult, seconds: float) -> dict[str, Any]:
+    """The JSON object of the last line. "before" and "after" are GRPO's; the untrained model stands first."""
+    accuracy = grpo.series("eval/reward")
+    return {
+        "task": "two-digit addition",
+        "seed": demo.seed,
+        "shuffled_rewards": demo.shuffle,
+        "accuracy_untrained": round(sft.series("eval/reward")[0], 4),
+        "accuracy_before": round(accuracy[0], 4),
+        "accuracy_after": round(accuracy[-1], 4),
+        "reward_curve": [round(r, 4) for r in grpo.series("reward")],
+        "rollout_tokens_per_s": round(_median(grpo.series("rollout_tokens_per_s"))),
+        "train_tokens_per_s": round(_median(grpo.series("train_tokens_per_s"))),
+        "seconds": round(seconds, 1),
+    }
+
+
+def report(summary: dict[str, Any], sft: RunResult, grpo: RunResult) -> Table:
+    """The table at the end."""
+    table = Table(title=f"{summary['task']}, seed {summary['seed']}")
+    for column in ("", "SFT", "GRPO"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, metric, place in (
+        ("held-out accuracy before", "eval/reward", 0),
+        ("held-out accuracy after", "eval/reward", -1),
+    ):
+        table.add_row(label, *(f"{result.series(metric)[place]:.1%}" for result in (sft, grpo)))
+    table.add_row("steps", *(str(int(result.history[-1]["step"])) for result in (sft, grpo)))
+    table.add_row("seconds in steps", *(f"{sum(result.series('step_s')):.0f}" for result in (sft, grpo)))
+    for label, metric in (("rollout tokens/s", "rollout_tokens_per_s"), ("training tokens/s", "train_tokens_per_s")):
+        values = [result.series(metric) for result in (sft, grpo)]
+        table.add_row(label, *(f"{_median(v):,.0f}" if v else "" for v in values))
+    return table
+
+
+def three_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Three judged responses, a failed one among them where there is one."""
+    failed = [s for s in samples if not s["reward"]]
+    passed = [s for s in samples if s["reward"]]
+    return (passed[: 3 - len(failed[:1])] + failed)[:3]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.functional import Normalization, Scope
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.runtime import Evaluation, Experiment, run
+from realign.runtime.local import LocalRuntime, call
+from realign.testing import BigramEngine
+
+
+class Digits:
+    """A tokenizer whose tokens are numbers."""
+
+    def decode(self, ids, skip_special_tokens=True) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def batch_decode(self, sequences, skip_special_tokens=True) -> list[str]:
+        return [self.decode(s) for s in sequences]
+
+
+@dataclass
+class BigramModel:
+    lr: float = 0.5
+
+    def load(self, name: str, *, seed: int) -> Model:
+        return Model(name, BigramEngine(seed=seed, lr=self.lr), Digits(), seed)
+
+
+@dataclass
+class Prompts:
+    n: int = 8
+    keys: tuple[str, ...] = ("prompt_ids", "row")
+
+    def load(self, tokenizer):
+        return self
+
+    def __len__(self) -> int:
+        return self.n
+
+    def sample(self, rows) -> SequenceSample:
+        ids = [f"{row}@{epoch}" for epoch, row in rows]
+        data = SequenceSample.from_sequences(ids, {"prompt_ids": [[[1, 2 + row % 5]] for _, row in rows]})
+        return data.with_metadata(row=[{"n": row} for _, row in rows])
+
+
+@dataclass
+class CountToken(ModelInterface):
+    """Reward: how often token 3 was sampled; shuffled on request."""
+
+    needs_engine = False
+    shuffle: bool = False
+    closed: list[bool] = field(default_factory=list)
+
+    def inference(self, model, data, mb_spec):
+        scores = [
+            float((ids[~given] == 3).sum())
+            for ids, given in zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
+        ]
+        rewards = torch.tensor(scores)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(model.call_seed("shuffle") % 2**31)
+            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
+        return data.select(["input_ids"]).with_sequences(rewards=rewards).select(["rewards"])
+
+    def close(self):
+        self.closed.append(True)
+
+
+GENERATION = GenerationConfig(n=8, max_new_tokens=6, fixed_length=True)
+
+
+def experiment(tmp_path: Path, **changes) -> Experiment:
+    settings = {
+        "name": "toy",
+        "steps": 3,
+        "batch_prompts": 8,
+        "graph": dataflow(),
+        "interfaces": {"actor": GRPOActorInterface(generation=GENERATION), "reward": CountToken()},
+        "models": {"actor": BigramModel()},
+        "data": Prompts(),
+        "output_dir": tmp_path / "run",
+        "evaluation": Evaluation(Prompts(4), CountToken(), GENERATION, every_steps=2, batch_prompts=3),
+    }
+    return Experiment(**(settings | changes))
+
+
+@pytest.mark.parametrize("interface", [GRPOActorInterface, PPOActorInterface])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, interface, shuffle):
+    run_ = experiment(
+        tmp_path,
+        steps=40,
+        interfaces={
+            "actor": interface(generation=GENERATION, **({"lam": 1.0} if interface is PPOActorInterface else {})),
+            "reward": CountToken(shuffle=shuffle),
+        },
+        evaluation=None,
+        models={"actor": BigramModel(lr=10.0)},
+    )
+    # The reward that is learned from is the shuffled one; the mean of a batch does not change by shuffling.
+    rewards = run(run_).series("reward")
+    start, end = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    if shuffle:
+        assert end < start + 0.5
+    else:
+        assert end > start + 2
+
+
+def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
+    result = run(experiment(tmp_path, save_every_steps=2))
+    out = result.output_dir
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [0, 1, 2, 3]
+    assert {"reward", "loss", "response_tokens", "step_s", "rollout_tokens_per_s"} <= records[1].keys()
+    assert [r["step"] for r in records if "eval/reward" in r] == [0, 2, 3]
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 3 * 8
+    assert {"step", "id", "prompt", "response", "reward"} == samples[0].keys()
+    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*.npz")) == [
+        "final/actor/bigram.npz",
+        "step_000002/actor/bigram.npz",
+    ]
+
+
+def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
+    def rewards(name: str, seed: int) -> list[float]:
+        return run(experiment(tmp_path, output_dir=tmp_path / name, seed=seed)).series("reward")
+
+    assert rewards("a", 1) == rewards("b", 1)
+    assert rewards("c", 2) != rewards("a2", 1)
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(tmp_path):
+    run(experiment(tmp_path))
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        run(experiment(tmp_path))
+    run(experiment(tmp_path, overwrite=True))
+
+
+def test_an_interface_gets_the_keys_it_declared_and_must_return_those():
+    seen = []
+
+    class Spy(ModelInterface):
+        def inference(self, model, data, mb_spec):
+            seen.append(data.keys)
+            return data.with_sequences(scores=torch.zeros(1)).select(["scores"])
+
+    batch = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2]]], "other": [[[1, 2]]]})
+    model = Model("m", BigramEngine())
+    out, _ = call(
+        RPC("x", "m", "inference", ("input_ids",), ("s",), {"scores": "s"}), model, Spy(), batch, MicroBatchSpec()
+    )
+    assert seen == [{"input_ids"}]
+    assert out.keys == {"input_ids", "other", "s"}
+    with pytest.raises(ValueError, match=r"RPC 'x' returned keys \['scores'\], but declares \['t'\]"):
+        call(RPC("x", "m", "inference", ("input_ids",), ("t",)), model, Spy(), batch, MicroBatchSpec())
+
+
+def test_an_input_is_renamed_to_what_the_interface_knows():
+    class Needs(ModelInterface):
+        def inference(self, model, data, mb_spec):
+            return data.rename({"logprobs": "out"}).select(["out"])
+
+    batch = SequenceSample.from_sequences(["a"], {"ref_logprobs": [[[0.5]]]})
+    rpc = RPC("x", "m", "inference", ("ref_logprobs",), ("out",), {"logprobs": "ref_logprobs"})
+    out, _ = call(rpc, Model("m", BigramEngine()), Needs(), batch, MicroBatchSpec())
+    assert out["out"].tolist() == [0.5]
+
+
+def test_the_version_counts_training_calls(tmp_path):
+    runtime = LocalRuntime(experiment(tmp_path))
+    for step in (1, 2):
+        _, batch = runtime.step(step)
+        assert int(batch["versions"].max()) == step - 1
+    assert runtime.models["actor"].version == 2
+
+
+def test_trap_b1_the_first_step_reports_a_sampler_that_is_not_the_trainer(tmp_path):
+    class Stale(BigramEngine):
+        def generate(self, data, config, *, seed):
+            return BigramEngine(seed=99).generate(data, config, seed=seed)
+
+    class StaleModel(BigramModel):
+        def load(self, name, *, seed):
+            return Model(name, Stale(seed=seed), Digits(), seed)
+
+    with pytest.warns(UserWarning, match="log-probs of sampler and trainer differ"):
+        run(experiment(tmp_path, models={"actor": StaleModel()}))
+    with pytest.raises(RuntimeError, match="ratio_tolerance"):
+        run(experiment(tmp_path, models={"actor": StaleModel()}, strict_ratio=True, overwrite=True))
+
+
+def test_trap_e13_a_run_in_which_nothing_was_trained_does_not_end_well(tmp_path):
+    class Silent(CountToken):
+        def inference(self, model, data, mb_spec):
+            out = super().inference(model, data, mb_spec)
+            return out.with_data({"rewards": torch.full_like(out["rewards"], math.nan)}, like="rewards")
+
+    with pytest.raises(RuntimeError, match="no optimizer step was made in 3 steps"):
+        run(experiment(tmp_path, interfaces={"actor": GRPOActorInterface(generation=GENERATION), "reward": Silent()}))
+
+
+def test_trap_d11_a_dataset_smaller_than_a_batch_trains_and_an_empty_one_is_refused(tmp_path):
+    assert len(run(experiment(tmp_path, data=Prompts(3))).series("loss")) == 3
+    with pytest.raises(ValueError, match="holds no row"):
+        run(experiment(tmp_path, data=Prompts(0), overwrite=True))
+
+
+def test_roles_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="RPC 'reward_inf' uses role 'reward', which has no interface"):
+        experiment(tmp_path, interfaces={"actor": GRPOActorInterface()})
+    with pytest.raises(ValueError, match=r"uses role 'actor', which has no model; did you mean 'actr'\?"):
+        experiment(tmp_path, models={"actr": BigramModel()})
+    with pytest.raises(ValueError, match=r"models\.critic plays no role in the graph"):
+        run(experiment(tmp_path, models={"actor": BigramModel(), "critic": BigramModel()}))
+
+
+def test_missing_dataset_keys_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"reads key 'row' of the dataset, which gives \['prompt_ids'\]"):
+        run(experiment(tmp_path, data=Prompts(keys=("prompt_ids",))))
+
+
+def test_interfaces_are_closed_when_a_run_ends_or_fails(tmp_path):
+    good, bad = CountToken(), CountToken()
+    run(experiment(tmp_path, interfaces={"actor": GRPOActorInterface(generation=GENERATION), "reward": good}))
+
+    class Broken(GRPOActorInterface):
+        def train_step(self, model, data, mb_spec):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        run(experiment(tmp_path, overwrite=True, interfaces={"actor": Broken(generation=GENERATION), "reward": bad}))
+    assert (good.closed, bad.closed) == ([True], [True])
+
+
+def test_evaluation_answers_every_prompt_once(tmp_path):
+    runtime = LocalRuntime(experiment(tmp_path))
+    values, samples = runtime.evaluate()
+    assert values["eval/response_tokens"] == 6
+    assert values["eval/truncated_fraction"] == 0
+    assert 0 < len(samples) <= 8 * 8
+    assert runtime.models["actor"].version == 0
+
+
+def test_credit_flags_reach_the_run(tmp_path):
+    flat = GRPOActorInterface(generation=GENERATION, adv_norm=Normalization(Scope.none, Scope.none))
+    result = run(experiment(tmp_path, interfaces={"actor": flat, "reward": CountToken()}))
+    assert min(result.series("advantage_min")) >= 0
+
+
+def test_a_graph_of_another_shape_runs(tmp_path):
+    class Score(ModelInterface):
+        def train_step(self, model, data, mb_spec):
+            return {}
+
+    graph = DataflowGraph((RPC("t", "actor", "train_step", ("prompt_ids",)),), dataset_keys=("prompt_ids", "row"))
+    runtime = LocalRuntime(experiment(tmp_path, graph=graph, interfaces={"actor": Score()}, evaluation=None))
+    values, batch = runtime.step(1)
+    assert batch.keys == {"prompt_ids", "row"}
+    assert "time/t_s" in values
