@@ -32,7 +32,7 @@ _LARGEST = 3.4028234663852886e38
 
 
 class FailureKind(StrEnum):
-    """Why an item has no reward."""
+    """Why an item has no reward. A function that ends its process with exit code 0 shows as a timeout."""
 
     exception = "exception"
     timeout = "timeout"
