@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dis
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -88,10 +89,14 @@ def user_message(error: Exception) -> str | None:
 
 
 def _raised_by_realign(traceback: TracebackType | None) -> bool:
-    while traceback is not None and traceback.tb_next is not None:
+    """Whether a `raise` in realign made the error; one that an operation of torch or Python made is a bug of ours."""
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
         traceback = traceback.tb_next
-    module = traceback.tb_frame.f_globals.get("__name__", "") if traceback is not None else ""
-    return module == "__main__" or module.split(".")[0] == "realign"
+    frame = traceback.tb_frame
+    on_purpose = frame.f_code.co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return on_purpose and frame.f_globals.get("__name__", "").split(".")[0] == "realign"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -155,9 +160,19 @@ def help_text(config_dir: Path | None = None) -> str:
 
 
 def _built(args: argparse.Namespace, overrides: Sequence[str]) -> Experiment:
-    from realign.config import build_experiment, compose
+    from realign.config import compose
 
-    return build_experiment(compose(overrides, args.config_dir))
+    return _build(compose(overrides, args.config_dir))
+
+
+def _build(config: ExperimentConfig) -> Experiment:
+    import torch
+
+    from realign.config import build_experiment
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return build_experiment(config)
 
 
 def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -230,7 +245,6 @@ def _job(composed: DictConfig) -> None:
     from hydra.types import RunMode
     from rich.console import Console
 
-    from realign.config.assemble import build_experiment
     from realign.config.compose import resolve
     from realign.runtime import run
 
@@ -238,13 +252,9 @@ def _job(composed: DictConfig) -> None:
     hydra = HydraConfig.get()
     if hydra.mode is RunMode.MULTIRUN:
         config.output_dir = hydra.runtime.output_dir  # every job of a sweep has its own
-    experiment = build_experiment(config)
+    experiment = _build(config)
     _refuse_earlier_run(experiment)
     _save_config(config, experiment)
-    if config.threads is not None:
-        import torch
-
-        torch.set_num_threads(config.threads)
     console = Console()
     _print_derived(experiment, console)
     run(experiment, console=console)

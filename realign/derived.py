@@ -76,7 +76,7 @@ def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
     """Group size, sequences and sampler, of a role that generates."""
     if not any(rpc.model == role and rpc.method == "generate" for rpc in experiment.graph.rpcs):
         return {}
-    found = [value for value in vars(experiment.interfaces[role]).values() if isinstance(value, GenerationConfig)]
+    found = [value for _, value in _items(experiment.interfaces[role]) if isinstance(value, GenerationConfig)]
     if not found:
         return {}
     return {
@@ -98,10 +98,14 @@ def _describe(interface: ModelInterface, batch_prompts: int) -> dict[str, str]:
 
 def _fields(value: Any, name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Path and value of every dataclass field called `name` in `value` and in the dataclasses that it holds."""
-    if not dataclasses.is_dataclass(value):
-        return
-    for field in dataclasses.fields(value):
-        inner = getattr(value, field.name, None)
-        if field.name == name and inner is not None:
+    for own, inner in _items(value):
+        if own == name and inner is not None:
             yield prefix + name, inner
-        yield from _fields(inner, name, f"{prefix}{field.name}.")
+        yield from _fields(inner, name, f"{prefix}{own}.")
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """Names and values of the fields of a dataclass; none of anything else."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return []
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]

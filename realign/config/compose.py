@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,13 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(plain, dict)
-    return fill(ExperimentConfig, {str(key): value for key, value in plain.items()}, "")
+    return config_of({str(key): value for key, value in plain.items()})
+
+
+def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:
+    """The config that plain values (of a saved `config.yaml`, say) stand for; components stay as they are."""
+    values = fill(ExperimentConfig, {key: value for key, value in plain.items() if key not in COMPONENTS}, "")
+    return replace(values, **{key: value for key, value in plain.items() if key in COMPONENTS})
 
 
 def register_schema() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable
 
 MANY = 24
@@ -16,7 +17,7 @@ class ConfigError(ValueError):
 def suggest(word: str, known: Iterable[object]) -> str:
     """The end of a message about an unknown name: the nearest valid one, and all of them unless they are many."""
     names = sorted({str(name) for name in known})
-    near = difflib.get_close_matches(word, names, n=1)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return hint + (f" (valid: {', '.join(names) or 'none'})" if len(names) <= MANY else "")
 
@@ -36,15 +37,18 @@ def explain(error: Exception) -> str:
         return f"unknown {group or 'config'} {name!r}{suggest(name, error.options or ())}"
     if isinstance(error, OverrideParseException):
         return one_line(f"cannot read the override {error.override!r}: {_first_line(error.message)}")
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    chain = (error, error.__cause__, error.__context__)
+    cause = next((e for e in chain if isinstance(e, OmegaConfBaseException)), error)
     if not isinstance(cause, OmegaConfBaseException):
         return one_line(str(error).split("\nSee http")[0])
+    file = re.match(r"In '(.+?)': ", str(error))
+    where = f"{file[1]}.yaml: " if file else ""
     key = cause.full_key or ""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return f"unknown key {key!r}{suggest(_last(key), _siblings(key, cause.object_type))}"
+        return f"{where}unknown key {key!r}{suggest(_last(key), _siblings(key, cause.object_type))}"
     if isinstance(cause, MissingMandatoryValue):
-        return f"{key} is missing: give it a value"
-    return one_line(f"{key}: {_first_line(cause)}" if key else _first_line(cause))
+        return f"{where}{key} is missing: give it a value"
+    return one_line(f"{where}{key}: {_first_line(cause)}" if key else f"{where}{_first_line(cause)}")
 
 
 def _siblings(key: str, owner: object) -> list[str]:

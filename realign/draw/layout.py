@@ -25,6 +25,8 @@ class Item:
     row: int
     x: float = 0.0
     y: float = 0.0
+    row_top: float = 0.0
+    row_bottom: float = 0.0
     above: list[Item] = field(default_factory=list)
     below: list[Item] = field(default_factory=list)
 
@@ -55,7 +57,7 @@ def ranks(before: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
 
 def place(items: Sequence[Item], gap_y: float) -> tuple[float, float]:
-    """Set the centre (`x`, `y`) of every item; returns width and height of the whole."""
+    """Set the centre (`x`, `y`) and the row of every item; returns width and height of the whole."""
     rows: list[list[Item]] = [[] for _ in range(1 + max(item.row for item in items))]
     for item in items:
         rows[item.row].append(item)
@@ -72,6 +74,7 @@ def place(items: Sequence[Item], gap_y: float) -> tuple[float, float]:
         for item in row:
             item.x -= left
             item.y = y + height / 2
+            item.row_top, item.row_bottom = y, y + height
             item.height = height if item.is_line else item.height
         y += height + gap_y
     return max(item.x + item.width / 2 for item in items), y - gap_y

@@ -38,7 +38,7 @@ def to_svg(graph: DataflowGraph) -> str:
     style = colours(graph.order)
     role_of = {rpc.name: rpc.model for rpc in graph.rpcs}
     stroke = {name: style[role][1] for name, role in role_of.items()} | {DATASET: GREY[1]}
-    body = [_line(edge, edges, stroke[edge.flow.source]) for edge in edges]
+    body = [_line(edge, stroke[edge.flow.source]) for edge in edges]
     body += [_label(flow, item, stroke[flow.source]) for flow, item in labels if flow.keys]
     for rpc in graph.order:
         tip = f"{rpc.name}: reads {', '.join(rpc.inputs) or 'nothing'}; writes {', '.join(rpc.outputs) or 'nothing'}"
@@ -111,18 +111,21 @@ def _port(item: Item, neighbour: Item, neighbours: Iterable[Item]) -> float:
     return item.x + (around.index(neighbour) - (len(around) - 1) / 2) * step
 
 
-def _line(edge: _Edge, edges: Sequence[_Edge], colour: str) -> str:
+def _line(edge: _Edge, colour: str) -> str:
     upper, lower = edge.items
-    x1, y1 = _port(upper, lower, upper.below), upper.y + upper.height / 2
-    x2, y2 = _port(lower, upper, lower.above), lower.y - lower.height / 2
-    start = f"M{upper.x:.1f} {upper.y - upper.height / 2:.1f}V{y1:.1f}" if upper.is_line else f"M{x1:.1f} {y1:.1f}"
-    tip = 7.0 if edge.arrow else 0.0
-    bend = (y2 - y1) * 0.5
-    path = f"{start}C{x1:.1f} {y1 + bend:.1f} {x2:.1f} {y2 - tip - bend:.1f} {x2:.1f} {y2 - tip:.1f}"
+    x1, y1 = _port(upper, lower, upper.below), upper.row_bottom
+    x2, y2 = _port(lower, upper, lower.above), lower.row_top
+    start = upper.y + (-upper.height if upper.is_line else upper.height) / 2
+    end = lower.y - lower.height / 2 - (7.0 if edge.arrow else 0.0)
+    bend = (y1 + min(y2, end)) / 2
+    # It bends between the rows only; beside the items of a row, which may be taller, it runs straight down.
+    path = (
+        f"M{x1:.1f} {start:.1f}V{y1:.1f}C{x1:.1f} {bend:.1f} {x2:.1f} {bend:.1f} {x2:.1f} {min(y2, end):.1f}V{end:.1f}"
+    )
     dash = ' stroke-dasharray="4 4"' if edge.flow.kind is not Kind.data else ""
     shape = f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.4"{dash}/>'
     if edge.arrow:
-        shape += f'<path d="M{x2:.1f} {y2:.1f}l-4 -8h8z" fill="{colour}"/>'
+        shape += f'<path d="M{x2:.1f} {end + 7:.1f}l-4 -8h8z" fill="{colour}"/>'
     return shape
 
 

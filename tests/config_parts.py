@@ -1,0 +1,188 @@
+"""Components for the tests of config and CLI: what a user would write in a file of their own, with an exact engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from realign.api import RPC, DataflowGraph, GenerationConfig, Model, ModelInterface, SequenceSample
+from realign.testing import BigramEngine
+
+HERE = "tests.config_parts"
+
+
+class Style(Enum):
+    none = "none"
+    batch = "batch"
+    group = "group"
+
+
+@dataclass
+class Norm:
+    mean: Style = Style.batch
+    std: Style = Style.batch
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.eps <= 0:
+            raise ValueError(f"eps must be positive, found {self.eps}")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    depth: int = 1
+    names: tuple[str, ...] = ("a",)
+
+
+class Rule:
+    """An abstract base: fields of this kind need a `_target_`."""
+
+
+@dataclass
+class Length(Rule):
+    scale: float = 1.0
+
+
+@dataclass
+class Actor(ModelInterface):
+    epochs: int = 1
+    lr: float = 0.1
+    on: bool = True
+    label: str = "x"
+    maybe: int | None = 3
+    either: int | str = 1
+    choice: Literal["low", "high"] = "low"
+    folder: Path = Path("a")
+    adv_norm: Norm = field(default_factory=lambda: Norm(mean=Style.group))
+    frozen: Frozen = Frozen(depth=7)
+    rule: Rule | None = None
+    rules: list[Rule] = field(default_factory=list)
+    betas: tuple[float, float] = (0.9, 0.99)
+    weights: dict[str, float] = field(default_factory=dict)
+    anything: Any = None
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def generate(self, model, data, mb_spec):
+        return model.machine.generate(data, self.generation, seed=model.call_seed("generate"))
+
+    def train_step(self, model, data, mb_spec):
+        return {}
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        return {"optimizer steps per step": f"{self.epochs} (epochs)", "loss": "none"}
+
+
+class Plain(ModelInterface):
+    """No fields, no decorator."""
+
+    def train_step(self, model, data, mb_spec):
+        return {}
+
+
+class Forgotten(Actor):
+    coef: float = 0.5
+
+
+class Handmade(ModelInterface):
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+
+@dataclass
+class Needs(ModelInterface):
+    coef: float
+
+
+@dataclass
+class CountThrees(ModelInterface):
+    """Reward: how often token 3 was sampled."""
+
+    needs_engine: ClassVar[bool] = False
+    temperature: float | None = None
+
+    def inference(self, model, data, mb_spec):
+        pairs = zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
+        rewards = torch.tensor([float((ids[~given] == 3).sum()) for ids, given in pairs])
+        return data.select(["input_ids"]).with_sequences(rewards=rewards).select(["rewards"])
+
+
+class Digits:
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(str(int(i)) for i in ids)
+
+    def batch_decode(self, sequences, skip_special_tokens=True):
+        return [self.decode(s) for s in sequences]
+
+
+@dataclass
+class Bigram:
+    lr: float = 0.5
+
+    def load(self, name: str, *, seed: int) -> Model:
+        return Model(name, BigramEngine(seed=seed, lr=self.lr), Digits(), seed)
+
+
+@dataclass
+class Prompts:
+    n: int = 8
+
+    @property
+    def keys(self):
+        return ("prompt_ids", "row")
+
+    def load(self, tokenizer: Any):
+        return self
+
+    def __len__(self) -> int:
+        return self.n
+
+    def sample(self, rows) -> SequenceSample:
+        data = SequenceSample.from_sequences(
+            [f"{row}@{epoch}" for epoch, row in rows], {"prompt_ids": [[[1, 2 + row % 5]] for _, row in rows]}
+        )
+        return data.with_metadata(row=[{"n": row} for _, row in rows])
+
+
+def one_call(*, extra: bool = False, repeats: int = 1) -> DataflowGraph:
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, found {repeats}")
+    train = RPC("train", "actor", "train_step", ("input_ids", "extra") if extra else ("input_ids",))
+    return DataflowGraph((train,), dataset_keys=("input_ids",))
+
+
+def unannotated():
+    raise AssertionError("must not be called")
+
+
+def other_kind() -> int:
+    raise AssertionError("must not be called")
+
+
+EXPERIMENT = f"""\
+# @package _global_
+# A bigram model learns to say 3.
+name: bigram
+steps: 2
+batch_prompts: 4
+models:
+  actor: {{_target_: {HERE}.Bigram}}
+interfaces:
+  actor:
+    _target_: realign.interfaces.grpo.GRPOActorInterface
+    generation: {{n: 4, max_new_tokens: 4, fixed_length: true}}
+  reward: {{_target_: {HERE}.CountThrees}}
+graph: {{_target_: realign.interfaces.grpo.dataflow}}
+data: {{_target_: {HERE}.Prompts}}
+"""
+
+
+def write_experiment(folder: Path, name: str = "bigram", text: str = EXPERIMENT) -> Path:
+    """A user's folder of experiments, for `--config-dir`."""
+    group = folder / "experiment"
+    group.mkdir(parents=True, exist_ok=True)
+    (group / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return folder

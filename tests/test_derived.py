@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface
+from realign.derived import check_temperatures, derived_rows
+from realign.runtime import Evaluation, Experiment
+from tests.config_parts import Actor, Bigram, CountThrees, Prompts
+
+
+@dataclass
+class Judge(ModelInterface):
+    temperature: float = 1.0
+
+    def inference(self, model, data, mb_spec):
+        return data
+
+    def train_step(self, model, data, mb_spec):
+        return {}
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        return {"optimizer steps per step": "1", "prompts per optimizer step": str(batch_prompts)}
+
+
+@dataclass
+class Nested:
+    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.5))
+
+
+@dataclass
+class Deep(ModelInterface):
+    inner: Nested = field(default_factory=Nested)
+
+    def inference(self, model, data, mb_spec):
+        return data
+
+
+def experiment(**changes) -> Experiment:
+    graph = DataflowGraph(
+        (
+            RPC("gen", "actor", "generate", ("prompt_ids",), ("input_ids", "extra")),
+            RPC("judge", "judge", "inference", ("input_ids",), ("scores",)),
+            RPC("train", "actor", "train_step", ("scores",)),
+            RPC("judge_train", "judge", "train_step", ("scores",)),
+        ),
+        dataset_keys=("prompt_ids",),
+    )
+    values = {
+        "name": "x",
+        "steps": 1000,
+        "batch_prompts": 64,
+        "graph": graph,
+        "interfaces": {"actor": Actor(epochs=4, generation=GenerationConfig(n=8, top_p=0.9)), "judge": Judge()},
+        "models": {"actor": Bigram(), "judge": Bigram()},
+        "data": Prompts(),
+    }
+    return Experiment(**{**values, **changes})
+
+
+def test_rows_of_a_graph_with_two_trained_roles():
+    e = experiment(
+        interfaces={**experiment().interfaces, "spare": Judge(temperature=9.0)},
+        models={**experiment().models, "idle": Bigram()},
+        microbatch=MicroBatchSpec(),
+        evaluation=Evaluation(data=Prompts(), reward=CountThrees()),
+    )
+    assert dict(derived_rows(e)) == {
+        "steps": "1,000",
+        "prompts per step": "64",
+        "group size (responses per prompt)": "8",
+        "sequences per step": "512",
+        "sampler": "top_p=0.9, temperature 1",
+        "actor: optimizer steps per step": "4 (epochs)",
+        "actor: loss": "none",
+        "actor: optimizer steps in all": "4,000",
+        "judge: optimizer steps per step": "1",
+        "judge: prompts per optimizer step": "64",
+        "judge: optimizer steps in all": "1,000",
+        "tokens per micro-batch": "no limit",
+        "temperature": "1 (interfaces.actor.generation.temperature, interfaces.judge.temperature)",
+        "evaluation": "every 10 steps, before and after; greedy=True, temperature 1",
+        "written but unread keys": "extra",
+        "config keys never read": "interfaces.spare, models.idle",
+    }
+
+
+def test_trap_b2_roles_with_different_temperatures_are_refused():
+    assert check_temperatures(experiment()) == {
+        "interfaces.actor.generation.temperature": 1.0,
+        "interfaces.judge.temperature": 1.0,
+    }
+    e = experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)})
+    with pytest.raises(ValueError, match=r"interfaces\.actor\.generation\.temperature=1, but interfaces\.judge\.temp"):
+        derived_rows(e)
+
+
+def test_a_temperature_is_found_at_any_depth_and_null_is_none():
+    graph = DataflowGraph((RPC("a", "deep", "inference"), RPC("b", "rule", "inference")))
+    e = experiment(graph=graph, interfaces={"deep": Deep(), "rule": CountThrees()}, models={"deep": Bigram()})
+    assert check_temperatures(e) == {"interfaces.deep.inner.generation.temperature": 0.5}

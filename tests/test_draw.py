@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import RPC, DataflowGraph
+from realign.draw import FORMATS, to_mermaid, to_svg, to_text
+from realign.draw.flows import DATASET, Flow, Kind, flows
+
+SVG = "{http://www.w3.org/2000/svg}"
+SCORED = ("input_ids", "loss_mask")
+SAMPLED = (*SCORED, "prompt_mask", "logprobs", "versions", "truncated")
+
+
+def ppo() -> DataflowGraph:
+    """The seven calls of PPO with a critic, a reference and recomputed log-probs."""
+    train = (*SCORED, "logprobs", "rewards", "ref_logprobs", "values")
+    return DataflowGraph(
+        (
+            RPC("actor_gen", "actor", "generate", ("prompt_ids",), SAMPLED),
+            RPC("reward_inf", "reward", "inference", ("input_ids", "prompt_mask", "row"), ("rewards",)),
+            RPC("ref_inf", "ref", "inference", SCORED, ("ref_logprobs",), {"logprobs": "ref_logprobs"}),
+            RPC("actor_inf", "actor", "inference", SCORED, ("prox_logprobs",), {"logprobs": "prox_logprobs"}),
+            RPC("critic_inf", "critic", "inference", SCORED, ("values",)),
+            RPC("actor_train", "actor", "train_step", (*train, "prox_logprobs")),
+            RPC("critic_train", "critic", "train_step", train, after=("actor_train",)),
+        ),
+        dataset_keys=("prompt_ids", "row"),
+        results=("versions",),
+    )
+
+
+def test_flows_bundle_keys_by_source_and_leave_out_an_order_that_data_imply():
+    found = flows(ppo())
+    assert Flow("actor_gen", SCORED, ("ref_inf", "actor_inf", "critic_inf"), Kind.data) in found
+    assert Flow(DATASET, ("row",), ("reward_inf",), Kind.data) in found
+    assert Flow("actor_gen", ("versions",), (), Kind.kept) in found
+    assert Flow("actor_gen", ("truncated",), (), Kind.unread) in found
+    assert [flow for flow in found if flow.kind is Kind.order] == [
+        Flow("actor_train", (), ("critic_train",), Kind.order)
+    ]
+
+
+def test_text_names_every_call_once_in_order_and_who_reads_what():
+    text = to_text(ppo())
+    assert re.findall(r"^\d+\. (\w+)", text, re.M) == [rpc.name for rpc in ppo().order]
+    assert "ref_logprobs ──▶ actor_train, critic_train" in text
+    assert "truncated  (nobody reads it)" in text
+    assert "(order only) ┄┄▶ critic_train" in text
+
+
+def test_mermaid_has_a_node_for_every_call_and_an_edge_for_every_reader():
+    text = to_mermaid(ppo())
+    assert text.startswith("flowchart TD\n")
+    for i, rpc in enumerate(ppo().order):
+        assert f'n{i}["<b>{rpc.name}</b><br/>{rpc.model} · {rpc.method}"]' in text
+    assert '  n4 -- "values" --> n5\n' in text
+    assert "  n5 -.-> n6\n" in text
+
+
+def rectangles(svg: str) -> list[tuple[float, float, float, float]]:
+    """Left, top, right, bottom of every box and label."""
+    root = ET.fromstring(svg)
+    found = [r for r in root.iter(f"{SVG}rect") if r.get("width") != "100%"]
+    sides = [tuple(float(r.get(name, "nan")) for name in ("x", "y", "width", "height")) for r in found]
+    return [(x, y, x + w, y + h) for x, y, w, h in sides]
+
+
+def curves(svg: str) -> list[list[tuple[float, float]]]:
+    """Points on every line."""
+    paths = [p.get("d", "") for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("fill") == "none"]
+    found = []
+    for path in paths:
+        x0, top, y0, x1, y1, x2, y2, x3, y3, bottom = (float(n) for n in re.findall(r"-?[\d.]+", path))
+        points = [(x0, top), (x0, (top + y0) / 2), (x3, (y3 + bottom) / 2), (x3, bottom)]
+        for k in range(21):
+            t = k / 20
+            a, b, c, d = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
+            points.append((a * x0 + b * x1 + c * x2 + d * x3, a * y0 + b * y1 + c * y2 + d * y3))
+        found.append(points)
+    return found
+
+
+def assert_readable(graph: DataflowGraph) -> None:
+    svg = to_svg(graph)
+    width, height = (float(n) for n in re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())
+    boxes = rectangles(svg)
+    for i, (left, top, right, bottom) in enumerate(boxes):
+        assert left >= -1
+        assert top >= -1
+        assert right <= width - 47
+        assert bottom <= height - 47
+        for other in boxes[i + 1 :]:
+            apart = right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+            assert apart, "two boxes overlap"
+    for points in curves(svg):
+        for x, y in points:
+            for left, top, right, bottom in boxes:
+                inside = left + 0.2 < x < right - 0.2 and top + 0.2 < y < bottom - 0.2
+                assert not inside, "a line crosses a box"
+
+
+def test_svg_shows_every_call_and_key_with_nothing_on_top_of_another():
+    svg = to_svg(ppo())
+    texts = [t.text for t in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert {rpc.name for rpc in ppo().rpcs} <= set(texts)
+    assert {key for rpc in ppo().rpcs for key in (*rpc.inputs, *rpc.outputs)} <= set(texts)
+    assert_readable(ppo())
+
+
+def test_svg_gives_one_colour_to_a_role():
+    groups = list(ET.fromstring(to_svg(ppo())).iter(f"{SVG}g"))[1:]
+    fill = {g.findall(f"{SVG}text")[0].text: g.find(f"{SVG}rect").get("fill") for g in groups}
+    assert fill["actor_gen"] == fill["actor_inf"] == fill["actor_train"]
+    assert len({fill[name] for name in ("actor_gen", "reward_inf", "ref_inf", "critic_inf", DATASET)}) == 5
+
+
+@st.composite
+def graphs(draw) -> DataflowGraph:
+    """Random graphs: each call reads some keys of the dataset and of calls before it."""
+    known = ["seed_key", "a_rather_long_name_of_a_key"]
+    rpcs = []
+    for i in range(draw(st.integers(1, 9))):
+        inputs = draw(st.lists(st.sampled_from(known), unique=True, max_size=5))
+        outputs = [f"key_{i}_{k}" for k in range(draw(st.integers(0, 3)))]
+        rpcs.append(RPC(f"call_{i}", f"role_{i % 4}", "inference", tuple(inputs), tuple(outputs)))
+        known += outputs
+    return DataflowGraph(tuple(rpcs), dataset_keys=("seed_key", "a_rather_long_name_of_a_key"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(graphs())
+def test_no_drawing_has_overlaps(graph):
+    assert_readable(graph)
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_names_with_special_characters_are_escaped(form):
+    graph = DataflowGraph((RPC('a<b>"&', "r", "inference", ("<x>",)),), dataset_keys=("<x>",))
+    drawn = FORMATS[form](graph)
+    if form == "svg":
+        assert 'a<b>"&' in [t.text for t in ET.fromstring(drawn).iter(f"{SVG}text")]
+    if form == "mermaid":
+        assert "a&lt;b&gt;#quot;&amp;" in drawn
