@@ -205,7 +205,7 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
     """`realign <overrides>`: a Hydra application around the runtime; also sweeps and `--cfg`."""
-    from realign.config.compose import hydra_main, search_path
+    from realign.config.composition import hydra_main, search_path
 
     if not (args.multirun or args.cfg or args.info):
         _refuse_earlier_run(_built(args, overrides))  # before Hydra makes a folder for a run that cannot start
@@ -245,7 +245,7 @@ def _job(composed: DictConfig) -> None:
     from hydra.types import RunMode
     from rich.console import Console
 
-    from realign.config.compose import resolve
+    from realign.config.composition import resolve
     from realign.runtime import run
 
     config = resolve(composed)

@@ -19,7 +19,7 @@ from realign.config import (
     compose,
     resolved_config,
 )
-from realign.config.compose import config_of
+from realign.config.composition import config_of
 from realign.config.folders import experiments_dir, list_experiments
 from realign.runtime import Experiment
 from realign.runtime.experiment import DataSpec, ModelSpec
@@ -196,7 +196,8 @@ def test_a_graph_function_gets_checked_arguments(values, message):
         ("def f(:", r"importing broken_\d failed: invalid syntax"),
         (
             "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-            "from realign.api import ModelInterface\n@dataclass\nclass Mine(ModelInterface):\n    a: NotImported = None\n",
+            "from realign.api import ModelInterface\n"
+            "@dataclass\nclass Mine(ModelInterface):\n    a: NotImported = None\n",
             r"the annotations of Mine cannot be read: name 'NotImported' is not defined",
         ),
     ],

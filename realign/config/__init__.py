@@ -1,14 +1,30 @@
 """From YAML and overrides to typed, checked objects. Importing this package imports neither torch nor Hydra.
 
 `compose` gives an `ExperimentConfig` (values only); `build_experiment` imports the classes it names and gives an
-`Experiment` that nothing has been loaded for yet.
+`Experiment` that nothing has been loaded for yet. Names are imported on first use, so that `realign --help` is quick.
 """
 
-from realign.config.assemble import build_experiment, resolved_config
-from realign.config.build import build, build_graph
-from realign.config.compose import compose
-from realign.config.errors import ConfigError
-from realign.config.schema import ExperimentConfig, MicroBatchConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from realign.config.assemble import build_experiment, resolved_config
+    from realign.config.components import build, build_graph
+    from realign.config.composition import compose
+    from realign.config.errors import ConfigError
+    from realign.config.schema import ExperimentConfig, MicroBatchConfig
+
+HOMES = {
+    "ConfigError": "errors",
+    "ExperimentConfig": "schema",
+    "MicroBatchConfig": "schema",
+    "build": "components",
+    "build_experiment": "assemble",
+    "build_graph": "components",
+    "compose": "composition",
+    "resolved_config": "assemble",
+}
+"""The module of each public name."""
 
 __all__ = [
     "ConfigError",
@@ -20,3 +36,9 @@ __all__ = [
     "compose",
     "resolved_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'realign.config' has no attribute {name!r}")
+    return getattr(import_module(f"realign.config.{HOMES[name]}"), name)

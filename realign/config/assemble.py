@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.build import TARGET, build, build_graph, import_target
+from realign.config.components import TARGET, build, build_graph, import_target
 from realign.config.errors import ConfigError, suggest
 from realign.config.schema import COMPONENTS, ExperimentConfig
 

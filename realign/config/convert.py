@@ -71,7 +71,11 @@ def type_name(annotation: Any) -> str:
 
 def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any) -> Any:
     """The object that a mapping stands for; None when it is just a mapping."""
-    from realign.config.build import TARGET, build, fill  # a component has fields, and a field may hold a component
+    from realign.config.components import (
+        TARGET,
+        build,
+        fill,
+    )  # a component has fields, and a field may hold a component
 
     if TARGET in raw:
         return build(raw, annotation, where)

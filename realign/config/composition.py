@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from realign.config.build import fill
+from realign.config.components import fill
 from realign.config.errors import ConfigError, explain
 from realign.config.folders import experiments_dir
 from realign.config.schema import COMPONENTS, ExperimentConfig
