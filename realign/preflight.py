@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.local import call
 
 ROWS = 2
+RESPONSES = 3  # of each prompt that are shown
 GIB = 2**30
 
 
@@ -34,11 +36,15 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nDevices\n  " + devices_line())
     runtime = LocalRuntime(replace(experiment, batch_prompts=ROWS))
     try:
-        say(f"\nData\n  {len(runtime.dataset):,} rows")
+        held_out = f", {len(runtime.held_out):,} held out for evaluation" if runtime.held_out is not None else ""
+        say(f"\nData\n  {len(runtime.dataset):,} rows{held_out}")
         batch = run_calls(runtime)
         say(f"\nTwo prompts through every call but training\n{batch!r}")
+        shown: Counter[str] = Counter()
         for record in runtime.readable(batch, ROWS):
-            say(f"  {record['prompt']!r} -> {record['response']!r}: reward {record['reward']}")
+            shown[record["id"]] += 1
+            if shown[record["id"]] <= RESPONSES:
+                say(f"  {record['prompt']!r} -> {record['response']!r}: reward {record['reward']}")
     finally:
         runtime.close()
     say("\nAll good: nothing was trained, nothing was written.")
