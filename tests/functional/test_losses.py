@@ -197,10 +197,12 @@ def test_trap_c14_without_a_clip_old_values_do_not_matter():
     assert not clipped_T.any()
 
 
-def test_trap_c14_values_that_did_not_move_are_not_clipped_by_rounding():
+def test_trap_c14_values_inside_the_range_are_not_clipped_by_rounding():
     generator = torch.Generator().manual_seed(0)
-    old_T, moves_T, returns_T = torch.randn(3, 1000, generator=generator)
-    _, clipped_T = value_loss(old_T + moves_T.clamp(-0.19, 0.19), old_T, returns_T, ones(1000), clip=0.2)
+    values_T, old_T, returns_T = torch.rand(3, 1000, generator=generator) * 0.19 - 0.095
+    held_T = old_T + (values_T - old_T).clamp(-0.2, 0.2)
+    assert ((held_T - returns_T) ** 2 > (values_T - returns_T) ** 2).any()  # what clipping the step would report
+    _, clipped_T = value_loss(values_T, old_T, returns_T, ones(1000), clip=0.2)
     assert not clipped_T.any()
 
 
