@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from realign.api import SequenceSample
 from realign.engines.attention import ATTENTION
+from realign.engines.engine import TransformersEngine
+from realign.engines.optim import OptimizerSpec
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 TEXT = "0123456789+-*/=()., :?!'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
@@ -61,6 +65,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 """Families whose own attention ignores the registered function."""
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {**_LLAMA, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    "granite": {**_LLAMA, "logits_scaling": 3.0},
+    "cohere2": {**_LLAMA, "head_dim": 16, "sliding_window": 5, "logit_scale": 0.25},
+    "olmo2": _LLAMA,
+}
+"""Families that work as well: attention sinks, scaled logits, norms in unusual places."""
+
 CLASSES = {
     "causal": AutoModelForCausalLM,
     "score": AutoModelForSequenceClassification,
@@ -70,7 +82,7 @@ CLASSES = {
 
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """The config of a tiny model with a vocabulary of `VOCAB` tokens and 128 positions."""
-    return AutoConfig.for_model(family, **{**FAMILIES, **REFUSED}[family], **overrides)
+    return AutoConfig.for_model(family, **{**FAMILIES, **OTHERS, **REFUSED}[family] | overrides)
 
 
 def tiny_model(
@@ -94,6 +106,24 @@ def tiny_model(
             if name.endswith("bias"):  # biases start at 0: an error in one would not be seen
                 torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
+
+
+def tiny_engine(
+    family: str = "qwen2", *, optimizer: OptimizerSpec | None = None, model: dict[str, Any] | None = None, **engine: Any
+) -> TransformersEngine:
+    """An engine over a tiny model in memory; `model` goes to `tiny_model`, `engine` to `TransformersEngine`."""
+    module = tiny_model(family, **(model or {}))
+    return TransformersEngine("actor", module, tiny_tokenizer(), seed=0, optimizer=optimizer, **engine)
+
+
+def random_sample(lengths: Sequence[Sequence[int]], *, seed: int = 0, prompt: int = 2) -> SequenceSample:
+    """Random text: `lengths` of the sequences of each prompt, of which the first `prompt` tokens are given."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [[torch.randint(3, VOCAB, (n,), generator=generator) for n in group] for group in lengths]
+    given = [[torch.arange(n) < prompt for n in group] for group in lengths]
+    sample = SequenceSample.from_sequences([f"p{i}" for i in range(len(lengths))], {"input_ids": ids})
+    sample = sample.with_tokens(prompt_mask=given)
+    return sample.with_tokens(loss_mask=~sample["prompt_mask"])
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

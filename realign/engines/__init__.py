@@ -1,5 +1,22 @@
 """Engines: machines that run a transformers model on packed sequences. They know no algorithm.
 
 `loading` turns a config into an engine; `engine` cuts, packs, runs and steps; `attention` is the one function through
-which every model attends; `output` is what a loss sees of a forward pass; `optim` holds optimizers and schedules.
+which every model attends; `output` is what a loss sees of a forward pass; `optim` and `stepping` turn gradients into
+steps; `generation` samples. Transformers itself is imported when a model is loaded.
 """
+
+from realign.engines.kernels import Backend
+from realign.engines.loading import DType, Head, TransformersModel
+from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
+
+__all__ = [
+    "Backend",
+    "DType",
+    "Head",
+    "OptimizerSpec",
+    "Schedule",
+    "ScheduleKind",
+    "ScheduleUnit",
+    "TransformersModel",
+    "learning_rate",
+]

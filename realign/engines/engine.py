@@ -24,7 +24,7 @@ from realign.engines.loading import read_head, save_folder
 from realign.engines.optim import OptimizerSpec
 from realign.engines.output import PackedOutput, ScalarHead
 from realign.engines.probe import probe
-from realign.engines.stepping import Stepper, single
+from realign.engines.stepping import Stepper, counted, single
 from realign.functional.logprobs import LMHead
 
 
@@ -118,9 +118,9 @@ class TransformersEngine:
     ) -> Stats:
         """See `PipelinableEngine.train_batch`.
 
-        Metrics of the engine: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `n_microbatches`, and the fraction
-        of optimizer steps that were skipped: `skipped_steps`, and by reason `zero_weight_steps`, `zero_gradient_steps`,
-        `nonfinite_steps`.
+        Metrics of the engine: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `n_microbatches`, and counts of
+        optimizer steps: taken (`optimizer_steps`), skipped (`skipped_steps`), and by reason `zero_weight_steps`,
+        `zero_gradient_steps`, `nonfinite_steps`.
 
         Raises:
             ValueError: the model is frozen, the loss is no fp32 scalar, or the weight is negative or not finite.
@@ -134,7 +134,8 @@ class TransformersEngine:
             return stepper.report(self.device, skipped="zero_weight_steps")
         stepper.zero_grad()
         batches = data.split(mb_spec)
-        losses, metrics = [torch.zeros((), device=self.device)], []
+        losses: list[Tensor] = [torch.zeros((), device=self.device)]
+        metrics: list[Any] = []  # plain (sum, count) pairs are merged too
         with self._training():
             for part in batches:
                 moved = part.to(self.device)
@@ -145,7 +146,7 @@ class TransformersEngine:
                 losses.append(loss.detach().float())
                 metrics.append(stats)
         own = stepper.step(torch.stack(losses).sum(), weight)
-        own["tokens"] = single(data.lengths[TOKENS].total, self.device)
+        own["tokens"] = counted(data.lengths[TOKENS].total, self.device)
         own["n_microbatches"] = single(len(batches), self.device)
         return {**merge_stats(metrics), **own}
 
@@ -201,8 +202,8 @@ class TransformersEngine:
             ValueError: the state is of a frozen model and this one is not, or the other way round.
         """
         if (state["stepper"] is not None) != self.trainable:
-            here, there = ("has", "has none") if self.trainable else ("has none", "has")
-            raise ValueError(f"model {self.name!r}: the saved state {there} of an optimizer, the engine {here}")
+            frozen, trained = ("saved state", "engine") if self.trainable else ("engine", "saved state")
+            raise ValueError(f"model {self.name!r}: the {frozen} has no optimizer, but the {trained} has one")
         self.module.load_state_dict(state["module"])
         if self._stepper is not None:
             self._stepper.load_state_dict(state["stepper"])
@@ -245,7 +246,9 @@ class TransformersEngine:
 
 def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
     """Let layers recompute; give the modules that look at their own `training` for it."""
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers renames the method: the new name is taken where it is known
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable()
     checkpointed = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in [] if dropout else checkpointed:
         for name, x in vars(layer).items():  # opt's layers hold their rates as plain numbers

@@ -143,7 +143,9 @@ class TransformersModel:
     def _read_tokenizer(self, name: str) -> Any:
         from transformers import AutoTokenizer
 
-        path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path)
+        # without these files AutoTokenizer builds an empty tokenizer of the model's family, and says nothing
+        files = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+        path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, files)
         with _readable(f"models.{name}: cannot load a tokenizer from {path!r}"):
             return AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
 
@@ -186,18 +188,23 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def check_path(what: str, path: str) -> str:
-    """The path of an existing model folder, or a hub name; nothing here asks the network.
+def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
+    """The path of an existing folder, or a hub name; nothing here asks the network.
 
     Hub names are `name` or `owner/name`; whatever cannot be one, or starts in an existing folder, is meant as local.
+
+    Args:
+        what: name of the setting, for messages.
+        path: its value.
+        patterns: files of which the folder must hold one.
 
     Raises:
         ValueError: names the setting and the path, if it is meant for a local folder and is none.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("config.json", "tokenizer_config.json")):
-            raise ValueError(f"{what}={path!r} is a folder without config.json, not a model")
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}")
         return str(folder)
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
         raise ValueError(f"{what}={path!r} is neither an existing model folder nor a hub name (owner/name)")

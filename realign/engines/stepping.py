@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from realign.api.stats import Mean, Stats
+from realign.api.stats import Mean, Stats, Sum
 from realign.engines.optim import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step
 
 REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps")
@@ -79,9 +79,10 @@ class Stepper:
         return stats
 
     def report(self, device: torch.device, *, skipped: str | None) -> Stats:
-        """`lr`, `skipped_steps` and the reasons; merged over several optimizer steps these are fractions of them."""
-        values = {"lr": self.lr, "skipped_steps": skipped is not None, **{r: r == skipped for r in REASONS}}
-        return {name: single(value, device) for name, value in values.items()}
+        """`lr`, and how often a step was taken (`optimizer_steps`) or skipped (`skipped_steps` and the reasons)."""
+        counts = {"optimizer_steps": skipped is None, "skipped_steps": skipped is not None}
+        counts |= {reason: reason == skipped for reason in REASONS}
+        return {"lr": single(self.lr, device), **{name: counted(n, device) for name, n in counts.items()}}
 
     def _count_nonfinite(self, loss: Tensor, norm: Tensor) -> None:
         self.nonfinite_in_a_row += 1
@@ -111,3 +112,8 @@ class Stepper:
 def single(x: float, device: torch.device) -> Mean:
     """A number of one optimizer step as a metric."""
     return Mean(torch.tensor(float(x), device=device), torch.ones((), device=device))
+
+
+def counted(n: float, device: torch.device) -> Sum:
+    """A count of one optimizer step as a metric that adds up over several."""
+    return Sum(torch.tensor(float(n), device=device))

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from realign.api import MicroBatchSpec
+from realign.engines import DType, Head, OptimizerSpec, TransformersModel
+from realign.engines.loading import check_path, pick_device, read_head
+from realign.functional import LMHead
+from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
+
+CLASSES = {
+    Head.causal: AutoModelForCausalLM,
+    Head.score: AutoModelForSequenceClassification,
+    Head.value: AutoModelForTokenClassification,
+}
+WITHOUT_TOKEN_CLASSIFIER = ("opt", "gemma3_text")
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def load(path, name="actor", **fields):
+    return TransformersModel(str(path), **fields).load(name, seed=0)
+
+
+def logprobs(engine, data):
+    out = engine.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))
+    return out["logprobs"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_every_family_passes_its_probe(family):
+    engine = tiny_engine(family)
+    data = random_sample([[6, 3]])
+    engine.module.set_attn_implementation("eager")
+    ids = data["input_ids"]
+    want = engine.module(input_ids=ids[None, :6], use_cache=False).logits[0].log_softmax(-1)
+    engine.module.set_attn_implementation("realign")
+    torch.testing.assert_close(logprobs(engine, data)[1:6], want[torch.arange(5), ids[1:6]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_with_attention_of_their_own_are_refused_by_name(tmp_path, family):
+    save_tiny(tmp_path / family, family)
+    with pytest.raises(ValueError, match=f"model family '{family}'.*cannot run packed"):
+        load(tmp_path / family)
+
+
+def test_probe_refuses_logits_that_the_config_does_not_explain():
+    module = tiny_model("llama")
+    module.lm_head.register_forward_hook(lambda layer, inputs, out: out * 1.01)
+    with pytest.raises(ValueError, match="'llama' computes its outputs from hidden states in an unknown way"):
+        tiny_engine_of(module)
+
+
+def test_probe_refuses_positions_that_do_not_restart():
+    module = tiny_model("gpt2")
+    module.transformer.register_forward_pre_hook(
+        lambda layer, args, kw: (args, {k: v for k, v in kw.items() if k != "position_ids"}), with_kwargs=True
+    )
+    with pytest.raises(ValueError, match="'gpt2' cannot run packed: its hidden states differ"):
+        tiny_engine_of(module)
+
+
+def test_a_window_that_is_lost_on_the_way_is_refused():
+    module = tiny_model("qwen2")
+    for layer in module.model.layers:
+        layer.self_attn.sliding_window = None
+    with pytest.raises(ValueError, match="'qwen2' has layers of type 'sliding_attention' whose window does not reach"):
+        tiny_engine_of(module)
+
+
+def tiny_engine_of(module):
+    from realign.engines.engine import TransformersEngine
+
+    return TransformersEngine("actor", module, None, seed=0)
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_probe_accepts_both_precisions(tmp_path, dtype):
+    save_tiny(tmp_path / "model", "qwen3_moe")
+    assert load(tmp_path / "model", dtype=dtype).machine.head.weight_VH.dtype == torch.float32
+
+
+@pytest.mark.parametrize("head", Head)
+def test_save_and_load_back(tmp_path, head):
+    source = save_tiny(tmp_path / "source", "llama")
+    model = load(source, head=head, optimizer=OptimizerSpec(lr=1e-2))
+    engine, data = model.machine, random_sample([[7], [5, 4]])
+    losses = {
+        Head.causal: lambda out, mb: (out.logprobs().sum(), {}),
+        Head.score: lambda out, mb: (out.scores().sum(), {}),
+        Head.value: lambda out, mb: (out.values().sum(), {}),
+    }
+    engine.train_batch(data, MicroBatchSpec(), losses[head], lambda d: torch.tensor(1.0))
+    target = tmp_path / "runs" / "saved"
+    engine.save(target)
+    engine.save(target)  # replaces what is there
+    assert sorted(p.name for p in target.parent.iterdir()) == ["saved"]
+    assert (target / "model.safetensors").is_file()
+    assert "realign" not in (target / "config.json").read_text()
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    back = CLASSES[head].from_pretrained(target)
+    for (name, a), (_, b) in zip(engine.module.named_parameters(), back.named_parameters(), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert torch.equal(a, b), name
+    again = load(target, head=head)
+    assert again.tokenizer("1+2=3")["input_ids"] == tiny_tokenizer()("1+2=3")["input_ids"]
+    assert again.tokenizer.decode(again.tokenizer("1+2=3 ok")["input_ids"]) == "1+2=3 ok"
+    what = {Head.causal: "logprobs", Head.score: "scores", Head.value: "values"}[head]
+
+    def hook(out, mb):
+        x = getattr(out, what)()
+        return mb.with_sequences(x=x) if head is Head.score else mb.with_tokens(x=x)
+
+    results = [e.forward(data, MicroBatchSpec(), hook)["x"] for e in (engine, again.machine)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scalar_heads_of_every_family(family):
+    data = random_sample([[6, 3]])
+    for head in ("score", "value"):
+        if head == "value" and family in WITHOUT_TOKEN_CLASSIFIER:
+            continue
+        engine = tiny_engine(family, model={"head": head})  # the probe compares with the model's own output
+        out = engine._run(data, data, engine.head)
+        x = out.scores() if head == "score" else out.values()
+        assert x.shape == ((2,) if head == "score" else (9,))
+        assert x.abs().max() > 1e-3
+
+
+def test_a_head_that_the_family_lacks_is_named(tmp_path):
+    save_tiny(tmp_path / "model", "opt")
+    with pytest.raises(ValueError, match=r"models\.critic: model family 'opt' cannot be loaded .* with head=value"):
+        load(tmp_path / "model", "critic", head=Head.value)
+
+
+def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
+    save_tiny(tmp_path / "model", "llama")
+    state = torch.get_rng_state()
+
+    def weight(name, seed):
+        model = TransformersModel(str(tmp_path / "model"), head=Head.score).load(name, seed=seed)
+        return model.machine.head.weight_1H
+
+    assert torch.equal(weight("reward", 0), weight("reward", 0))
+    assert not torch.equal(weight("reward", 0), weight("reward", 1))
+    assert not torch.equal(weight("reward", 0), weight("critic", 0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_heads_with_bias_and_scale_are_read():
+    phi = read_head(tiny_model("gemma2"))
+    assert isinstance(phi, LMHead)
+    assert phi.softcap == 3.0
+    granite, cohere = read_head(tiny_model("granite")), read_head(tiny_model("cohere2"))
+    assert isinstance(granite, LMHead)
+    assert isinstance(cohere, LMHead)
+    assert (granite.scale, cohere.scale) == (pytest.approx(1 / 3), 0.25)
+
+
+def test_trap_b5_nothing_but_end_tokens_is_read_from_generation_config(tmp_path):
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    leaked = {"eos_token_id": [2, 9], "repetition_penalty": 1.1, "top_k": 20, "temperature": 0.7, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(leaked))
+    assert load(folder).machine.eos_token_ids == (2, 9)
+    (folder / "generation_config.json").unlink()
+    assert load(folder).machine.eos_token_ids == (2,)
+
+
+def test_reference_and_policy_share_nothing(tmp_path):
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    actor, ref = load(folder, optimizer=OptimizerSpec(lr=0.1)), load(folder, "ref")
+    assert actor.machine.trainable
+    assert not ref.machine.trainable
+    assert not any(p.requires_grad for p in ref.machine.module.parameters())
+    data = random_sample([[9, 5]])
+    assert torch.equal(logprobs(actor.machine, data), logprobs(ref.machine, data))
+    before = logprobs(ref.machine, data)
+    actor.machine.train_batch(
+        data, MicroBatchSpec(), lambda out, mb: (out.logprobs().sum(), {}), lambda d: torch.tensor(1.0)
+    )
+    assert torch.equal(logprobs(ref.machine, data), before)
+    assert not torch.equal(logprobs(actor.machine, data), before)
+
+
+@pytest.mark.parametrize("path", ["./model", "/nowhere/model", "~/model", "a/b/c", "here/model", "..", "", "-x", "a b"])
+def test_a_bad_local_path_fails_at_once(tmp_path, monkeypatch, offline, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ValueError, match=r"^models\.actor\.path=.* is (neither|a folder without)") as error:
+        load(path or "", "actor")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/model", "Qwen/Qwen2.5-0.5B"])
+def test_hub_names_are_left_to_transformers(name):
+    assert check_path("models.actor.path", name) == name
+
+
+def test_a_hub_name_out_of_reach_is_one_line(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("We couldn't connect.\nSecond line.")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"^models.actor: cannot load 'owner/m': OSError: We couldn't connect\.$"):
+        load("owner/m")
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path, offline):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"models\.actor\.path=.* is a folder without config\.json$"):
+        load(tmp_path / "empty")
+
+
+def test_a_folder_without_tokenizer_asks_for_one(tmp_path, offline):
+    tiny_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"models\.actor\.tokenizer=.* is a folder without tokenizer\* or"):
+        load(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    assert len(load(tmp_path / "model", tokenizer=str(tmp_path / "tokenizer")).tokenizer) == 97
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama", vocab_size=60)
+    with pytest.raises(ValueError, match=r"models\.actor: the tokenizer has 97 tokens, the model only 60"):
+        load(folder)
+
+
+def test_trap_g3_weights_that_are_not_finite_are_not_saved(tmp_path):
+    engine = tiny_engine("llama")
+    engine.save(tmp_path / "model")
+    weight = next(engine.module.parameters())
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.view(-1)[0] = float("nan")
+    with pytest.raises(ValueError, match=r"'actor' is not saved: weight 'model\.embed_tokens\.weight' is not finite"):
+        engine.save(tmp_path / "model")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(back.model.embed_tokens.weight, kept)
+
+
+def test_trap_g3_a_save_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
+    engine = tiny_engine("llama")
+    engine.save(tmp_path / "model")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+
+    def fail(path):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(engine.tokenizer, "save_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        engine.save(tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_saved_folders_can_be_read_by_others(tmp_path):
+    engine = tiny_engine("llama")
+    old = os.umask(0o022)
+    try:
+        engine.save(tmp_path / "model")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o755
+
+
+def test_devices():
+    assert pick_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert pick_device("auto") == torch.device("cpu")
+        with pytest.raises(ValueError, match="device='cuda:1', but torch sees no CUDA device"):
+            pick_device("cuda:1")
+
+
+def test_importing_the_package_does_not_import_transformers():
+    code = "import realign.engines, sys; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bad_fields_are_refused_by_name():
+    with pytest.raises(ValueError, match="'policy' is not a valid Head"):
+        TransformersModel("x", head="policy")
+    with pytest.raises(ValueError, match="max_nonfinite_in_a_row must be at least 1, found 0"):
+        TransformersModel("x", max_nonfinite_in_a_row=0)
