@@ -206,6 +206,13 @@ def test_autocast_sets_the_matrix_product_in_both_passes():
     torch.testing.assert_close(grads, expected, rtol=0.1, atol=0.1)
 
 
+def test_autocast_leaves_fp64_alone():
+    leaves, head, targets = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, _ = token_logprobs(leaves[0], head, targets)
+    assert torch.equal(inside, token_logprobs(leaves[0], head, targets)[0])
+
+
 def test_a_wider_weight_is_not_rounded_to_the_hidden_states():
     leaves, head, targets = make(dtype=torch.float32)
     hidden = leaves[0].detach().bfloat16()
