@@ -89,8 +89,6 @@ class SequenceSample:
         data = {k: x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for k, x in self.data.items()}
         return SequenceSample, (self.ids, data, dict(self.lengths), dict(self.metadata))
 
-    # --- building ---
-
     @classmethod
     def from_sequences(
         cls,
@@ -172,8 +170,6 @@ class SequenceSample:
             raise ValueError(f"key {key!r}, id {i!r}: lengths {list(got)}, expected {list(want)}")
         return x
 
-    # --- looking ---
-
     @property
     def keys(self) -> set[str]:
         """Names of everything held: packed tensors and metadata."""
@@ -232,8 +228,6 @@ class SequenceSample:
         lines = [f"  {key:<16} {describe(self.data[key], n)}" for key, n in self.lengths.items()]
         lines += [f"  {key:<16} one object per prompt" for key in self.metadata]
         return "\n".join([head, *lines])
-
-    # --- choosing ---
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
         """Only these keys."""

@@ -1,0 +1,257 @@
+"""The graph of RPCs: what it refuses, what it suggests, and the order that it finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats
+from realign.api.dataflow import nearest
+
+GEN = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=("input_ids", "logprobs"))
+REWARD = RPC("reward_inf", "reward", "inference", inputs=("input_ids",), outputs=("rewards",))
+REF = RPC(
+    "ref_inf",
+    "ref",
+    "inference",
+    inputs=("input_ids",),
+    outputs=("ref_logprobs",),
+    rename={"logprobs": "ref_logprobs"},
+)
+TRAIN = RPC("actor_train", "actor", "train_step", inputs=("input_ids", "logprobs", "ref_logprobs", "rewards"))
+
+
+def graph(*rpcs: RPC, **fields: Any) -> DataflowGraph:
+    return DataflowGraph(rpcs or (GEN, REWARD, REF, TRAIN), **{"dataset_keys": ("prompt_ids",), **fields})
+
+
+def names(found: DataflowGraph) -> list[str]:
+    return [rpc.name for rpc in found.order]
+
+
+def test_edges_follow_from_keys() -> None:
+    found = graph()
+    assert found.producers == {
+        "input_ids": "actor_gen",
+        "logprobs": "actor_gen",
+        "rewards": "reward_inf",
+        "ref_logprobs": "ref_inf",
+    }
+    assert found.edges == {
+        "actor_gen": {},
+        "reward_inf": {"actor_gen": ("input_ids",)},
+        "ref_inf": {"actor_gen": ("input_ids",)},
+        "actor_train": {
+            "actor_gen": ("input_ids", "logprobs"),
+            "ref_inf": ("ref_logprobs",),
+            "reward_inf": ("rewards",),
+        },
+    }
+    assert found.unread() == []
+
+
+@settings(deadline=None)
+@given(st.permutations([GEN, REWARD, REF, TRAIN]))
+def test_the_order_obeys_the_edges_and_is_as_declared_where_they_allow(rpcs: list[RPC]) -> None:
+    order = names(graph(*rpcs))
+    assert order[0] == "actor_gen"
+    assert order[-1] == "actor_train"
+    assert order[1:3] == [rpc.name for rpc in rpcs if rpc.method == "inference"]
+    assert order == names(graph(*rpcs))
+
+
+@settings(deadline=None)
+@given(st.permutations([f"rpc{i}" for i in range(6)]))
+def test_free_calls_stay_as_declared(declared: list[str]) -> None:
+    rpcs = [RPC(name, "m", "inference", outputs=(f"key_{name}",)) for name in declared]
+    assert names(graph(*rpcs)) == declared
+
+
+@settings(deadline=None)
+@given(st.integers(2, 7), st.data())
+def test_any_graph_without_a_circle_is_ordered_by_first_come_among_the_ready(n: int, data: st.DataObject) -> None:
+    after = {i: data.draw(st.sets(st.integers(0, i - 1))) if i else set() for i in range(n)}
+    declared = data.draw(st.permutations(range(n)))
+    rpcs = [RPC(str(i), "m", "inference", after=tuple(map(str, sorted(after[i])))) for i in declared]
+    want: list[int] = []
+    while len(want) < n:  # the first declared call whose predecessors are done
+        want.append(next(i for i in declared if i not in want and after[i] <= set(want)))
+    assert names(graph(*rpcs)) == [str(i) for i in want]
+
+
+def test_a_models_inference_comes_before_its_train_step() -> None:
+    train = RPC("train", "actor", "train_step", inputs=("prompt_ids",))
+    score = RPC("score", "actor", "inference", inputs=("prompt_ids",), outputs=("values",))
+    other = RPC("other", "critic", "inference", inputs=("prompt_ids",), outputs=("critic_values",))
+    found = graph(train, other, score)
+    assert names(found) == ["other", "score", "train"]
+    assert found.edges["train"] == {"score": ()}  # and no edge to a call of another model
+    assert names(graph(train, other)) == ["train", "other"]
+    assert names(graph(train, replace(score, method="generate"))) == ["score", "train"]
+
+
+def test_two_train_steps_of_a_model_stay_as_declared() -> None:
+    first, second = (RPC(name, "actor", "train_step") for name in ("warm_up", "train"))
+    assert names(graph(first, second)) == ["warm_up", "train"]
+    assert names(graph(replace(first, after=("train",)), second)) == ["train", "warm_up"]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: graph(GEN, replace(TRAIN, inputs=("input_ids", "logprob"))),
+            r"RPC 'actor_train' reads key 'logprob', which nothing produces; did you mean 'logprobs'\? "
+            r"\(valid: input_ids, logprobs, prompt_ids\)",
+        ),
+        (
+            lambda: graph(replace(GEN, inputs=("prompt_id",))),
+            r"RPC 'actor_gen' reads key 'prompt_id', .* did you mean 'prompt_ids'\?",
+        ),
+        (
+            lambda: graph(GEN, replace(REWARD, outputs=("logprobs",))),
+            "key 'logprobs' is produced twice: by RPC 'actor_gen' and by RPC 'reward_inf'",
+        ),
+        (
+            lambda: graph(GEN, dataset_keys=("prompt_ids", "logprobs")),
+            "key 'logprobs' is produced twice: by RPC 'actor_gen' and by the dataset",
+        ),
+        (lambda: graph(GEN, GEN), "two RPCs are named 'actor_gen'; names must be distinct"),
+        (
+            lambda: graph(GEN, replace(REWARD, after=("actor_genn",))),
+            r"RPC 'reward_inf' comes after 'actor_genn', which is not an RPC; did you mean 'actor_gen'\?",
+        ),
+        (
+            lambda: graph(results=("truncated",)),
+            r"results keep key 'truncated', which nothing produces \(valid: ",
+        ),
+        (
+            lambda: graph(RPC("a", "m", "inference", ("y",), ("x",)), RPC("b", "m", "inference", ("x",), ("y",))),
+            "the RPCs wait for each other in a circle: (a -> b -> a|b -> a -> b)",
+        ),
+        (lambda: graph(RPC("a", "m", "inference", ("x",), ("x",))), "in a circle: a -> a"),
+        (lambda: graph(replace(GEN, after=("actor_train",)), REWARD, REF, TRAIN), "in a circle: .*actor_train"),
+    ],
+)
+def test_trap_g6_a_bad_graph_is_refused_with_a_suggestion(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"method": "train"},
+            r"unknown method 'train'; did you mean 'train_step'\? \(valid: generate, inference, train_step\)",
+        ),
+        (
+            {"rename": {"logprobs": "ref_logprob"}},
+            r"renames to 'ref_logprob', which it does not declare; did you mean 'ref_logprobs'\?",
+        ),
+        ({"rename": {"a": "ref_logprobs", "b": "ref_logprobs"}}, "renames two names to 'ref_logprobs'"),
+        (
+            {"inputs": ("logprobs", "values"), "rename": {"logprobs": "values"}},
+            "after the rename .* would know two of logprobs, values as 'logprobs'",
+        ),
+        ({"inputs": "input_ids"}, "inputs must be a tuple of names, found the text 'input_ids'"),
+        ({"outputs": "x"}, "outputs must be a tuple of names"),
+        ({"after": "actor_gen"}, "after must be a tuple of names"),
+        ({"outputs": ("x", "x"), "rename": {}}, "outputs hold 'x' twice"),
+        (
+            {"method": "train_step", "outputs": ("values",), "rename": {}},
+            "a train_step gives metrics, no keys; found values",
+        ),
+    ],
+)
+def test_trap_g6_a_bad_rpc_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"RPC 'ref_inf':? {message}"):
+        replace(REF, **change)
+
+
+def test_a_key_may_be_read_and_written_under_one_inner_name() -> None:
+    """The reference reads the graph's `logprobs` as it is and writes its own as `ref_logprobs`."""
+    rpc = replace(REF, inputs=("input_ids", "logprobs"))
+    assert names(graph(GEN, rpc)) == ["actor_gen", "ref_inf"]
+
+
+def test_unread_keys_are_listed_unless_they_are_results() -> None:
+    rpcs = (GEN, replace(REWARD, outputs=("rewards", "reward")), REF, TRAIN)
+    assert graph(*rpcs).unread() == ["reward"]
+    assert graph(*rpcs, results=("reward",)).unread() == []
+    assert graph(GEN).unread() == ["input_ids", "logprobs"]
+
+
+def test_an_empty_graph_has_an_empty_order() -> None:
+    assert DataflowGraph(()).order == ()
+
+
+class Policy(ModelInterface):
+    """Generates and trains."""
+
+    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        return data
+
+    def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
+        return {}
+
+
+class Scorer(ModelInterface):
+    """Scores with a network."""
+
+    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        return data
+
+
+class Rule(Scorer):
+    """Scores without one."""
+
+    needs_engine = False
+
+
+ROLES: dict[str, type[ModelInterface]] = {"actor": Policy, "ref": Scorer, "reward": Rule}
+
+
+def test_roles_that_can_do_their_work_pass() -> None:
+    graph().check_roles(ROLES, ["actor", "ref"])
+    graph().check_roles(ROLES, iter(["actor", "ref", "reward"]))
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "models", "message"),
+    [
+        (
+            {"actor": Policy, "ref": Scorer, "rewards": Rule},
+            ["actor", "ref"],
+            r"RPC 'reward_inf' uses role 'reward', which has no interface; did you mean 'rewards'\? "
+            r"\(valid: actor, ref, rewards\)",
+        ),
+        (
+            ROLES,
+            ["actor", "reference"],
+            r"RPC 'ref_inf' uses role 'ref', which has no model .*valid: actor, reference",
+        ),
+        ({**ROLES, "reward": Scorer}, ["actor", "ref"], "RPC 'reward_inf' uses role 'reward', which has no model"),
+        (
+            {**ROLES, "actor": Scorer},
+            ["actor", "ref"],
+            r"RPC 'actor_gen' calls generate, which Scorer does not implement; it has \['inference'\]",
+        ),
+        ({**ROLES, "ref": Policy}, ["actor", "ref"], r"inference, which Policy .* it has \['generate', 'train_step'\]"),
+    ],
+)
+def test_trap_g6_a_role_that_cannot_is_refused_before_anything_loads(
+    interfaces: dict[str, type[ModelInterface]], models: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        graph().check_roles(interfaces, models)
+
+
+def test_the_nearest_name_is_suggested_and_all_are_listed() -> None:
+    assert nearest("rewrd", ["values", "reward"]) == "; did you mean 'reward'? (valid: reward, values)"
+    assert nearest("zzz", ["b", "a"]) == " (valid: a, b)"
+    assert nearest("x", []) == " (valid: none)"

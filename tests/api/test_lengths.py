@@ -1,0 +1,114 @@
+"""`Lengths` against nested lists of integers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import Lengths
+
+NESTED = st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6)
+EXAMPLE = Lengths.of([[3, 0], [], [2]])
+
+
+@settings(deadline=None)
+@given(NESTED)
+def test_boundaries_are_those_of_the_nested_lists(nested: list[list[int]]) -> None:
+    lengths = Lengths.of(nested)
+    flat = [n for group in nested for n in group]
+    assert lengths.nested() == tuple(map(tuple, nested))
+    assert lengths.total == sum(flat)
+    assert lengths.starts.tolist() == [sum(flat[:i]) for i in range(len(flat) + 1)]
+    assert lengths.sequence_starts.tolist() == [sum(map(len, nested[:i])) for i in range(len(nested) + 1)]
+    assert lengths.per_prompt.tolist() == list(map(sum, nested))
+    assert lengths.prompt_of_sequence.tolist() == [p for p, group in enumerate(nested) for _ in group]
+    assert lengths.ones().nested() == tuple((1,) * len(group) for group in nested)
+
+
+@settings(deadline=None)
+@given(NESTED, NESTED)
+def test_join_concatenates_and_equality_is_of_content(a: list[list[int]], b: list[list[int]]) -> None:
+    joined = Lengths.join([Lengths.of(a), Lengths.of(b)])
+    assert joined == Lengths.of(a + b)
+    assert (Lengths.of(a) == Lengths.of(b)) == (a == b)
+    assert Lengths.of(a).same_sequences(Lengths.of(b)) == ([*map(len, a)] == [*map(len, b)])
+    assert Lengths.of(a) != a
+
+
+@settings(deadline=None)
+@given(NESTED, st.data())
+def test_chosen_rows_are_those_of_the_chosen_sequences(nested: list[list[int]], data: st.DataObject) -> None:
+    lengths = Lengths.of(nested)
+    n = len(lengths.flat)
+    chosen = np.array(data.draw(st.lists(st.integers(0, n - 1), unique=True) if n else st.just([])), dtype=np.int64)
+    rows = lengths.rows(chosen)
+    every = np.arange(lengths.total)
+    found = rows.tolist() if isinstance(rows, torch.Tensor) else [int(r) for run in rows for r in every[run]]
+    starts = lengths.starts.tolist()
+    assert found == [row for s in chosen for row in range(starts[s], starts[s + 1])]
+
+
+@settings(deadline=None)
+@given(NESTED, st.data())
+def test_prompts_are_chosen_with_their_sequences(nested: list[list[int]], data: st.DataObject) -> None:
+    lengths = Lengths.of(nested)
+    order = data.draw(st.permutations(range(len(nested))))
+    chosen = np.array(order[: data.draw(st.integers(0, len(nested)))], dtype=np.int64)
+    sequences, counts = lengths.sequences_of(chosen)
+    assert lengths.take(sequences, counts) == Lengths.of([nested[p] for p in chosen])
+    start = data.draw(st.integers(0, len(nested)))
+    stop = data.draw(st.integers(start, len(nested)))
+    assert lengths.between(start, stop) == Lengths.of(nested[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("nested", "message"),
+    [
+        ([[1, -2]], r"Lengths.flat must not be negative, found -2 at 1"),
+        ([[1.5]], r"Lengths.flat must be a list of integers, found float64 of shape \[1\]"),
+        ([[True, False]], r"Lengths.flat must be a list of integers, found bool"),
+        ([["3"]], r"Lengths.flat must be a list of integers, found <U1"),
+    ],
+)
+def test_a_length_is_a_natural_number(nested: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Lengths.of(nested)
+
+
+def test_counts_and_lengths_must_be_of_the_same_sequences() -> None:
+    with pytest.raises(ValueError, match="counts sum to 3 sequences, but 1 are given"):
+        Lengths(np.array([1, 2]), np.array([4]))
+    with pytest.raises(ValueError, match=r"Lengths.counts must be a list of integers, found int64 of shape \[1, 1\]"):
+        Lengths(np.array([[1]]), np.array([4]))
+
+
+@pytest.mark.parametrize(
+    "made", [EXAMPLE, pickle.loads(pickle.dumps(EXAMPLE)), copy.deepcopy(EXAMPLE), EXAMPLE.between(0, 3)]
+)
+def test_nothing_of_it_can_be_written_to(made: Lengths) -> None:
+    assert made == EXAMPLE
+    for array in (made.counts, made.flat, made.starts, made.sequence_starts, made.per_prompt, made.prompt_of_sequence):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+
+
+def test_the_callers_arrays_stay_the_callers() -> None:
+    counts, flat = np.array([2]), np.array([3, 4])
+    lengths = Lengths(counts, flat)
+    flat[0] = 9
+    assert lengths.nested() == ((3, 4),)
+
+
+def test_it_prints_short() -> None:
+    assert repr(Lengths.of([[1] * 1000] * 3)) == "Lengths(3 prompts, 3000 sequences, 3000 rows)"
+
+
+def test_it_is_compared_by_content_and_so_has_no_hash() -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(EXAMPLE)

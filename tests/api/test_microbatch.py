@@ -1,0 +1,231 @@
+"""The micro-batch plan: what holds for every plan, and the traps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from realign.api import Lengths, MicroBatchSpec, SequenceSample, plan_microbatches
+
+NESTED = st.lists(st.lists(st.integers(0, 30), max_size=5), max_size=12)
+LIMIT = st.one_of(st.none(), st.integers(30, 120))
+
+
+def loads_of(plan: list[np.ndarray], nested: list[list[int]]) -> list[int]:
+    flat = [n for group in nested for n in group]
+    return [sum(flat[s] for s in part) for part in plan]
+
+
+def owners_of(nested: list[list[int]]) -> list[int]:
+    return [p for p, group in enumerate(nested) for _ in group]
+
+
+def units_of(nested: list[list[int]], limit: int | None) -> list[int]:
+    """Loads of the pieces that may not be cut."""
+    units: list[int] = []
+    for group in nested:
+        whole = limit is None or sum(group) <= limit
+        units += ([sum(group)] if group else []) if whole else group
+    return units
+
+
+@settings(deadline=None)
+@given(NESTED, LIMIT, st.integers(1, 8))
+def test_every_sequence_stands_in_exactly_one_microbatch_within_the_budget(
+    nested: list[list[int]], limit: int | None, n: int
+) -> None:
+    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, n))
+    assert sorted(s for part in plan for s in part) == list(range(sum(map(len, nested))))
+    assert all(len(part) and (np.diff(part) > 0).all() for part in plan)
+    assert [part[0] for part in plan] == sorted(part[0] for part in plan)
+    if limit is not None:
+        assert max(loads_of(plan, nested), default=0) <= limit
+
+
+@settings(deadline=None)
+@given(NESTED, LIMIT, st.integers(1, 8))
+def test_a_group_is_cut_only_if_it_alone_exceeds_the_budget(nested: list[list[int]], limit: int | None, n: int) -> None:
+    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, n))
+    owners = owners_of(nested)
+    for prompt, group in enumerate(nested):
+        parts = sum(any(owners[s] == prompt for s in part) for part in plan)
+        if limit is None or sum(group) <= limit:
+            assert parts == bool(group)
+
+
+@settings(deadline=None)
+@given(NESTED, LIMIT, st.integers(1, 8))
+def test_the_number_is_at_least_what_is_asked_and_bounded(nested: list[list[int]], limit: int | None, n: int) -> None:
+    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, n))
+    units = units_of(nested, limit)
+    asked = min(n, len(units))
+    if limit is None:
+        assert len(plan) == asked
+    else:
+        needed = max(asked, math.ceil(sum(units) / limit))
+        over_half = sum(2 * unit > limit for unit in units)
+        assert needed <= len(plan) <= max(needed, math.ceil(2 * sum(units) / limit), over_half)
+
+
+@settings(deadline=None)
+@given(NESTED, st.integers(1, 8))
+def test_loads_differ_by_one_group_at_most(nested: list[list[int]], n: int) -> None:
+    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(None, n))
+    loads = loads_of(plan, nested)
+    assert not loads or max(loads) - min(loads) <= max(units_of(nested, None))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_largest_load_is_within_grahams_bound_of_the_best(sizes: list[int], n: int) -> None:
+    n = min(n, len(sizes))
+    plan = plan_microbatches(Lengths.of([[size] for size in sizes]), MicroBatchSpec(None, n))
+    assignments = itertools.product(range(n), repeat=len(sizes))
+    best = min(max(sum(s for s, b in zip(sizes, a, strict=True) if b == i) for i in range(n)) for a in assignments)
+    assert max(loads_of(plan, [[size] for size in sizes])) <= (4 / 3 - 1 / (3 * n)) * best + 1e-9
+
+
+@settings(deadline=None)
+@given(NESTED, LIMIT, st.integers(1, 4))
+def test_the_plan_is_a_pure_function(nested: list[list[int]], limit: int | None, n: int) -> None:
+    plans = [plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, n)) for _ in range(2)]
+    assert [p.tolist() for p in plans[0]] == [p.tolist() for p in plans[1]]
+
+
+def test_a_plan_worked_by_hand() -> None:
+    lengths = Lengths.of([[5, 4], [8], [2, 2], [3, 3, 9], [1]])
+    # Budget 10: prompt 3 (15 tokens) is cut into 3, 3, 9; 37 tokens need 4. Largest first, to the emptiest:
+    # 9 (prompt 0), 9 (sequence 7), 8, and 4 open them; 3 and 3 go to the 4, and 1 to the 8.
+    plan = plan_microbatches(lengths, MicroBatchSpec(10))
+    assert [p.tolist() for p in plan] == [[0, 1], [2, 8], [3, 4, 5, 6], [7]]
+
+
+def test_loads_are_evened_out_over_what_was_opened_late() -> None:
+    """13 of 5 under 19: four could hold 65 tokens, but not 13 pieces; the fifth is not left with the last piece."""
+    nested = [[5]] * 13
+    assert sorted(loads_of(plan_microbatches(Lengths.of(nested), MicroBatchSpec(19)), nested)) == [10, 10, 15, 15, 15]
+
+
+def test_loads_are_left_uneven_where_evening_out_would_break_the_budget() -> None:
+    sizes = [31, 30, 30, 28, 28, 27, 17, 15, 11, 11, 9]  # 15 + 11 + 9 would be 35
+    nested = [[size] for size in sizes]
+    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(34))
+    assert loads_of(plan, nested) == [31, 30, 30, 28, 28, 27, 32, 31]
+
+
+def test_a_group_of_exactly_the_budget_stays_whole() -> None:
+    plan = plan_microbatches(Lengths.of([[5, 5], [4], [4]]), MicroBatchSpec(10))
+    assert [p.tolist() for p in plan] == [[0, 1], [2, 3]]
+
+
+def test_trap_d10_never_over_the_cap() -> None:
+    lengths = Lengths.of([[7]] * 8)
+    plan = plan_microbatches(lengths, MicroBatchSpec(8))
+    assert [p.tolist() for p in plan] == [[i] for i in range(8)]  # ceil(56 / 8) would be 7
+    assert len(plan_microbatches(Lengths.of([[7] * 8]), MicroBatchSpec(8))) == 8
+
+
+@pytest.mark.parametrize(
+    ("ids", "owner"), [(None, "prompt 1 of the batch"), (("a", "b"), "id 'b'")], ids=["position", "id"]
+)
+def test_trap_d10_a_sequence_over_the_cap_is_named(ids: tuple[str, ...] | None, owner: str) -> None:
+    with pytest.raises(ValueError, match=f"sequence 2 of {owner} has 9 tokens, more than max_tokens_per_microbatch=8"):
+        plan_microbatches(Lengths.of([[3], [1, 2, 9]]), MicroBatchSpec(8), ids)
+
+
+def test_split_names_the_id_of_a_sequence_over_the_cap() -> None:
+    sample = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1]], [[1, 2, 3]]]})
+    with pytest.raises(ValueError, match="sequence 0 of id 'b' has 3 tokens"):
+        sample.split(MicroBatchSpec(2))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=8), NESTED)
+def test_trap_d9_ranks_that_agree_on_the_largest_number_get_it(short: list[list[int]], long: list[list[int]]) -> None:
+    """Each rank plans, all take the largest number as the minimum, and a rank with as many groups reaches it."""
+    limit = 90
+    plans = [plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit)) for nested in (short, long)]
+    agreed = max(map(len, plans))
+    for nested in (short, long):
+        n_units = len(units_of(nested, limit))
+        again = plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, agreed))
+        assert len(again) >= min(agreed, n_units)
+        assume(n_units >= agreed)
+        assert len(again) == agreed
+
+
+def test_trap_d9_five_long_and_five_short() -> None:
+    short = plan_microbatches(Lengths.of([[5]] * 5), MicroBatchSpec(100, n_microbatches=5))
+    assert len(short) == len(plan_microbatches(Lengths.of([[90]] * 5), MicroBatchSpec(100))) == 5
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_trap_a14_empty_sequences_stand_in_the_plan(limit: int | None) -> None:
+    plan = plan_microbatches(Lengths.of([[0], [0, 0], [], [1]]), MicroBatchSpec(limit, n_microbatches=3))
+    assert [p.tolist() for p in plan] == [[0], [1, 2], [3]]
+    assert plan_microbatches(Lengths.of([[], []]), MicroBatchSpec(limit)) == []
+    assert plan_microbatches(Lengths.of([]), MicroBatchSpec(limit, n_microbatches=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch must be at least 1, found 0"),
+        ({"n_microbatches": 0}, "n_microbatches must be at least 1, found 0"),
+    ],
+)
+def test_a_spec_is_checked(spec: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MicroBatchSpec(**spec)
+
+
+def batch() -> SequenceSample:
+    return SequenceSample.from_sequences(
+        ["a", "b", "c"], {"input_ids": [[[1, 2], [3]], [[4, 5, 6]], [[7], [8, 9]]], "prompt_ids": [[[0]]] * 3}
+    )
+
+
+def test_restore_takes_one_part_for_each_microbatch_in_order() -> None:
+    batches = batch().split(MicroBatchSpec(3))
+    assert len(batches) == 3
+    assert batches[0].ids == ("a",)
+    assert [mb.ids for mb in batches[1:]] == [("b",), ("c",)]
+    results = [
+        SequenceSample(mb.ids).with_data({"x": mb["input_ids"]}, lengths=mb.lengths["input_ids"]) for mb in batches
+    ]
+    assert batches.restore(results)["x"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    with pytest.raises(ValueError, match="restore got 2 parts of 3 micro-batches"):
+        batches.restore(results[:2])
+    with pytest.raises(ValueError, match="a part of ids 'c' for the micro-batch of ids 'a'"):
+        batches.restore([results[2], results[1], results[0]])
+
+
+def test_restore_refuses_parts_that_do_not_fit() -> None:
+    batches = batch().split(MicroBatchSpec(3))
+    scored = [mb.with_sequences(score=torch.zeros(mb.n_sequences)) for mb in batches]
+    parts = [mb.select(["score"]) for mb in scored]
+    with pytest.raises(ValueError, match="key 'score' is absent for ids 'b', but present for others"):
+        batches.restore([parts[0], parts[1].select([]), parts[2]])
+    with pytest.raises(ValueError, match="key 'prompt_ids' has 1 sequences for the 2 of the micro-batch with ids 'a'"):
+        batches.restore([mb.select(["prompt_ids"]) for mb in batches])
+    double = [parts[0], parts[1].with_data({"score": torch.zeros(1).double()}, like="score"), parts[2]]
+    with pytest.raises(ValueError, match="key 'score' is float64 for 'b', but float32 for 'a'"):
+        batches.restore(double)
+
+
+def test_restore_of_nothing_keeps_the_ids() -> None:
+    empty = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[], []]}, {"row": [1, 2]})
+    batches = empty.split(MicroBatchSpec(3))
+    assert len(batches) == 0
+    assert batches.restore([]).ids == ("a", "b")
+    assert batches.restore([]).keys == set()
+
+
+def test_microbatches_print_short() -> None:
+    assert repr(batch().split(MicroBatchSpec(3))) == "MicroBatches(3 micro-batches of 3 to 3 rows of 'input_ids')"

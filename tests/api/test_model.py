@@ -1,0 +1,167 @@
+"""Sampling settings, seeds, and what an interface does by default."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
+from realign.api.model import METHODS, implements
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n": 0}, "generation.n must be at least 1, found 0"),
+        ({"max_new_tokens": 0}, "generation.max_new_tokens must be at least 1, found 0"),
+        ({"min_new_tokens": -1}, "generation.min_new_tokens must be from 0 to max_new_tokens, found -1"),
+        ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens must be from 0 to max_new_tokens, found 4"),
+        (
+            {"temperature": 0.0},
+            r"temperature must be finite and at least 0.01 \(for the most .* greedy=true\), found 0",
+        ),
+        ({"temperature": math.nan}, "generation.temperature must be finite .* found nan"),
+        ({"temperature": math.inf}, "generation.temperature must be finite .* found inf"),
+        ({"top_k": -1}, r"generation.top_k must be at least 0 \(0 keeps all tokens\), found -1"),
+        ({"top_p": 0.0}, r"generation.top_p must be in \(0, 1\], found 0.0"),
+        ({"top_p": 1.1}, r"generation.top_p must be in \(0, 1\], found 1.1"),
+        ({"top_p": math.nan}, "generation.top_p must be in .* found nan"),
+        ({"max_slots": 0}, "generation.max_slots must be at least 1, or null, found 0"),
+        ({"stop_token_ids": [2, -1]}, r"generation.stop_token_ids must be token ids, from 0 on, found \[2, -1\]"),
+        ({"stop_strings": ["x", ""]}, "generation.stop_strings holds an empty string"),
+    ],
+)
+def test_settings_are_checked_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.01, "top_p": 1.0, "n": 1, "max_new_tokens": 1, "min_new_tokens": 1, "fixed_length": True},
+        {"stop_token_ids": [], "stop_strings": ["\n"], "max_slots": 1, "temperature": 2.0},
+        {"stop_token_ids": [0], "fixed_length": True},
+    ],
+)
+def test_settings_at_the_edge_that_leave_the_distribution_alone(settings: dict[str, Any]) -> None:
+    assert GenerationConfig(**settings).distorted() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"greedy": True}, ["greedy=True"]),
+        ({"top_k": 5}, ["top_k=5"]),
+        ({"top_p": 0.9}, ["top_p=0.9"]),
+        ({"min_new_tokens": 2}, ["min_new_tokens=2"]),
+        ({"top_k": 1, "top_p": 0.5, "greedy": True}, ["greedy=True", "top_k=1", "top_p=0.5"]),
+    ],
+)
+def test_trap_b4_settings_that_distort_the_distribution_are_listed(settings: dict[str, Any], found: list[str]) -> None:
+    assert GenerationConfig(**settings).distorted() == found
+
+
+def test_two_configs_share_no_list() -> None:
+    GenerationConfig().stop_strings.append("x")
+    assert GenerationConfig().stop_strings == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "seed"),
+    [
+        ((0,), 7520536977032167579),
+        ((0, "actor", "generate", 0), 495410702917157397),
+        ((1, "actor", "generate", 0), 7929838740149267790),
+        ((0, "actor", "generate", 1), 6716300752921429137),
+        ((2**63, "épreuve", -1), 5806234481491241196),
+    ],
+)
+def test_seeds_never_drift(parts: tuple[Any, ...], seed: int) -> None:
+    assert derive_seed(*parts) == seed
+
+
+PARTS = st.lists(st.one_of(st.text(max_size=4), st.integers()), max_size=4)
+
+
+@settings(deadline=None)
+@given(st.integers(), PARTS, st.integers(), PARTS)
+def test_another_use_has_another_seed(a: int, some: list[str | int], b: int, other: list[str | int]) -> None:
+    assert 0 <= derive_seed(a, *some) < 2**63
+    assert (derive_seed(a, *some) == derive_seed(b, *other)) == ((a, some) == (b, other))
+
+
+def test_names_of_uses_do_not_run_together() -> None:
+    uses = [("a", "b"), ("a/b",), ("ab",), ("a", "b", ""), ("a", '", "b'), ("1",), (1,), ("",), ()]
+    assert len({derive_seed(0, *use) for use in uses}) == len(uses)
+    assert derive_seed(np.int64(3), np.int32(1)) == derive_seed(3, 1)
+
+
+def test_seeds_look_random() -> None:
+    """Seeds of neighbouring uses agree in half of their 63 bits, on average (6 standard errors)."""
+    uses = itertools.product(range(10), ("actor", "ref"), range(20))
+    seeds = [derive_seed(root, role, step) for root, role, step in uses]
+    assert len(set(seeds)) == 400
+    differing = [(a ^ b).bit_count() for a, b in itertools.pairwise(seeds)]
+    assert abs(np.mean(differing) - 31.5) < 6 * math.sqrt(63 / 4 / len(differing))
+
+
+@dataclass
+class CountingEngine:
+    """Notes the versions that it is told."""
+
+    versions: list[int] = field(default_factory=list)
+
+    def start_step(self, version: int) -> None:
+        self.versions.append(version)
+
+
+def test_a_model_counts_its_steps_and_derives_seeds_from_them() -> None:
+    engine = CountingEngine()
+    model = Model("actor", engine, seed=5)  # type: ignore[arg-type]
+    seeds = [model.call_seed("generate")]
+    for _ in range(2):
+        model.advance()
+        seeds.append(model.call_seed("generate"))
+    assert engine.versions == [1, 2]
+    assert seeds == [derive_seed(5, "actor", "generate", version) for version in range(3)]
+    assert model.call_seed("minibatches") not in seeds
+    assert model.machine is engine
+
+
+def test_a_role_without_a_network_says_so() -> None:
+    with pytest.raises(ValueError, match=r"role 'reward' has no model: give it one under models\.reward"):
+        _ = Model("reward", None).machine
+
+
+class Scorer(ModelInterface):
+    """Implements one method."""
+
+    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        return data
+
+
+def test_an_interface_implements_what_it_overrides() -> None:
+    assert [method for method in METHODS if implements(Scorer, method)] == ["inference"]
+    model, data = Model("m", None), SequenceSample(())
+    assert Scorer().inference(model, data, MicroBatchSpec()) is data
+    for method in ("generate", "train_step"):
+        with pytest.raises(NotImplementedError, match=f"Scorer has no {method}"):
+            getattr(Scorer(), method)(model, data, MicroBatchSpec())
+
+
+def test_an_interface_without_state_takes_none() -> None:
+    scorer = Scorer()
+    assert scorer.state_dict() == {}
+    scorer.load_state_dict({})
+    scorer.close()
+    with pytest.raises(ValueError, match=r"Scorer keeps no state, but got \['kl'\]"):
+        scorer.load_state_dict({"kl": 1})

@@ -1,0 +1,132 @@
+"""Metrics: what merging means, and that no cut of the batch shows in them (TRAPS 1.21)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from realign.api import Max, Mean, Min, Stats, Sum, masked_max, masked_mean, merge_stats, stat_values
+
+ROWS = st.lists(st.tuples(st.integers(-50, 50), st.booleans()), min_size=1, max_size=12)
+
+
+def t(value: float) -> Tensor:
+    return torch.tensor(value)
+
+
+def metrics(rows: list[tuple[int, bool]]) -> Stats:
+    """One of each kind, over numbers that floats hold exactly."""
+    x = torch.tensor([float(v) for v, _ in rows])
+    mask = torch.tensor([m for _, m in rows])
+    return {
+        "mean": masked_mean(x, mask),
+        "max": masked_max(x, mask),
+        "min": Min(-masked_max(-x, mask).value),
+        "sum": Sum((x * mask).sum()),
+        "count": Sum(mask.sum()),
+    }
+
+
+@settings(deadline=None)
+@given(ROWS, st.data())
+def test_trap_d12_metrics_are_those_of_the_whole_however_it_is_cut(
+    rows: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(rows))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows) - 1)) if len(rows) > 1 else st.just(set())))
+    parts = [metrics(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+    k = data.draw(st.integers(0, len(parts)))
+    nested = merge_stats([merge_stats(parts[:k]), merge_stats(parts[k:])])  # micro-batches, then ranks
+    chosen = [v for v, m in rows if m]
+    want = {"sum": sum(chosen), "count": len(chosen)}
+    if chosen:
+        want |= {"max": max(chosen), "min": min(chosen), "mean": pytest.approx(sum(chosen) / len(chosen), rel=1e-12)}
+    assert stat_values(merge_stats(parts)) == stat_values(nested) == stat_values(metrics(rows)) == want
+
+
+def test_a_metric_of_nothing_is_left_out_and_a_sum_of_nothing_is_zero() -> None:
+    nothing = torch.zeros(3, dtype=torch.bool)
+    x = torch.tensor([1.0, math.nan, math.inf])
+    stats: Stats = {"mean": masked_mean(x, nothing), "max": masked_max(x, nothing), "min": Min(t(math.inf))}
+    assert stat_values({**stats, "sum": Sum(t(0.0))}) == {"sum": 0.0}
+    assert stat_values({}) == {}
+    assert stat_values(merge_stats([])) == {}
+
+
+def test_what_is_infinite_or_nan_is_shown() -> None:
+    found = stat_values({"max": Max(t(math.inf)), "min": Min(t(-math.inf)), "nan": Mean(t(math.nan), t(2))})
+    assert found["max"] == math.inf
+    assert found["min"] == -math.inf
+    assert math.isnan(found["nan"])
+
+
+def test_masked_slots_have_no_effect() -> None:
+    mask = torch.tensor([True, False, True])
+    x = torch.tensor([1.0, math.nan, 4.0], requires_grad=True)
+    mean, largest = masked_mean(x, mask), masked_max(x, mask)
+    assert stat_values({"mean": mean, "max": largest}) == {"mean": 2.5, "max": 4.0}
+    assert not mean.total.requires_grad
+    assert not largest.value.requires_grad
+    assert stat_values({"max": masked_max(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}) == {}
+
+
+def test_a_mean_is_weighted_and_a_sum_is_reported_as_it_is() -> None:
+    parts: list[Stats] = [{"m": Mean(t(2.0), t(1)), "n": Sum(t(3))}, {"m": Mean(t(1.0), t(3))}, {"n": Sum(t(4))}]
+    assert stat_values(merge_stats(parts)) == {"m": 0.75, "n": 7.0}
+
+
+def test_a_plain_pair_is_a_mean() -> None:
+    pair = (t(3.0), t(2))
+    assert stat_values({"m": pair}) == {"m": 1.5}
+    merged = merge_stats([{"m": pair}, {"m": Mean(t(1.0), t(2))}])
+    assert isinstance(merged["m"], Mean)
+    assert stat_values(merged) == {"m": 1.0}
+
+
+def test_truth_values_and_half_precision_add_up() -> None:
+    yes = torch.tensor(True)
+    half = torch.tensor(1.0, dtype=torch.bfloat16)
+    parts = [{"n": Sum(yes), "share": Mean(yes, yes), "half": Sum(half)} for _ in range(300)]
+    assert stat_values(merge_stats(parts)) == {"n": 300.0, "share": 1.0, "half": 300.0}
+
+
+def test_merging_keeps_no_graph() -> None:
+    x = torch.tensor(2.0, requires_grad=True)
+    merged = merge_stats([{"m": Mean(x * 2, t(1)), "s": Sum(x)}, {"m": Mean(x, t(1))}])
+    assert not any(field.requires_grad for stat in merged.values() for field in stat)
+
+
+def test_plain_numbers_and_one_element_tensors_are_taken() -> None:
+    parts = [{"m": Mean(3.0, 1), "s": Sum(torch.ones(1))}, {"m": Mean(t(1.0), t(1)), "s": Sum(t(1.0))}]  # type: ignore[arg-type]
+    assert stat_values(merge_stats(parts)) == {"m": 2.0, "s": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kinds"),
+    [
+        (Mean(t(1.0), t(1)), Max(t(1.0)), "Mean in one part and a Max"),
+        (Sum(t(1.0)), (t(1.0), t(1)), "Sum in one part and a Mean"),
+        (Min(t(1.0)), Sum(t(1.0)), "Min in one part and a Sum"),
+    ],
+)
+def test_one_name_has_one_kind(a: object, b: object, kinds: str) -> None:
+    with pytest.raises(ValueError, match=f"metric 'm' is a {kinds} in another"):
+        merge_stats([{"m": a}, {"m": b}])  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("stat", "message"),
+    [
+        (t(1.0), "must be Mean, Max, Min, Sum or .*, found Tensor"),
+        ((t(1.0),), "must be Mean, Max, Min, Sum or .*, found tuple"),
+        (Sum(torch.zeros(2)), r"must be of single numbers, found a tensor of shape \[2\]"),
+    ],
+)
+def test_what_is_no_metric_is_refused_by_name(stat: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"metric 'm' {message}"):
+        merge_stats([{"m": stat}])  # type: ignore[dict-item]
