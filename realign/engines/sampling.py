@@ -1,4 +1,4 @@
-"""How the next token is drawn: temperature, top-k and top-p, Gumbel-max; pure but for the generator's state.
+"""How the next token is drawn: temperature, top-k and top-p, then one draw; pure but for the generator's state.
 
 The log-prob that comes with a token is the one under the distribution that it was drawn from.
 """
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from realign.api.model import GenerationConfig
 from realign.functional.packed import at_least_fp32
+
+CPU_ELEMENTS = 2**17
+"""On a CPU rows are handled this many logits at a time, so that what is made of them stays in the cache."""
 
 
 def sample(
@@ -29,17 +32,13 @@ def sample(
     Returns:
         Tokens [N] int64, and their log-probs [N] fp32 (fp64 for fp64 logits) in nats.
     """
-    scaled_NV = at_least_fp32(logits_NV)
-    if config.temperature != 1:
-        scaled_NV = scaled_NV / config.temperature
-    allowed_NV = scaled_NV if blocked_NV is None else scaled_NV.masked_fill(blocked_NV, -torch.inf)
-    if config.greedy:
-        tokens_N = allowed_NV.argmax(-1)
-        return tokens_N, _logprobs(scaled_NV, tokens_N)
-    kept_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p)
-    choice_N = _gumbel_max(kept_NK, generator)
-    tokens_N = choice_N if ids_NK is None else ids_NK.gather(-1, choice_N[:, None])[:, 0]
-    return tokens_N, _logprobs(kept_NK, choice_N)
+    rows = max(1, CPU_ELEMENTS // logits_NV.shape[-1]) if logits_NV.device.type == "cpu" else len(logits_NV)
+    if rows >= len(logits_NV):
+        return _sample(logits_NV, config, generator, blocked_NV)
+    starts = range(0, len(logits_NV), rows)
+    blocked = [None if blocked_NV is None else blocked_NV[i : i + rows] for i in starts]
+    parts = [_sample(logits_NV[i : i + rows], config, generator, b) for i, b in zip(starts, blocked, strict=True)]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
 def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
@@ -51,7 +50,10 @@ def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
     if top_k == 0 and top_p == 1:
         return logits_NV, None
     words = logits_NV.shape[-1]
-    kept_NK, ids_NK = logits_NV.topk(min(top_k, words) if top_k else words, sorted=True)
+    if 0 < top_k < words:
+        kept_NK, ids_NK = logits_NV.topk(top_k, sorted=True)
+    else:
+        kept_NK, ids_NK = logits_NV.sort(-1, descending=True)
     if top_p < 1:
         probs_NK = kept_NK.softmax(-1)
         before_NK = probs_NK.cumsum(-1) - probs_NK
@@ -60,11 +62,42 @@ def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
     return kept_NK, ids_NK
 
 
-def _gumbel_max(logits_NV: Tensor, generator: torch.Generator) -> Tensor:
-    """A draw [N] from softmax(logits): argmax(logits - log E) with E from Exp(1); one pass, no probabilities."""
-    noise_NV = torch.empty_like(logits_NV).exponential_(generator=generator).log_()
-    return torch.sub(logits_NV, noise_NV, out=noise_NV).argmax(-1)
+def _sample(
+    logits_NV: Tensor, config: GenerationConfig, generator: torch.Generator, blocked_NV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    scaled_NV = at_least_fp32(logits_NV)
+    if config.temperature != 1:
+        scaled_NV = scaled_NV / config.temperature
+    allowed_NV = scaled_NV if blocked_NV is None else scaled_NV.masked_fill(blocked_NV, -torch.inf)
+    if config.greedy:
+        tokens_N = allowed_NV.argmax(-1)
+        return tokens_N, _pick(scaled_NV.log_softmax(-1), tokens_N)
+    kept_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p)
+    probs_NK = kept_NK.softmax(-1)
+    draw = draw_by_sum if probs_NK.device.type == "cpu" else draw_by_race
+    choice_N = draw(probs_NK, generator)
+    return choice_N if ids_NK is None else _pick(ids_NK, choice_N), _pick(probs_NK, choice_N).log()
 
 
-def _logprobs(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
-    return logits_NV.gather(-1, tokens_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
+def draw_by_sum(probs_NV: Tensor, generator: torch.Generator) -> Tensor:
+    """A draw [N] from each row: where the running sum of the probabilities passes a uniform number.
+
+    Ten times faster than the race on a CPU, where random numbers are made one by one. Sums are in fp64: in fp32 they
+    would miss tokens of a probability below 6e-8, of which a large vocabulary has many.
+    """
+    sums_NV = probs_NV.cumsum(-1, dtype=torch.float64)
+    uniform_N1 = torch.rand(len(probs_NV), 1, dtype=torch.float64, device=probs_NV.device, generator=generator)
+    choice_N = torch.searchsorted(sums_NV, uniform_N1 * sums_NV[:, -1:], right=True)[:, 0]
+    return choice_N.clamp_(max=probs_NV.shape[-1] - 1)  # past the end only where a row is not finite
+
+
+def draw_by_race(probs_NV: Tensor, generator: torch.Generator) -> Tensor:
+    """A draw [N] from each row by Gumbel-max, in the form argmax(p / E) with E from Exp(1).
+
+    The choice of accelerators: running sums are not reproducible bit by bit there.
+    """
+    return (probs_NV / torch.empty_like(probs_NV).exponential_(generator=generator)).argmax(-1)
+
+
+def _pick(x_NV: Tensor, index_N: Tensor) -> Tensor:
+    return x_NV.gather(-1, index_N[:, None])[:, 0]

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig
-from realign.engines.sampling import most_likely, sample
+from realign.engines import sampling
+from realign.engines.sampling import draw_by_race, draw_by_sum, most_likely, sample
 
 
 def generator(seed=0):
@@ -45,7 +46,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"T{c.temperature}-k{c.top_k}-p{c.top_p}")
 def test_frequencies_and_logprobs_are_those_of_the_distribution(config):
     n = 40_000
     tokens_N, logprobs_N = sample(torch.tensor([LOGITS]).expand(n, -1), config, generator())
@@ -56,6 +57,43 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(config):
     possible = want_V > 0
     chi_square = ((found_V - n * want_V)[possible] ** 2 / (n * want_V)[possible]).sum()
     assert chi_square < 24  # 6 degrees of freedom: exceeded once in 2000 seeds
+
+
+@pytest.mark.parametrize("draw", [draw_by_sum, draw_by_race])
+def test_both_ways_to_draw_follow_the_probabilities(draw):
+    n = 100_000
+    probs_V = torch.tensor([0.0, 0.2, 0.05, 0.0, 0.7, 0.0499, 0.0001, 0.0])
+    found_V = torch.bincount(draw(probs_V.expand(n, -1), generator()), minlength=8).double()
+    assert not found_V[probs_V == 0].any()
+    want_V = n * probs_V.double()
+    assert ((found_V - want_V)[probs_V > 0] ** 2 / want_V[probs_V > 0]).sum() < 20  # 4 degrees of freedom
+
+
+def test_tokens_far_down_the_running_sum_can_be_drawn(monkeypatch):
+    """Tokens of 1e-9 behind one that takes all the rest: an fp32 sum would stand still among them."""
+    probs_V = torch.cat([torch.tensor([1.0]), torch.full((1000,), 1e-9)])
+    for token in (1, 2, 500, 1000):
+        uniform = (1.0 + 1e-9 * (token - 0.5)) / (1.0 + 1e-9 * 1000)
+        monkeypatch.setattr(torch, "rand", lambda *_, u=uniform, **__: torch.tensor([[u]], dtype=torch.float64))
+        assert draw_by_sum(probs_V[None], generator()).tolist() == [token]
+
+
+def test_rows_handled_in_parts_keep_their_own_distribution(monkeypatch):
+    monkeypatch.setattr(sampling, "CPU_ELEMENTS", 3 * 40)
+    logits_NV = 30 * torch.eye(40)[:10]
+    blocked_NV = torch.zeros(10, 40, dtype=torch.bool)
+    blocked_NV[7, 7] = True
+    for config in (GenerationConfig(), GenerationConfig(greedy=True), GenerationConfig(top_k=5)):
+        tokens_N, logprobs_N = sample(logits_NV, config, generator(), blocked_NV=blocked_NV)
+        assert tokens_N[:7].tolist() == list(range(7))
+        assert tokens_N[7] != 7
+        assert tokens_N[8:].tolist() == [8, 9]
+        assert logprobs_N.shape == (10,)
+
+
+def test_rows_that_are_not_finite_give_a_logprob_that_is_not_finite():
+    _, logprobs_N = sample(torch.full((2, 5), torch.nan), GenerationConfig(), generator())
+    assert logprobs_N.isnan().all()
 
 
 @settings(max_examples=60, deadline=None)
