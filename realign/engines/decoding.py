@@ -124,11 +124,13 @@ class Rollout:
     def _prefill(self, first: int, last: int) -> None:
         """Read the prompts of the sequences from `first` to before `last`, or the first of them that fit one pass."""
         new: list[int] = []
+        total = 0
         end = min((last - 1) // self.config.n + 1, len(self.prompts))
         for prompt in range(first // self.config.n, end):
             if prompt in self.prefilled:
                 continue
-            if new and sum(len(self.prompts[p]) for p in (*new, prompt)) > PREFILL_TOKENS:
+            total += len(self.prompts[prompt])
+            if new and total > PREFILL_TOKENS:
                 break
             new.append(prompt)
         if not new:
