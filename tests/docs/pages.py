@@ -1,0 +1,106 @@
+"""Reading Markdown pages: their fenced blocks, the commands and links in them, and running what they show."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+
+FENCE = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
+HEADING = re.compile(r"^#+[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    code: str
+    line: int
+    """Of the page, from 1, on which the code starts."""
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    return [
+        Block(found["language"].strip(), found["code"], text.count("\n", 0, found.start("code")) + 1)
+        for found in FENCE.finditer(text)
+    ]
+
+
+def run(page: Path) -> None:
+    """Run the `python` blocks of a page one after the other in one namespace, and compare what they print.
+
+    Raises:
+        AssertionError: a block prints something else than the `output` block right after it, or prints without one.
+    """
+    module = ModuleType(f"page_{page.stem.replace('-', '_')}")
+    sys.modules[module.__name__] = module  # dataclasses look their own module up
+    try:
+        found = blocks(page.read_text(encoding="utf-8"))
+        for block, following in zip_longest(found, found[1:]):
+            if block.language != "python":
+                continue
+            printed = io.StringIO()
+            numbered = "\n" * (block.line - 1) + block.code  # tracebacks name the line of the page
+            with redirect_stdout(printed):
+                exec(compile(numbered, str(page), "exec", dont_inherit=True), vars(module))
+            shown = following.code if following is not None and following.language == "output" else ""
+            got, want = (_lines(text) for text in (printed.getvalue(), shown))
+            assert got == want, f"{page}:{block.line} prints\n{chr(10).join(got)}\nbut shows\n{chr(10).join(want)}"
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command line: those of `bash` blocks, and those after `$ ` in `console` blocks."""
+    for block in blocks(text):
+        if block.language not in ("bash", "console"):
+            continue
+        for line in block.code.replace("\\\n", " ").splitlines():
+            if block.language == "console":
+                if not line.startswith("$ "):
+                    continue
+                line = line[2:]
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links and pictures of a page that lie in the repository."""
+    prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+    targets = [a or b for a, b in LINK.findall(prose)]
+    return [t for t in targets if not re.match(r"[a-z][a-z0-9+.-]*:", t)]
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that point to the headings of a page, made as GitHub makes them."""
+    titles = HEADING.findall(FENCE.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """The links of a page whose file, or whose heading in that file, does not exist."""
+    text = page.read_text(encoding="utf-8")
+    broken = []
+    for target in links(text):
+        name, _, fragment = target.partition("#")
+        file = page.parent / name if name else page
+        here = file.exists()
+        if here and fragment and file.suffix == ".md":
+            here = fragment in anchors(file.read_text(encoding="utf-8"))
+        if not here:
+            broken.append(target)
+    return broken

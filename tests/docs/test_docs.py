@@ -1,0 +1,119 @@
+"""What the documentation shows is run: code and its output, command lines, links, and the drawn example."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from realign.config import build_experiment, compose
+from tests.docs import pages
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(p for p in (ROOT / "CONTRIBUTING.md", ROOT / "README.md") if p.exists()),
+]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "runs/arithmetic" in page.read_text(encoding="utf-8"):
+        from realign.demo.arithmetic import prepare
+
+        prepare(Path("runs/arithmetic"), seed=0)
+    pages.run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page):
+    assert pages.broken_links(page) == []
+
+
+def command_lines(program: str) -> list[tuple[str, list[str]]]:
+    """The arguments of each call of `program` that a page shows, with the page's name."""
+    return [
+        (name_of(page), words[1:])
+        for page in PAGES
+        for words in pages.commands(page.read_text(encoding="utf-8"))
+        if words[0].rsplit("/", 1)[-1] == program
+    ]
+
+
+def compositions(arguments: list[str]) -> list[list[str]]:
+    """The overrides of each run that a `realign` command line asks for: several under `-m`."""
+    overrides = [a for a in arguments if re.match(r"[~+]{0,2}[\w@./]+=", a)]
+    out: list[list[str]] = [[]]
+    for text, parsed in zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True):
+        choices = [text]
+        if parsed.is_sweep_override():
+            choices = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+        out = [[*chosen, choice] for chosen in out for choice in choices]
+    return out if overrides else []
+
+
+@pytest.mark.parametrize(("page", "arguments"), command_lines("realign"))
+def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")  # where some of them are run
+    for overrides in compositions(arguments):
+        build_experiment(compose(overrides))
+
+
+@pytest.mark.parametrize(("page", "arguments"), command_lines("make"))
+def test_make_targets_exist(page, arguments):
+    rules = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {a for a in arguments if "=" not in a} <= set(rules)
+
+
+def test_the_drawn_example_is_the_one_of_the_page():
+    spec = importlib.util.spec_from_file_location("packed_layout", ROOT / "docs" / "images" / "packed_layout.py")
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(drawing.read_sample())
+
+
+# --- the checks themselves ---
+
+
+def page_of(tmp_path: Path, text: str) -> Path:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_blocks_share_names_and_shown_output_is_compared(tmp_path):
+    good = "```python\nx = 2\n```\ntext\n```python\nprint(x)\n```\n\n```output\n2\n```\n"
+    pages.run(page_of(tmp_path, good))
+    with pytest.raises(AssertionError, match=r"page\.md:6 prints\n2\nbut shows\n3"):
+        pages.run(page_of(tmp_path, good.replace("output\n2", "output\n3")))
+    with pytest.raises(AssertionError, match=r"prints\n1\nbut shows\n$"):
+        pages.run(page_of(tmp_path, "```python\nprint(1)\n```\n"))
+
+
+def test_a_failing_block_is_found_by_its_line_in_the_page(tmp_path):
+    with pytest.raises(ZeroDivisionError) as caught:
+        pages.run(page_of(tmp_path, "# Title\n\n```python\nx = 1\nx / 0\n```\n"))
+    assert (caught.traceback[-1].path.name, caught.traceback[-1].lineno + 1) == ("page.md", 5)
+
+
+def test_broken_links_are_found_and_code_is_no_link(tmp_path):
+    text = "# A title, of `x`\n[a](page.md#a-title-of-x) [b](#nowhere) [c](gone.md) [d](https://example.org) `[e](x)`\n"
+    assert pages.broken_links(page_of(tmp_path, text)) == ["#nowhere", "gone.md"]
+
+
+def test_commands_are_read_from_bash_and_console_blocks():
+    text = "```bash\n# why\nrealign a=1 \\\n  b='x y'\n```\n```console\n$ make test\nok\n```\n```text\n$ no\n```\n"
+    assert list(pages.commands(text)) == [["realign", "a=1", "b=x y"], ["make", "test"]]
+
+
+def test_a_sweep_is_composed_run_by_run():
+    assert compositions(["-m", "a=1,2", "b.c=x", "--debug"]) == [["a=1", "b.c=x"], ["a=2", "b.c=x"]]
+    assert compositions(["--help"]) == []
