@@ -48,10 +48,13 @@ class AttentionContext(Protocol):
 
 
 def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor) -> dict[str, Any]:
-    """Keywords with which a transformers model reads packed sequences; add `realign_context=PackedContext(...)`."""
+    """Keywords with which a transformers model reads packed sequences; add `realign_context=PackedContext(...)`.
+
+    `cu_seqlens` may be on the host, where finding positions makes nobody wait.
+    """
     return {
         "input_ids": input_ids_T[None],
-        "position_ids": position_ids(cu_seqlens)[None],
+        "position_ids": position_ids(cu_seqlens).to(input_ids_T.device, non_blocking=True)[None],
         "attention_mask": None,
         "use_cache": False,
     }

@@ -215,9 +215,10 @@ class TransformersEngine:
 
     def _run(self, part: SequenceSample, moved: SequenceSample, head: LMHead | ScalarHead) -> PackedOutput:
         """The packed forward pass of a micro-batch; `moved` is `part` on the engine's device."""
-        ids_T, cu_seqlens = moved[TOKENS], part.cu_seqlens().to(self.device, non_blocking=True)
+        ids_T, cu_seqlens = moved[TOKENS], part.cu_seqlens()  # where the data is: usually on the host
         if len(ids_T):
-            context = PackedContext(cu_seqlens, self._attention, part.lengths[TOKENS].flat.tolist())
+            there = cu_seqlens.to(self.device, non_blocking=True)
+            context = PackedContext(there, self._attention, part.lengths[TOKENS].flat.tolist())
             with self._autocast():
                 out = self.module.base_model(**packed_inputs(ids_T, cu_seqlens), **{CONTEXT: context})
             hidden_TH = out.last_hidden_state[0]

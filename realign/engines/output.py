@@ -44,7 +44,7 @@ class PackedOutput:
         hidden_TH: last hidden states, after the model's final norm.
         head: what turns them into logits (`LMHead`) or into one number (`ScalarHead`).
         input_ids_T: the tokens that were read.
-        cu_seqlens: int32 [S + 1] boundaries of the sequences.
+        cu_seqlens: int32 [S + 1] boundaries of the sequences; best on the host, where they make nobody wait.
         autocast: gives the context in which the language-model head computes; what follows it is in fp32.
     """
 
@@ -55,7 +55,10 @@ class PackedOutput:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
-        """See `ModelOutput.logprobs`. Only the tokens of `where_T` cost anything."""
+        """See `ModelOutput.logprobs`. Only the tokens of `where_T` cost anything.
+
+        Finding the tokens of a `where_T` that is on a CUDA device waits for the device, once.
+        """
         return self._token_values(temperature, where_T, with_entropy=False)[0]
 
     def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -75,16 +78,19 @@ class PackedOutput:
         if not len(self.hidden_TH):
             return self.hidden_TH.new_zeros(0, dtype=torch.float32)
         after_T = self._scalar_head("values")(self.hidden_TH)
-        return after_T.roll(1).masked_fill(self._first_T, 0.0)
+        return after_T.roll(1).masked_fill(self._here(self._first_T), 0.0)
 
     def scores(self) -> Tensor:
         """See `ModelOutput.scores`. The last token is found by lengths, never by looking for a token id."""
         head = self._scalar_head("scores")
-        empty_S = self.cu_seqlens.diff() == 0
+        empty_S = self._here(self.cu_seqlens.diff() == 0)
         if not len(self.hidden_TH):
             return self.hidden_TH.new_zeros(len(empty_S), dtype=torch.float32)
-        last_S = (self.cu_seqlens[1:].long() - 1).clamp(min=0)
+        last_S = self._here((self.cu_seqlens[1:].long() - 1).clamp(min=0))
         return head(self.hidden_TH[last_S]).masked_fill(empty_S, 0.0)
+
+    def _here(self, x: Tensor) -> Tensor:
+        return x.to(self.hidden_TH.device, non_blocking=True)
 
     @cached_property
     def _first_T(self) -> Tensor:
@@ -102,8 +108,8 @@ class PackedOutput:
                     f"where_T must be bool of shape {list(asked_T.shape)}, "
                     f"found {where_T.dtype} of shape {list(where_T.shape)}"
                 )
-            asked_T = asked_T & where_T
-        tokens_N = asked_T.nonzero()[:, 0]  # on CUDA the one place where the host waits for the device
+            asked_T = asked_T.to(where_T.device, non_blocking=where_T.is_cuda) & where_T
+        tokens_N = self._here(asked_T.nonzero()[:, 0])
         with self.autocast():
             logprobs_N, entropy_N = token_logprobs(
                 self.hidden_TH[tokens_N - 1],

@@ -6,7 +6,7 @@ or change its logits in a way that its config does not say. Both are found here 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -99,7 +99,7 @@ def _relative(got: Tensor, want: Tensor) -> Tensor:
 
 
 @contextmanager
-def _own_attention(model: Any) -> Any:
+def _own_attention(model: Any) -> Iterator[None]:
     """Let the model attend as its authors wrote it."""
     model.set_attn_implementation("eager")
     try:

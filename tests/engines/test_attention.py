@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +167,27 @@ def test_varlen_is_called_as_its_version_wants(monkeypatch, version, what):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in(version))
     q, k, v = qkv()
     got = kernels.varlen_attention(q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["plain", "window", "softcap", "softcap and window"])
+def test_flash_is_called_as_its_package_wants(monkeypatch, what):
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap,
+    ):  # fmt: skip
+        assert causal
+        assert (max_seqlen_q, max_seqlen_k, dropout_p) == (max(LENGTHS), max(LENGTHS), 0.0)
+        window = (
+            None if window_size == (-1, -1) else window_size[0] + 1
+        )  # keys to the left, the query's own not counted
+        args = AttentionArgs(softmax_scale, 0.0, window, softcap or None, None)
+        packed = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        return PackedContext(cu_seqlens_q, Backend.sdpa).attend(0, nn.Module(), *packed, args)[0]
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    q, k, v = qkv()
+    got = kernels.flash_attention(q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from realign.api import MicroBatchSpec
 from realign.engines import DType, Head, OptimizerSpec, TransformersModel
+from realign.engines.attention import PackedContext
 from realign.engines.loading import check_path, pick_device, read_head
 from realign.functional import LMHead
 from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
@@ -89,6 +90,19 @@ def tiny_engine_of(module):
     from realign.engines.engine import TransformersEngine
 
     return TransformersEngine("actor", module, None, seed=0)
+
+
+def test_probe_refuses_a_kernel_that_is_wrong_in_bfloat16(monkeypatch):
+    right = PackedContext.attend
+
+    def wrong(self, layer, module, q, k, v, args):
+        out = right(self, layer, module, q, k, v, args)
+        return out.roll(1, 1) if q.dtype == torch.bfloat16 else out
+
+    monkeypatch.setattr(PackedContext, "attend", wrong)
+    tiny_engine("llama")
+    with pytest.raises(ValueError, match="'llama' with attention=auto in bfloat16 differs by"):
+        tiny_engine("llama", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
