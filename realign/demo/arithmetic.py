@@ -1,19 +1,26 @@
 """The demo's task: two-digit addition for a tiny Qwen2, with a tokenizer of single characters; made here, from nothing.
 
-`prepare` writes an ordinary Hugging Face folder and JSONL files, so that every command of the CLI works on them.
+Numbers after "=" are written from their units on: 37+45=28. The worked problems that SFT imitates are of mixed quality:
+in most of them no digit is carried (37+45=27). So SFT teaches two ways of adding, and greedy answers tend to the more
+frequent, wrong one; that the other is right, only the checked reward of the second run can tell.
+
+`prepare` writes an ordinary Hugging Face folder and JSONL files, on which every command of the CLI works; so does
+
+    python -m realign.demo.arithmetic [folder] [seed]
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CHARACTERS = "0123456789+="
-PAD, EOS = "<pad>", "<eos>"
+PAD, EOS = "<pad>", "<|endoftext|>"  # the end token that transformers expects of a Qwen2 tokenizer
 
 
 @dataclass(frozen=True)
@@ -22,20 +29,21 @@ class Task:
 
     model: Path
     demonstrations: Path
-    """JSONL of `prompt`, `response`: the few worked problems that SFT sees."""
+    """JSONL of `prompt`, `response`: the worked problems that SFT sees."""
     prompts: Path
     """JSONL of `prompt`, `answer`: the problems that reinforcement learning practises on."""
     held_out: Path
     """JSONL of `prompt`, `answer`: problems that nothing trains on, in either order of the summands."""
 
 
-def prepare(folder: Path, *, seed: int, demonstrations: int = 1500, held_out: int = 500) -> Task:
+def prepare(folder: Path, *, seed: int, demonstrations: int = 7000, mistakes: float = 0.8, held_out: int = 500) -> Task:
     """Write model, tokenizer and data of the task.
 
     Args:
         folder: gets `model/`, `demonstrations.jsonl`, `prompts.jsonl` and `held_out.jsonl`.
         seed: of the split and of the weights.
         demonstrations: worked problems for SFT.
+        mistakes: fraction of them in which no digit is carried.
         held_out: problems to judge by.
     """
     task = Task(folder / "model", folder / "demonstrations.jsonl", folder / "prompts.jsonl", folder / "held_out.jsonl")
@@ -48,15 +56,28 @@ def prepare(folder: Path, *, seed: int, demonstrations: int = 1500, held_out: in
     rng.shuffle(practice)
     _write(task.held_out, [_problem(*p) for a, b in asked for p in ((a, b), (b, a))])
     _write(task.prompts, [_problem(a, b) for a, b in practice])
-    worked = [_problem(a, b) for a, b in practice[:demonstrations]]
-    _write(task.demonstrations, [{"prompt": p["prompt"], "response": p["answer"]} for p in worked])
+    worked = [(a, b, add_without_carry(a, b) if rng.random() < mistakes else a + b) for a, b in practice]
+    _write(
+        task.demonstrations,
+        [{"prompt": f"{a}+{b}=", "response": written(answer)} for a, b, answer in worked[:demonstrations]],
+    )
     build_model(seed).save_pretrained(task.model)
     build_tokenizer().save_pretrained(task.model)
     return task
 
 
+def add_without_carry(a: int, b: int) -> int:
+    """The sum whose digits are added each for itself: 37 + 45 = 72."""
+    return (a // 10 + b // 10) % 10 * 10 + (a % 10 + b % 10) % 10
+
+
 def _problem(a: int, b: int) -> dict[str, Any]:
-    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+    return {"prompt": f"{a}+{b}=", "answer": written(a + b)}
+
+
+def written(number: int) -> str:
+    """A number in the demo's notation: from its units to its hundreds, in the order in which one adds."""
+    return str(number)[::-1]
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -76,7 +97,7 @@ def build_tokenizer() -> Any:
 
 
 def build_model(seed: int) -> Any:
-    """A Qwen2 of a few hundred thousand parameters, randomly initialised."""
+    """A Qwen2 of 300,000 parameters, randomly initialised."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -84,10 +105,12 @@ def build_model(seed: int) -> Any:
         vocab_size=2 + len(CHARACTERS),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 20.0},
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,
@@ -96,3 +119,9 @@ def build_model(seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config)
+
+
+if __name__ == "__main__":
+    folder, seed = (sys.argv[1:] + ["runs/arithmetic", "0"][len(sys.argv) - 1 :])[:2]
+    for name, path in vars(prepare(Path(folder), seed=int(seed))).items():
+        print(f"{name}: {path}")

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
 from realign.rewards.pool import RewardPool
 
 
@@ -28,7 +28,7 @@ class RuleRewardInterface(ModelInterface):
     timeout_s: float = 30.0
     """Seconds that one call may take."""
     memory_mb: int | None = 4096
-    """Address space that a worker may use (MiB); null sets no limit."""
+    """Address space that a worker may use beyond its imports (MiB; Linux only); null sets no limit."""
     max_failed_fraction: float = 0.5
     """The run stops when more than this fraction of a batch fails."""
     shuffle: bool = False
@@ -54,7 +54,7 @@ class RuleRewardInterface(ModelInterface):
         values = self._pool.score(prompts, responses, rows).values
         rewards_S = torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
         if self.shuffle:
-            order = np.random.default_rng(model.call_seed("shuffle")).permutation(len(rewards_S))
+            order = np.random.default_rng(derive_seed(model.seed, "shuffle", *data.ids)).permutation(len(rewards_S))
             rewards_S = rewards_S[torch.from_numpy(order)]
         return data.select(["input_ids"]).with_sequences(rewards=rewards_S).select(["rewards"])
 

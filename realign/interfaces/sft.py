@@ -63,4 +63,4 @@ class SFTInterface(ModelInterface):
 def dataflow() -> DataflowGraph:
     """One call: train on what the dataset gives."""
     train = RPC("actor_train", "actor", "train_step", inputs=("input_ids", "loss_mask"))
-    return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask", "row"))
+    return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask"))
