@@ -29,6 +29,6 @@ class RankGRPOActorInterface(GRPOActorInterface):
             here_S = (data.group_index() == group) & data["rewards"].isfinite()
             rewards_G = data["rewards"][here_S]
             above_G = (rewards_G[:, None] > rewards_G).sum(1) - (rewards_G[:, None] < rewards_G).sum(1)
-            ranks_S[here_S] = self.spread * above_G / max(1, len(rewards_G) - 1)
+            ranks_S[here_S] = self.spread * above_G.to(rewards_G) / max(1, len(rewards_G) - 1)
         ranked = super().compute_advantages(model, data.with_sequences(rewards=ranks_S))
         return ranked.with_sequences(rewards=data["rewards"])

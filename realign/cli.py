@@ -208,7 +208,7 @@ def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
     from realign.config.composition import hydra_main, search_path
 
     if not (args.multirun or args.cfg or args.info):
-        _refuse_earlier_run(_built(args, overrides))  # before Hydra makes a folder for a run that cannot start
+        _built(args, overrides).refuse_earlier_run()  # before Hydra makes a folder for a run that cannot start
     flags = ["--multirun"] if args.multirun else []
     flags += ["--resolve"] if args.resolve else []
     flags += [f"--{name}={getattr(args, name)}" for name in ("cfg", "package", "info") if getattr(args, name)]
@@ -253,18 +253,11 @@ def _job(composed: DictConfig) -> None:
     if hydra.mode is RunMode.MULTIRUN:
         config.output_dir = hydra.runtime.output_dir  # every job of a sweep has its own
     experiment = _build(config)
-    _refuse_earlier_run(experiment)
+    experiment.refuse_earlier_run()
     _save_config(config, experiment)
     console = Console()
     _print_derived(experiment, console)
     run(experiment, console=console)
-
-
-def _refuse_earlier_run(experiment: Experiment) -> None:
-    if (experiment.output_dir / "metrics.jsonl").exists() and not experiment.overwrite:
-        raise ConfigError(
-            f"output_dir {str(experiment.output_dir)!r} holds an earlier run; choose another one, or set overwrite=true"
-        )
 
 
 def _save_config(config: ExperimentConfig, experiment: Experiment) -> None:

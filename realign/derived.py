@@ -44,8 +44,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         )
     rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
-    used = {*roles, *([e.evaluation.role] if e.evaluation is not None else [])}
-    idle += [f"models.{r}" for r in e.models if r not in used]
+    idle += [f"models.{r}" for r in e.models if r not in e.roles]
     rows["config keys never read"] = ", ".join(idle) or "none"
     return list(rows.items())
 

@@ -88,14 +88,15 @@ class BigramEngine:
         """The table of logits and the table of values."""
         return [self.logits_VV, self.values_V]
 
-    def _output(self, mb: SequenceSample) -> BigramOutput:
+    def output(self, mb: SequenceSample) -> BigramOutput:
+        """The forward pass of a batch."""
         return BigramOutput(self.logits_VV, self.values_V, mb["input_ids"], mb.cu_seqlens())
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine`."""
         parts = data.split(mb_spec)
         with torch.no_grad():
-            results = [post_hook(self._output(mb), mb) for mb in parts]
+            results = [post_hook(self.output(mb), mb) for mb in parts]
         return parts.restore([r.select(r.keys - data.keys) for r in results])
 
     def train_batch(
@@ -107,7 +108,7 @@ class BigramEngine:
         for p in self.parameters:
             p.requires_grad_(True).grad = None
         for mb in data.split(mb_spec):
-            loss, stats = loss_fn(self._output(mb), mb)
+            loss, stats = loss_fn(self.output(mb), mb)
             if weight > 0 and loss.requires_grad:
                 (loss / weight).backward()
             total = total + loss.detach()

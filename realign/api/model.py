@@ -221,6 +221,10 @@ class ModelInterface:
         """Train the model on the batch (any number of optimizer steps); return metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no train_step")
 
+    def required_inputs(self, method: str) -> frozenset[str]:
+        """Keys that `method` cannot do without under the present settings; compared with the graph before loading."""
+        return frozenset()
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart (a KL coefficient, running moments); empty when there is nothing."""
         return {}

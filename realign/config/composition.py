@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,13 +54,22 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
         ConfigError: names the key.
     """
     try:
-        if missing := sorted(OmegaConf.missing_keys(composed)):
+        if missing := sorted(_missing_keys(OmegaConf.to_container(composed, resolve=False))):
             raise ConfigError(f"missing: {', '.join(missing)}; give a value, or start from experiment=NAME")
         plain = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(plain, dict)
     return config_of({str(key): value for key, value in plain.items()})
+
+
+def _missing_keys(node: Any, path: str = "") -> Iterator[str]:
+    """Paths of the values that are `???`. (OmegaConf's own search stops at an interpolation to one.)"""
+    if node == "???":
+        yield path
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield from _missing_keys(value, f"{path}.{key}" if path else str(key))
 
 
 def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:

@@ -1,6 +1,7 @@
 """The main job of the README: SFT, then GRPO with a verifiable reward, through the same configs as the CLI.
 
-python -m realign.demo [seed=0] [shuffle=true] [output_dir=runs/demo] [further overrides of the GRPO run]
+python -m realign.demo [seed=0] [shuffle=true] [output_dir=runs/demo]
+                       [overrides of the GRPO run] [sft.KEY=VALUE: overrides of the SFT run]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +22,9 @@ from realign.config import build_experiment, compose
 from realign.demo.arithmetic import prepare
 from realign.runtime import RunResult, run
 from realign.runtime.curves import draw_curves
+
+
+SFT = "sft."
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Demo:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Demo:
-        """Take the demo's own settings out of `key=value` arguments; the rest are overrides of the GRPO run."""
+        """Take the demo's own settings out of `key=value` arguments; the rest are overrides of the runs."""
         own = {"seed": "0", "shuffle": "false", "output_dir": ""}
         rest = []
         for argument in arguments:
@@ -53,6 +58,7 @@ class Demo:
 
 def main(arguments: list[str]) -> int:
     """Run the demo; the last line of stdout is one JSON object."""
+    transformers.utils.logging.disable_progress_bar()  # the bars of reading and writing a tiny model only flicker
     console = Console()
     try:
         demo = Demo.parse(arguments)
@@ -91,6 +97,7 @@ def train(demo: Demo, console: Console) -> tuple[RunResult, RunResult, float]:
                     f"models.actor.path={task.model}",
                     f"data.path={task.demonstrations}",
                     held_out,
+                    *(o.removeprefix(SFT) for o in demo.overrides if o.startswith(SFT)),
                 ]
             )
         ),
@@ -107,7 +114,7 @@ def train(demo: Demo, console: Console) -> tuple[RunResult, RunResult, float]:
                     f"data.path={task.prompts}",
                     held_out,
                     f"interfaces.reward.shuffle={str(demo.shuffle).lower()}",
-                    *demo.overrides,
+                    *(o for o in demo.overrides if not o.startswith(SFT)),
                 ]
             )
         ),

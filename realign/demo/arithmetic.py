@@ -36,7 +36,9 @@ class Task:
     """JSONL of `prompt`, `answer`: problems that nothing trains on, in either order of the summands."""
 
 
-def prepare(folder: Path, *, seed: int, demonstrations: int = 7000, mistakes: float = 0.8, held_out: int = 500) -> Task:
+def prepare(
+    folder: Path, *, seed: int, demonstrations: int = 7000, mistakes: float = 0.75, held_out: int = 500
+) -> Task:
     """Write model, tokenizer and data of the task.
 
     Args:
@@ -52,9 +54,9 @@ def prepare(folder: Path, *, seed: int, demonstrations: int = 7000, mistakes: fl
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # a + b and b + a never part ways
     rng.shuffle(pairs)
     asked, kept = pairs[: held_out // 2], pairs[held_out // 2 :]
-    practice = [p for a, b in kept for p in ({(a, b), (b, a)})]
+    practice = [p for pair in kept for p in both_ways(*pair)]
     rng.shuffle(practice)
-    _write(task.held_out, [_problem(*p) for a, b in asked for p in ((a, b), (b, a))])
+    _write(task.held_out, [_problem(*p) for pair in asked for p in both_ways(*pair)])
     _write(task.prompts, [_problem(a, b) for a, b in practice])
     worked = [(a, b, add_without_carry(a, b) if rng.random() < mistakes else a + b) for a, b in practice]
     _write(
@@ -64,6 +66,11 @@ def prepare(folder: Path, *, seed: int, demonstrations: int = 7000, mistakes: fl
     build_model(seed).save_pretrained(task.model)
     build_tokenizer().save_pretrained(task.model)
     return task
+
+
+def both_ways(a: int, b: int) -> list[tuple[int, int]]:
+    """A pair of summands in either order, once if they are equal."""
+    return list(dict.fromkeys([(a, b), (b, a)]))
 
 
 def add_without_carry(a: int, b: int) -> int:

@@ -140,6 +140,11 @@ class PPOActorInterface(ModelInterface):
             )
         self.kl_controller = self.kl.controller()
 
+    def required_inputs(self, method: str) -> frozenset[str]:
+        """`ref_logprobs` to train with a KL penalty (`graph.kl=true` provides it)."""
+        penalised = method == "train_step" and self.kl.place is not KLPlace.none
+        return frozenset({"ref_logprobs"} if penalised else ())
+
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt; `versions` says which policy sampled each token."""
         out = model.machine.generate(data, self.generation, seed=model.call_seed("generate"))
@@ -151,7 +156,6 @@ class PPOActorInterface(ModelInterface):
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Assign credit once, then take `epochs * n_minibatches` optimizer steps, shuffled anew in each pass."""
-        self._check_keys(data)
         data = self.compute_advantages(model, drop_missing_rewards(data))
         rng = np.random.default_rng(model.call_seed("minibatches"))
         stats: list[Stats] = [self.batch_stats(data)]
@@ -260,12 +264,6 @@ class PPOActorInterface(ModelInterface):
         kl, n_sequences = model.machine.reduce(sums).tolist()
         if n_sequences:
             self.kl_controller.update(kl / n_sequences, int(n_sequences))
-
-    def _check_keys(self, data: SequenceSample) -> None:
-        if self.kl.place is not KLPlace.none and "ref_logprobs" not in data:
-            raise ValueError(
-                f"kl.place={self.kl.place.value} needs ref_logprobs: declare the reference in the graph (graph.kl=true)"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """The KL controller's state."""

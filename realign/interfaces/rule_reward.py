@@ -54,8 +54,8 @@ class RuleRewardInterface(ModelInterface):
         values = self._pool.score(prompts, responses, rows).values
         rewards_S = torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
         if self.shuffle:
-            order = np.random.default_rng(derive_seed(model.seed, "shuffle", *data.ids)).permutation(len(rewards_S))
-            rewards_S = rewards_S[torch.from_numpy(order)]
+            seed = derive_seed(model.seed, "shuffle", *map(str, data.ids))
+            rewards_S = rewards_S[torch.from_numpy(np.random.default_rng(seed).permutation(len(rewards_S)))]
         return data.select(["input_ids"]).with_sequences(rewards=rewards_S).select(["rewards"])
 
     def close(self) -> None:

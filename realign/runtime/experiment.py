@@ -89,3 +89,22 @@ class Experiment:
         if self.save_every_steps is not None and self.save_every_steps < 1:
             raise ValueError(f"save_every_steps must be at least 1 or null, found {self.save_every_steps}")
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
+        for rpc in self.graph.rpcs:
+            if missing := sorted(self.interfaces[rpc.model].required_inputs(rpc.method) - set(rpc.inputs)):
+                raise ValueError(
+                    f"interfaces.{rpc.model}, as set, needs key {missing[0]!r} in {rpc.method}, but RPC {rpc.name!r} "
+                    "does not read it: a flag of the graph must provide it, such as graph.kl=true for ref_logprobs"
+                )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that take part: those of the graph, and the evaluated one."""
+        evaluated = [self.evaluation.role] if self.evaluation is not None else []
+        return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *evaluated]))
+
+    def refuse_earlier_run(self) -> None:
+        """Raise ValueError if `output_dir` holds a run that must not be overwritten."""
+        if (self.output_dir / "metrics.jsonl").exists() and not self.overwrite:
+            raise ValueError(
+                f"output_dir {str(self.output_dir)!r} holds an earlier run; choose another one, or set overwrite=true"
+            )

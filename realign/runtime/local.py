@@ -80,8 +80,7 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
             optimizer step in the whole run).
     """
     out = experiment.output_dir
-    if (out / "metrics.jsonl").exists() and not experiment.overwrite:
-        raise ValueError(f"output_dir {str(out)!r} holds an earlier run; choose another one, or set overwrite=true")
+    experiment.refuse_earlier_run()
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         runtime = LocalRuntime(experiment)
@@ -268,22 +267,19 @@ def call(
 
 
 def load_models(experiment: Experiment) -> dict[str, Model]:
-    """Load the model of every role of the graph; a role without one gets the tokenizer of the leading role."""
-    roles = [rpc.model for rpc in experiment.graph.rpcs]
-    if experiment.evaluation is not None:
-        roles.append(experiment.evaluation.role)
-    if unused := sorted(experiment.models.keys() - set(roles)):
-        raise ValueError(f"models.{unused[0]} plays no role in the graph; its roles: {', '.join(sorted(set(roles)))}")
-    models = {role: spec.load(role, seed=experiment.seed) for role, spec in experiment.models.items()}
+    """Load the model of every role that takes part; a role without one gets the tokenizer of the leading role."""
+    used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
+    models = {role: spec.load(role, seed=experiment.seed) for role, spec in used.items()}
     tokenizer = models[lead_role(experiment)].tokenizer
-    return {role: models.get(role, Model(role, None, tokenizer, experiment.seed)) for role in dict.fromkeys(roles)}
+    return {role: models.get(role, Model(role, None, tokenizer, experiment.seed)) for role in experiment.roles}
 
 
 def lead_role(experiment: Experiment) -> str:
     """The role whose tokenizer reads the data and whose metrics have no prefix: "actor", or else the first model."""
-    if not experiment.models:
-        raise ValueError("the experiment has no model; give the role that is trained one under models")
-    return "actor" if "actor" in experiment.models else next(iter(experiment.models))
+    with_model = [role for role in experiment.roles if role in experiment.models]
+    if not with_model:
+        raise ValueError("no role of the experiment has a model; give the role that is trained one under models")
+    return "actor" if "actor" in with_model else with_model[0]
 
 
 def check_dataset(dataset: Dataset, graph: DataflowGraph) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.functional import KLEstimator, Normalization, Scope
+from realign.functional import Aggregation, KLEstimator, Normalization, Scope, aggregate, kl_estimate
 from realign.interfaces.ppo import (
     KLPenalty,
     KLPlace,
@@ -110,6 +110,52 @@ def test_the_step_equals_a_plain_reference():
     np.testing.assert_allclose(before - engine.logits_VV.numpy(), want, rtol=0, atol=1e-9)
 
 
+def test_trap_a11_tool_tokens_are_read_but_neither_credited_nor_trained():
+    """Two tool messages in a row (tokens 4 to 7) between two sampled spans; the reward belongs to the last sampled."""
+    ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    sampled = torch.tensor([False, False, True, False, False, False, False, True, True])
+    data = SequenceSample.from_sequences(["q"], {"input_ids": [[ids]]})
+    data = data.with_tokens(loss_mask=sampled, logprobs=torch.zeros(9)).with_sequences(rewards=torch.tensor([1.0]))
+    engine = BigramEngine()
+    interface = PPOActorInterface(gamma=0.5, lam=1.0, adv_norm=RAW)
+    out = interface.compute_advantages(Model("actor", engine), data)
+    assert out["returns"].tolist() == [0, 0, 0.25, 0, 0, 0, 0, 0.5, 1]
+    before = engine.logits_VV.clone()
+    interface.train_step(Model("actor", engine), data, MicroBatchSpec())
+    changed = (engine.logits_VV != before).any(1).nonzero().flatten().tolist()
+    assert changed == [2, 7, 8]  # the tokens before each sampled one: nothing was learned of 4, 5, 6 and 7
+
+
+def test_trap_d8_statistics_of_the_batch_are_taken_before_it_is_cut():
+    data = random_batch(1).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    seen: dict[int, dict[str, list[float]]] = {}
+    for n in (1, 2, 6):
+
+        class Watching(PPOActorInterface):
+            def loss(self, output, minibatch):
+                for i, x in zip(minibatch.ids, minibatch.unpack(), strict=True):
+                    seen.setdefault(n, {})[i] = x["advantages"].tolist()  # noqa: B023
+                return super().loss(output, minibatch)
+
+        Watching().train_step(Model("actor", BigramEngine()), data, MicroBatchSpec(n_microbatches=n))
+    assert seen[1] == seen[2] == seen[6]
+
+
+def test_trap_d15_every_term_of_the_loss_is_weighed_alike():
+    data = random_batch(2)
+    output = BigramEngine().output(data)
+    for mode in (Aggregation.token_mean, Aggregation.seq_mean_token_mean):
+        mask, cu = data["loss_mask"], data.cu_seqlens()
+        plain = PPOActorInterface(aggregation=mode).loss(output, data)[0]
+        with_entropy = PPOActorInterface(aggregation=mode, entropy_coef=0.3).loss(output, data)[0]
+        _, entropy = output.logprobs_and_entropy(where_T=mask)
+        assert float(plain - with_entropy) == pytest.approx(0.3 * float(aggregate(entropy, mask, cu, mode)))
+        kl = KLPenalty(KLPlace.loss, 0.7, KLEstimator.k3)
+        with_kl = PPOActorInterface(aggregation=mode, kl=kl).loss(output, data)[0]
+        values = kl_estimate(output.logprobs(where_T=mask), data["ref_logprobs"], mask, KLEstimator.k3)
+        assert float(with_kl - plain) == pytest.approx(0.7 * float(aggregate(values, mask, cu, mode)))
+
+
 def test_trap_b1_ratio_is_one_before_the_first_update():
     interface = PPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=5, temperature=0.7))
     model = Model("actor", BigramEngine(lr=0.0))
@@ -173,9 +219,11 @@ def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
     assert [p.value for p in KLPlace] == ["none", "reward", "loss"]  # one choice: both cannot be asked for
     with pytest.raises(ValueError, match="k1 in the loss"):
         KLPenalty(KLPlace.loss, 0.1, KLEstimator.k1)
-    data = random_batch(0).select(["input_ids", "loss_mask", "logprobs", "rewards"])
-    with pytest.raises(ValueError, match=r"kl\.place=reward needs ref_logprobs"):
-        train_once(PPOActorInterface(kl=KLPenalty(KLPlace.reward)), data, MicroBatchSpec())
+    for place in (KLPlace.reward, KLPlace.loss):
+        interface = PPOActorInterface(kl=KLPenalty(place, estimator=KLEstimator.k2))
+        assert interface.required_inputs("train_step") == {"ref_logprobs"}
+        assert interface.required_inputs("generate") == set()
+    assert PPOActorInterface().required_inputs("train_step") == set()
 
 
 def test_trap_c8_the_logged_kl_is_the_trained_one():

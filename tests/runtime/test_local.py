@@ -11,7 +11,7 @@ import torch
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.functional import Normalization, Scope
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, dataflow
 from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.local import LocalRuntime, call
 from realign.testing import BigramEngine
@@ -221,8 +221,21 @@ def test_roles_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path):
         experiment(tmp_path, interfaces={"actor": GRPOActorInterface()})
     with pytest.raises(ValueError, match=r"uses role 'actor', which has no model; did you mean 'actr'\?"):
         experiment(tmp_path, models={"actr": BigramModel()})
-    with pytest.raises(ValueError, match=r"models\.critic plays no role in the graph"):
-        run(experiment(tmp_path, models={"actor": BigramModel(), "critic": BigramModel()}))
+
+
+def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_loaded(tmp_path):
+    actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.reward))
+    with pytest.raises(ValueError, match=r"interfaces\.actor, as set, needs key 'ref_logprobs'.*graph\.kl=true"):
+        experiment(tmp_path, interfaces={"actor": actor, "reward": CountToken()})
+
+
+def test_a_model_without_a_role_is_not_loaded(tmp_path):
+    class Unloadable:
+        def load(self, name, *, seed):
+            raise AssertionError("loaded")
+
+    runtime = LocalRuntime(experiment(tmp_path, models={"idle": Unloadable(), "actor": BigramModel()}))
+    assert set(runtime.models) == {"actor", "reward"}
 
 
 def test_missing_dataset_keys_are_named(tmp_path):

@@ -1,0 +1,213 @@
+"""The whole of it on a tiny transformers model: configs, engine, rollout, rewards, training, saving."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec
+from realign.config import build_experiment, compose
+from realign.demo.__main__ import main as demo
+from realign.demo.arithmetic import add_without_carry, prepare
+from realign.functional import KLEstimator
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import KLPenalty, KLPlace, ReferenceInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.runtime import run
+from realign.runtime.local import LocalRuntime
+from realign.testing import check_train_step
+
+REWARD = """
+def score(prompt, response, row):
+    return len(response) / 5 + (response[:1] in "13579")
+"""
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory) -> str:
+    """A reward under which an untrained model's answers differ; all-equal ones would train nothing."""
+    path = tmp_path_factory.mktemp("reward") / "some_reward.py"
+    path.write_text(REWARD)
+    return f"interfaces.reward.function={path}:score"
+
+
+def overrides(task, out: Path, *more: str) -> list[str]:
+    return [
+        "experiment=grpo_arithmetic",
+        f"models.actor.path={task.model}",
+        f"data.path={task.prompts}",
+        f"evaluation.data.path={task.held_out}",
+        f"output_dir={out}",
+        "steps=2",
+        "batch_prompts=8",
+        *more,
+    ]
+
+
+def built(task, out: Path, *more: str):
+    return build_experiment(compose(overrides(task, out, *more)))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo.GRPOActorInterface", "ppo.PPOActorInterface"])
+def test_trap_g8_cpu_training_end_to_end_without_flash_attn(task, reward, tmp_path, monkeypatch, algorithm):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    result = run(
+        built(
+            task,
+            tmp_path / "run",
+            reward,
+            f"interfaces.actor._target_=realign.interfaces.{algorithm}",
+            "graph.kl=true",
+            "graph.recompute=true",
+            "interfaces.actor.kl={place: loss, estimator: k3, coef: 0.01}",
+            "interfaces.actor.n_minibatches=2",
+        )
+    )
+    assert [r["step"] for r in result.history] == [0, 1, 2]
+    assert result.series("optimizer_steps")
+    folder = tmp_path / "run" / "final" / "actor"
+    start, end = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (task.model, folder))
+    assert any(not torch.equal(start[k], end[k]) for k in start)
+    assert AutoTokenizer.from_pretrained(folder)("12+34=")["input_ids"]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_trap_b1_the_ratio_is_one_with_a_real_model(task, tmp_path, recompute):
+    runtime = LocalRuntime(
+        built(
+            task,
+            tmp_path / "run",
+            f"graph.recompute={recompute}",
+            "interfaces.actor.generation.temperature=0.7",
+            "microbatch.max_tokens_per_microbatch=200",
+        )
+    )
+    values, _ = runtime.step(1)
+    assert values["first_logprob_diff_max"] == pytest.approx(0, abs=1e-5)
+    assert values["clip_fraction"] == 0
+
+
+def test_trap_b7_the_reference_is_another_model_frozen_and_left_behind(task, reward, tmp_path):
+    runtime = LocalRuntime(
+        built(
+            task,
+            tmp_path / "run",
+            reward,
+            "graph.kl=true",
+            "interfaces.actor.kl={place: loss, estimator: k3, coef: 0.01}",
+            "models.actor.optimizer={lr: 0.01, schedule: {kind: constant}}",
+        )
+    )
+    actor, ref = (runtime.models[role].machine.module for role in ("actor", "ref"))
+    assert not {p.data_ptr() for p in actor.parameters()} & {p.data_ptr() for p in ref.parameters()}
+    assert not any(p.requires_grad for p in ref.parameters())
+    frozen = [p.clone() for p in ref.parameters()]
+    first, _ = runtime.step(1)
+    second, _ = runtime.step(2)
+    assert first["ref_kl_per_sequence"] == pytest.approx(0, abs=1e-4)
+    assert second["ref_kl_per_sequence"] > 0.01
+    assert all(torch.equal(p, q) for p, q in zip(frozen, ref.parameters(), strict=True))
+
+
+def test_two_runs_of_one_seed_are_bitwise_equal(task, reward, tmp_path):
+    first, second = (run(built(task, tmp_path / name, reward, "seed=3")).history for name in ("a", "b"))
+    timed = ("time/", "_s")
+    for a, b in zip(first, second, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith("time/") and not k.endswith(timed)} == {
+            k: v for k, v in b.items() if not k.startswith("time/") and not k.endswith(timed)
+        }
+
+
+def test_examples_run_from_their_folder_with_nothing_edited(task, reward, tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    interface = "interfaces.actor._target_=rank_grpo.RankGRPOActorInterface"
+    result = run(built(task, tmp_path / "run", reward, interface, "interfaces.actor.spread=2.0"))
+    assert len(result.series("loss")) == 2
+    runtime = LocalRuntime(built(task, tmp_path / "two", "interfaces.reward.function=close_answer.py:score"))
+    values, _ = runtime.step(1)
+    assert 0 < values["missing_rewards"] <= 1  # an untrained model seldom writes a number
+
+
+def test_the_example_interface_keeps_the_invariances(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from rank_grpo import RankGRPOActorInterface
+
+    check_train_step(RankGRPOActorInterface(), ("input_ids", "loss_mask", "logprobs", "rewards"))
+
+
+def test_the_example_reward(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from close_answer import score
+
+    row = {"answer": "28"}
+    assert [score("", r, row) for r in ("28", "38", "1", "x", "")] == [1.0, 0.5, 0.0, None, None]
+
+
+def test_the_demo_ends_with_a_line_of_json_and_its_picture(reward, tmp_path, capsys):
+    code = demo([f"output_dir={tmp_path / 'demo'}", "seed=1", "steps=2", "sft.steps=21", "batch_prompts=4", reward])
+    assert code == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last.keys() >= {"task", "seed", "accuracy_before", "accuracy_after", "reward_curve", "seconds"}
+    assert (last["seed"], len(last["reward_curve"])) == (1, 2)
+    assert Path(last["curves"]).read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("argument", ["seed=x", "shuffle=maybe"])
+def test_the_demo_says_what_it_does_not_understand(capsys, argument):
+    assert demo([argument]) == 2
+    assert argument.split("=")[0] in capsys.readouterr().err
+
+
+def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):
+    def pairs(path: Path) -> set[tuple[int, int]]:
+        prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+        return {tuple(map(int, p.rstrip("=").split("+"))) for p in prompts}
+
+    held_out = pairs(task.held_out)
+    assert {(b, a) for a, b in held_out} == held_out
+    assert not held_out & pairs(task.prompts)
+    assert add_without_carry(37, 45) == 72
+    assert add_without_carry(87, 45) == 22
+
+
+def test_the_same_run_without_hydra(task, reward, tmp_path):
+    from realign.data import PromptData
+    from realign.engines import OptimizerSpec, TransformersModel
+    from realign.interfaces.grpo import dataflow
+    from realign.runtime import Experiment
+
+    generation = GenerationConfig(n=4, max_new_tokens=5)
+    result = run(
+        Experiment(
+            name="library",
+            steps=1,
+            batch_prompts=4,
+            graph=dataflow(kl=True),
+            models={
+                "actor": TransformersModel(str(task.model), optimizer=OptimizerSpec(lr=1e-4)),
+                "ref": TransformersModel(str(task.model)),
+            },
+            interfaces={
+                "actor": GRPOActorInterface(generation=generation, kl=KLPenalty(KLPlace.loss, 0.1, KLEstimator.k2)),
+                "ref": ReferenceInterface(),
+                "reward": RuleRewardInterface(reward.partition("=")[2], workers=2),
+            },
+            data=PromptData(str(task.prompts)),
+            output_dir=tmp_path / "run",
+            microbatch=MicroBatchSpec(max_tokens_per_microbatch=64),
+        )
+    )
+    assert "ref_kl" in result.history[1]
