@@ -23,7 +23,6 @@ from realign.demo.arithmetic import prepare
 from realign.runtime import RunResult, run
 from realign.runtime.curves import draw_curves
 
-
 SFT = "sft."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,67 +33,94 @@ def draw_curves(
 ) -> Path:
     """Draw the curves of one or more runs that follow each other, and write a PNG.
 
+    Each run gets the same width in a panel, with its own steps below; runs without a panel's metrics are left out of
+    it, and so are metrics that never leave 0 (up to 1e-6).
+
     Args:
-        phases: for each run its records (`step` and metrics), in order; steps are counted on over the phases.
+        phases: for each run its records (`step` and metrics), in order.
         path: where the picture goes.
         title: above the picture.
-        panels: what to draw; a panel none of whose metrics were recorded is left out.
+        panels: what to draw; a panel without anything to draw is left out.
 
     Returns:
         `path`.
+
+    Raises:
+        ValueError: no panel has anything to draw.
     """
     from matplotlib.figure import Figure
 
-    offsets, total = [], 0
-    for records in phases.values():
-        offsets.append(total)
-        total += int(max((r["step"] for r in records), default=0))
-    used = [p for p in panels if any(m in r for m in p.metrics for records in phases.values() for r in records)]
-    if not used:
+    drawn = [(panel, lines) for panel in panels if (lines := _lines(panel, phases))]
+    if not drawn:
         raise ValueError(f"no metric to draw for {title!r}: none of the panels' metrics were recorded")
-    columns = min(3, len(used))
-    rows = -(-len(used) // columns)
+    columns = min(3, len(drawn))
+    rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=13)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for ax in axes[len(used) :]:
+    for ax in axes[len(drawn) :]:
         ax.set_visible(False)
-    for ax, panel in zip(axes, used, strict=False):
-        for colour, (metric, label) in enumerate(panel.metrics.items()):
-            labelled = False
-            for offset, records in zip(offsets, phases.values(), strict=True):
-                points = [(offset + r["step"], r[metric]) for r in records if metric in r]
-                if not points:
-                    continue
-                sparse = len(points) <= 40
-                ax.plot(
-                    *zip(*points, strict=True),
-                    color=f"C{colour}",
-                    linewidth=1.4,
-                    marker="o" if sparse else None,
-                    markersize=3,
-                    label=None if labelled else label,
-                )
-                labelled = True
-        ax.set_title(panel.title, fontsize=10)
-        ax.set_xlabel("step", fontsize=9)
-        ax.tick_params(labelsize=8)
-        ax.grid(alpha=0.25)
-        ax.set_xlim(0, total)
-        ax.legend(fontsize=8, frameon=False)
-        for offset, name in zip(offsets, phases, strict=True):
-            if len(phases) > 1:
-                if offset:
-                    ax.axvline(offset, color="0.5", linestyle=":", linewidth=1)
-                ax.annotate(
-                    name,
-                    (offset, 1.0),
-                    xycoords=("data", "axes fraction"),
-                    fontsize=8,
-                    color="0.4",
-                    xytext=(3, -10),
-                    textcoords="offset points",
-                )
+    for ax, (panel, lines) in zip(axes, drawn, strict=False):
+        _draw_panel(ax, panel, lines, phases)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path
+
+
+Points = list[tuple[float, float]]
+
+
+def _lines(panel: Panel, phases: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Points]]:
+    """For each run that has something to draw: the points (step, value) of each metric."""
+    found: dict[str, dict[str, Points]] = {}
+    for name, records in phases.items():
+        for metric in panel.metrics:
+            points = [(r["step"], r[metric]) for r in records if metric in r]
+            if any(abs(value) > 1e-6 for _, value in points):
+                found.setdefault(name, {})[metric] = points
+    return found
+
+
+def _draw_panel(
+    ax: Any, panel: Panel, lines: dict[str, dict[str, Points]], phases: Mapping[str, Sequence[Record]]
+) -> None:
+    ticks: dict[float, str] = {}
+    labelled: set[str] = set()
+    for place, (name, metrics) in enumerate(lines.items()):
+        steps = max(1.0, *(record["step"] for record in phases[name]))
+        for metric, points in metrics.items():
+            ax.plot(
+                [place + step / steps for step, _ in points],
+                [value for _, value in points],
+                color=f"C{list(panel.metrics).index(metric)}",
+                linewidth=1.4,
+                marker="o" if len(points) <= 40 else None,
+                markersize=3,
+                label=None if metric in labelled else panel.metrics[metric],
+            )
+            labelled.add(metric)
+        if place:
+            ax.axvline(place, color="0.5", linestyle=":", linewidth=1)
+        if len(phases) > 1:
+            ax.annotate(
+                name,
+                (place + 0.5, 1.0),
+                xycoords=("data", "axes fraction"),
+                fontsize=8,
+                color="0.4",
+                xytext=(0, -10),
+                textcoords="offset points",
+                ha="center",
+            )
+        ticks |= {
+            place: f"{ticks[place]} | 0" if place in ticks else "0",
+            place + 0.5: f"{steps / 2:g}",
+            place + 1: f"{steps:g}",
+        }
+    ax.set_xticks(list(ticks), list(ticks.values()))
+    ax.set_xlim(0, len(lines))
+    ax.set_title(panel.title, fontsize=10)
+    ax.set_xlabel("step", fontsize=9)
+    ax.tick_params(labelsize=8)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=8, frameon=False)

@@ -10,6 +10,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from realign.config import build_experiment, compose
+from realign.runtime import run
 from tests.docs import pages
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, 
         from realign.demo.arithmetic import prepare
 
         prepare(Path("runs/arithmetic"), seed=0)
+    if "runs/sft_arithmetic" in page.read_text(encoding="utf-8"):
+        run(build_experiment(compose(["experiment=sft_arithmetic", "steps=120", "evaluation=null"])))
     pages.run(page)
 
 
