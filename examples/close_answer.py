@@ -1,8 +1,8 @@
 """A reward of one's own, in one file: full marks for the right sum, half for a near miss, None for no number at all.
 
-Run it from this folder:
+Run it from the folder above:
 
-    realign experiment=grpo_arithmetic interfaces.reward.function=close_answer.py:score
+    realign experiment=grpo_arithmetic interfaces.reward.function=examples/close_answer.py:score
 """
 
 from __future__ import annotations

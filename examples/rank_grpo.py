@@ -1,8 +1,8 @@
 """An algorithm of one's own, in one file: GRPO on the ranks of rewards, so that their scale does not matter.
 
-Run it from this folder, with nothing registered and nothing edited:
+Run it from the folder above, with nothing registered and nothing edited:
 
-    realign experiment=grpo_arithmetic interfaces.actor._target_=rank_grpo.RankGRPOActorInterface
+    realign experiment=grpo_arithmetic interfaces.actor._target_=examples.rank_grpo.RankGRPOActorInterface
 """
 
 from __future__ import annotations

@@ -130,27 +130,27 @@ def test_two_runs_of_one_seed_are_bitwise_equal(task, reward, tmp_path):
         }
 
 
-def test_examples_run_from_their_folder_with_nothing_edited(task, reward, tmp_path, monkeypatch):
-    monkeypatch.chdir(EXAMPLES)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    interface = "interfaces.actor._target_=rank_grpo.RankGRPOActorInterface"
+def test_examples_run_as_documented_with_nothing_edited(task, reward, tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent))
+    interface = "interfaces.actor._target_=examples.rank_grpo.RankGRPOActorInterface"
     result = run(built(task, tmp_path / "run", reward, interface, "interfaces.actor.spread=2.0"))
     assert len(result.series("loss")) == 2
-    runtime = LocalRuntime(built(task, tmp_path / "two", "interfaces.reward.function=close_answer.py:score"))
+    runtime = LocalRuntime(built(task, tmp_path / "two", "interfaces.reward.function=examples/close_answer.py:score"))
     values, _ = runtime.step(1)
     assert 0 < values["missing_rewards"] <= 1  # an untrained model seldom writes a number
 
 
 def test_the_example_interface_keeps_the_invariances(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from rank_grpo import RankGRPOActorInterface
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent))
+    from examples.rank_grpo import RankGRPOActorInterface
 
     check_train_step(RankGRPOActorInterface(), ("input_ids", "loss_mask", "logprobs", "rewards"))
 
 
 def test_the_example_reward(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from close_answer import score
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent))
+    from examples.close_answer import score
 
     row = {"answer": "28"}
     assert [score("", r, row) for r in ("28", "38", "1", "x", "")] == [1.0, 0.5, 0.0, None, None]
