@@ -87,8 +87,9 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(self._render())
         elif step == self._steps or step % max(1, self._steps // 10) == 0:
-            shown = [f"{name} {_number(self._latest[name])}" for name in self._names() if name in self._latest]
-            self._console.print(f"{self._title} step {step}/{self._steps}  " + "  ".join(shown), highlight=False)
+            shown = [f"{name} {_number(self._latest[name])}" for name in self._names()[:6]]
+            line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
