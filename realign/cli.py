@@ -199,6 +199,7 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
     experiment = _built(args, overrides)
     console = Console()
     _print_derived(experiment, console)
+    _quiet_transformers()
     preflight(experiment, console)
     return 0
 
@@ -257,7 +258,15 @@ def _job(composed: DictConfig) -> None:
     _save_config(config, experiment)
     console = Console()
     _print_derived(experiment, console)
+    _quiet_transformers()
     run(experiment, console=console)
+
+
+def _quiet_transformers() -> None:
+    """Its bars for reading and writing files would break up the live display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _save_config(config: ExperimentConfig, experiment: Experiment) -> None:

@@ -234,8 +234,11 @@ class ModelInterface:
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
 
+    def open(self) -> None:
+        """Check and acquire what the interface needs (files, processes); called before any model is loaded."""
+
     def close(self) -> None:
-        """Release what the interface holds (processes, files); called once, when the run ends."""
+        """Release what `open` acquired; called once, when the run ends, however it ends."""
 
 
 METHODS = ("generate", "inference", "train_step")

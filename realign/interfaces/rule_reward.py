@@ -39,10 +39,15 @@ class RuleRewardInterface(ModelInterface):
     def __post_init__(self) -> None:
         self._pool: RewardPool | None = None
 
-    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`rewards` [S] fp32, NaN where there is none."""
-        prompts, responses = texts(model, data)
-        rows = [data.metadata["row"][i] for i in data.group_index().tolist()]
+    def open(self) -> None:
+        """Find the function and start the worker processes.
+
+        Raises:
+            ValueError: there is no such function, or a setting is out of range.
+        """
+        self._opened()
+
+    def _opened(self) -> RewardPool:
         if self._pool is None:
             self._pool = RewardPool(
                 self.function,
@@ -51,7 +56,13 @@ class RuleRewardInterface(ModelInterface):
                 memory_mb=self.memory_mb,
                 max_failed_fraction=self.max_failed_fraction,
             )
-        values = self._pool.score(prompts, responses, rows).values
+        return self._pool
+
+    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """`rewards` [S] fp32, NaN where there is none."""
+        prompts, responses = texts(model, data)
+        rows = [data.metadata["row"][i] for i in data.group_index().tolist()]
+        values = self._opened().score(prompts, responses, rows).values
         rewards_S = torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
         if self.shuffle:
             seed = derive_seed(model.seed, "shuffle", *map(str, data.ids))

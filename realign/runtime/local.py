@@ -126,14 +126,24 @@ class LocalRuntime:
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
-        self.models = load_models(experiment)
-        lead = self.models[lead_role(experiment)]
-        self.dataset = experiment.data.load(lead.tokenizer)
-        check_dataset(self.dataset, experiment.graph)
         self.held_out: Dataset | None = None
-        if experiment.evaluation is not None:
-            self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
         self._optimizer_steps = 0.0
+        try:
+            for interface in self._used_interfaces():
+                interface.open()
+            self.models = load_models(experiment)
+            self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
+            check_dataset(self.dataset, experiment.graph)
+            if experiment.evaluation is not None:
+                self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _used_interfaces(self) -> list[ModelInterface]:
+        roles = dict.fromkeys(rpc.model for rpc in self.experiment.graph.rpcs)
+        judges = [self.experiment.evaluation.reward] if self.experiment.evaluation is not None else []
+        return [*(self.interfaces[role] for role in roles), *judges]
 
     def batch(self, step: int) -> SequenceSample:
         """The prompts of a step (from 1): a pure function of seed and step."""
@@ -221,10 +231,8 @@ class LocalRuntime:
 
     def close(self) -> None:
         """Release what the interfaces hold."""
-        for interface in self.interfaces.values():
+        for interface in self._used_interfaces():
             interface.close()
-        if self.experiment.evaluation is not None:
-            self.experiment.evaluation.reward.close()
 
     def _check_ratio(self, step: int, rpc: RPC, stats: Mapping[str, float]) -> None:
         """Before its first update the policy is the sampler: their log-probs must agree (TRAPS B1)."""

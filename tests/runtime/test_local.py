@@ -256,6 +256,24 @@ def test_interfaces_are_closed_when_a_run_ends_or_fails(tmp_path):
     assert (good.closed, bad.closed) == ([True], [True])
 
 
+def test_interfaces_are_opened_before_models_are_loaded_and_closed_when_loading_fails(tmp_path):
+    class Unloadable:
+        def load(self, name, *, seed):
+            raise ValueError("no such model")
+
+    class Missing(CountToken):
+        def open(self):
+            raise ValueError("no such reward function")
+
+    reward = CountToken()
+    parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": reward}
+    with pytest.raises(ValueError, match="no such model"):
+        LocalRuntime(experiment(tmp_path, interfaces=parts, models={"actor": Unloadable()}))
+    assert reward.closed == [True]
+    with pytest.raises(ValueError, match="no such reward function"):
+        LocalRuntime(experiment(tmp_path, interfaces=parts | {"reward": Missing()}, models={"actor": Unloadable()}))
+
+
 def test_evaluation_answers_every_prompt_once(tmp_path):
     runtime = LocalRuntime(experiment(tmp_path))
     values, samples = runtime.evaluate()
