@@ -171,6 +171,41 @@ def test_the_demo_says_what_it_does_not_understand(capsys, argument):
     assert argument.split("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", ["stepz=2", "sft.stepz=2"])
+def test_the_demo_refuses_a_typo_before_it_touches_an_earlier_result(tmp_path, capsys, wrong):
+    earlier = tmp_path / "demo" / "grpo" / "metrics.jsonl"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
+    assert demo([f"output_dir={tmp_path / 'demo'}", wrong]) == 2
+    assert "stepz" in capsys.readouterr().err
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [earlier]
+
+
+def test_the_demo_deletes_nothing_that_is_not_its_own(tmp_path, capsys):
+    thesis = tmp_path / "thesis.tex"
+    thesis.touch()
+    assert demo([f"output_dir={tmp_path}"]) == 2
+    assert "holds 'thesis.tex', which is not the demo's" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [thesis]
+
+
+def test_an_interrupted_demo_says_so(tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("realign.demo.__main__.run", interrupted)
+    assert demo([f"output_dir={tmp_path / 'demo'}"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_the_demo_shows_a_response_without_a_verdict(reward, tmp_path, capsys):
+    path = tmp_path / "mute.py"
+    path.write_text("def score(prompt, response, row):\n    return 1.0 if row['answer'] < '5' else None\n")
+    settings = ["steps=1", "sft.steps=21", "batch_prompts=4", reward, f"evaluation.reward.function={path}:score"]
+    assert demo([f"output_dir={tmp_path / 'demo'}", *settings]) == 0
+    assert "reward none" in capsys.readouterr().out
+
+
 def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):
     def pairs(path: Path) -> set[tuple[int, int]]:
         prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]

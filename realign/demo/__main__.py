@@ -19,11 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from realign.config import build_experiment, compose
-from realign.demo.arithmetic import prepare
-from realign.runtime import RunResult, run
+from realign.demo.arithmetic import Task, prepare
+from realign.runtime import Experiment, RunResult, run
 from realign.runtime.curves import draw_curves
 
 SFT = "sft."
+TASK = "task"
+LEFT = {TASK, "sft", "grpo", "curves.png"}
 
 
 @dataclass(frozen=True)
@@ -68,58 +70,76 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"realign: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("realign: interrupted", file=sys.stderr)
+        return 130
     title = "Two-digit addition: SFT, then GRPO" + (" with shuffled rewards (control)" if demo.shuffle else "")
     picture = draw_curves({"SFT": sft.history, "GRPO": grpo.history}, demo.output_dir / "curves.png", title=title)
     summary = summarize(demo, sft, grpo, seconds)
     console.print(report(summary, sft, grpo))
     for sample in three_samples(grpo.samples):
-        shown = f"{sample['prompt']}{sample['response']}"
-        console.print(f"  {shown:<12} reward {sample['reward']:g}", highlight=False)
+        shown, reward = f"{sample['prompt']}{sample['response']}", sample["reward"]
+        reward = "none" if reward is None else f"{reward:g}"
+        console.print(f"  {shown:<12} reward {reward}", markup=False, highlight=False)
     console.print(f"learning curves: {picture}", highlight=False)
     print(json.dumps(summary | {"curves": str(picture)}), flush=True)
     return 0
 
 
 def train(demo: Demo, console: Console) -> tuple[RunResult, RunResult, float]:
-    """Prepare the task, then the two runs; seconds are those of the runs."""
-    shutil.rmtree(demo.output_dir, ignore_errors=True)
-    task = prepare(demo.output_dir / "task", seed=demo.seed)
-    held_out = f"evaluation.data.path={task.held_out}"
+    """Prepare the task, then the two runs; seconds are those of the runs.
+
+    Raises:
+        ValueError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
+    """
+    sft, grpo = experiments(demo)
+    remove_earlier(demo.output_dir)
+    prepare(demo.output_dir / TASK, seed=demo.seed)
     started = time.perf_counter()
-    sft = run(
-        build_experiment(
-            compose(
-                [
-                    "experiment=sft_arithmetic",
-                    f"seed={demo.seed}",
-                    f"output_dir={demo.output_dir / 'sft'}",
-                    f"models.actor.path={task.model}",
-                    f"data.path={task.demonstrations}",
-                    held_out,
-                    *(o.removeprefix(SFT) for o in demo.overrides if o.startswith(SFT)),
-                ]
-            )
-        ),
-        console=console,
-    )
-    grpo = run(
-        build_experiment(
-            compose(
-                [
-                    "experiment=grpo_arithmetic",
-                    f"seed={demo.seed}",
-                    f"output_dir={demo.output_dir / 'grpo'}",
-                    f"models.actor.path={sft.output_dir / 'final' / 'actor'}",
-                    f"data.path={task.prompts}",
-                    held_out,
-                    f"interfaces.reward.shuffle={str(demo.shuffle).lower()}",
-                    *(o for o in demo.overrides if not o.startswith(SFT)),
-                ]
-            )
-        ),
-        console=console,
-    )
-    return sft, grpo, time.perf_counter() - started
+    results = run(sft, console=console), run(grpo, console=console)
+    return *results, time.perf_counter() - started
+
+
+def experiments(demo: Demo) -> tuple[Experiment, Experiment]:
+    """The two runs, checked; nothing is read or written."""
+    task = Task.of(demo.output_dir / TASK)
+    held_out = f"evaluation.data.path={task.held_out}"
+    sft = [
+        "experiment=sft_arithmetic",
+        f"seed={demo.seed}",
+        f"output_dir={demo.output_dir / 'sft'}",
+        f"models.actor.path={task.model}",
+        f"data.path={task.demonstrations}",
+        held_out,
+        *(o.removeprefix(SFT) for o in demo.overrides if o.startswith(SFT)),
+    ]
+    grpo = [
+        "experiment=grpo_arithmetic",
+        f"seed={demo.seed}",
+        f"output_dir={demo.output_dir / 'grpo'}",
+        f"models.actor.path={demo.output_dir / 'sft' / 'final' / 'actor'}",
+        f"data.path={task.prompts}",
+        held_out,
+        f"interfaces.reward.shuffle={str(demo.shuffle).lower()}",
+        *(o for o in demo.overrides if not o.startswith(SFT)),
+    ]
+    return build_experiment(compose(sft)), build_experiment(compose(grpo))
+
+
+def remove_earlier(folder: Path) -> None:
+    """Remove what an earlier demo left in `folder`, and nothing else.
+
+    Raises:
+        ValueError: the folder holds something that no demo put there.
+    """
+    if not folder.is_dir():
+        return
+    if foreign := sorted({path.name for path in folder.iterdir()} - LEFT):
+        raise ValueError(
+            f"output_dir {str(folder)!r} holds {foreign[0]!r}, which is not the demo's; choose another one"
+        )
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def summarize(demo: Demo, sft: RunResult, grpo: RunResult, seconds: float) -> dict[str, Any]:

@@ -35,6 +35,13 @@ class Task:
     held_out: Path
     """JSONL of `prompt`, `answer`: problems that nothing trains on, in either order of the summands."""
 
+    @classmethod
+    def of(cls, folder: Path) -> Task:
+        """The parts that `prepare` writes to `folder`."""
+        return cls(
+            folder / "model", folder / "demonstrations.jsonl", folder / "prompts.jsonl", folder / "held_out.jsonl"
+        )
+
 
 def prepare(
     folder: Path, *, seed: int, demonstrations: int = 7000, mistakes: float = 0.75, held_out: int = 500
@@ -48,7 +55,7 @@ def prepare(
         mistakes: fraction of them in which no digit is carried.
         held_out: problems to judge by.
     """
-    task = Task(folder / "model", folder / "demonstrations.jsonl", folder / "prompts.jsonl", folder / "held_out.jsonl")
+    task = Task.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # a + b and b + a never part ways
