@@ -40,10 +40,10 @@ class GRPOActorInterface(PPOActorInterface):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.generation.n < 2 and self.adv_norm.mean is Scope.group:
+        if self.generation.n < 2 and Scope.group in (self.adv_norm.mean, self.adv_norm.std):
             raise ValueError(
                 f"generation.n={self.generation.n}: a group of one response has nothing to be compared with; "
-                "use generation.n of 2 or more, or adv_norm.mean=batch with min_group_size=1"
+                "use generation.n of 2 or more, or adv_norm.mean=batch and adv_norm.std=batch with min_group_size=1"
             )
         if not 1 <= self.min_group_size <= self.generation.n:
             raise ValueError(
@@ -71,7 +71,7 @@ class GRPOActorInterface(PPOActorInterface):
         return data.with_tokens(advantages=advantages_T, loss_mask=mask_T)
 
     def batch_stats(self, data: SequenceSample) -> Stats:
-        """Metrics of the rollout batch: also the share of groups that teach nothing."""
+        """Metrics of the rollout batch: also, of the groups in the loss, the share whose rewards are all equal."""
         valid_S = segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
         flat_G = degenerate_groups(data["rewards"], data.group_index(), valid_S)
         return super().batch_stats(data) | {

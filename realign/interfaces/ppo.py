@@ -82,8 +82,12 @@ class KLPenalty:
     def __post_init__(self) -> None:
         if self.place is KLPlace.loss and self.estimator is KLEstimator.k1:
             raise ValueError("kl.estimator=k1 in the loss has an expected gradient of 0; choose k2 or k3")
-        if self.coef < 0:
+        if not self.coef >= 0:
             raise ValueError(f"kl.coef must not be negative, found {self.coef}")
+        if self.target is not None and self.place is KLPlace.none:
+            raise ValueError(f"kl.target={self.target:g} steers a penalty that kl.place=none does not apply")
+        if self.target is not None and self.coef == 0:
+            raise ValueError("kl.target multiplies kl.coef, and would leave a coefficient of 0 at 0; start above 0")
 
     def controller(self) -> FixedKLController | AdaptiveKLController:
         """The object that holds the coefficient."""
@@ -129,9 +133,19 @@ class PPOActorInterface(ModelInterface):
                 f"generation.{distorted[0]} changes the sampled distribution, and the ratios of this loss would be "
                 "wrong; use neutral settings for training (evaluation may use any)"
             )
-        for name in ("epochs", "n_minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        checks = {
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "n_minibatches": (self.n_minibatches >= 1, "at least 1"),
+            "clip_low": (0 <= self.clip_low <= 1, "from 0 to 1"),
+            "clip_high": (self.clip_high >= 0, "at least 0"),
+            "dual_clip": (self.dual_clip is None or self.dual_clip > 1, "above 1, or null"),
+            "gamma": (0 <= self.gamma <= 1, "from 0 to 1"),
+            "lam": (0 <= self.lam <= 1, "from 0 to 1"),
+            "aggregation_constant": (self.aggregation_constant is None or self.aggregation_constant > 0, "positive"),
+        }
+        for name, (ok, valid) in checks.items():
+            if not ok:
+                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
         needs_constant = self.aggregation is Aggregation.constant
         if needs_constant != (self.aggregation_constant is not None):
             raise ValueError(
@@ -255,8 +269,10 @@ class PPOActorInterface(ModelInterface):
 
     def _update_kl(self, model: Model, data: SequenceSample, stats: Stats) -> None:
         """Move the coefficient once per rollout batch, by the KL per trained sequence over all ranks (SEEDS A34)."""
+        if self.kl.place is KLPlace.none:
+            return
         stats["kl_coef"] = Max(torch.tensor(self.kl_controller.value))
-        if self.kl.place is KLPlace.none or self.kl.target is None:
+        if self.kl.target is None:
             return
         trained = stats["ref_kl_per_sequence"]
         assert isinstance(trained, Mean)

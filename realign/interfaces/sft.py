@@ -33,7 +33,15 @@ class SFTInterface(ModelInterface):
     n_minibatches: int = 1
     """Optimizer steps per batch of prompts."""
     aggregation: Aggregation = Aggregation.token_mean
-    """How tokens and sequences weigh."""
+    """How tokens and sequences weigh; constant is not for SFT."""
+
+    def __post_init__(self) -> None:
+        if self.n_minibatches < 1:
+            raise ValueError(f"n_minibatches must be at least 1, found {self.n_minibatches}")
+        if self.aggregation is Aggregation.constant:
+            raise ValueError(
+                "aggregation=constant has no number of tokens here; choose a mean over tokens or sequences"
+            )
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a fresh order."""

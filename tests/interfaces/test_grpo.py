@@ -56,6 +56,11 @@ def test_trap_e4_ragged_groups_are_found_by_id():
 def test_trap_e5_a_group_of_one_is_refused_in_the_config_and_silent_in_the_data():
     with pytest.raises(ValueError, match=r"generation\.n=1: a group of one response"):
         GRPOActorInterface(generation=GenerationConfig(n=1))
+    divided = Normalization(Scope.batch, Scope.group)  # the deviation of one response is 0: every advantage would be
+    with pytest.raises(ValueError, match=r"generation\.n=1: a group of one response"):
+        GRPOActorInterface(generation=GenerationConfig(n=1), adv_norm=divided, min_group_size=1)
+    with pytest.raises(ValueError, match=r"min_group_size must be from 1 to generation\.n=4, found 5"):
+        GRPOActorInterface(generation=GenerationConfig(n=4), min_group_size=5)
     for spec in (Normalization(Scope.group, Scope.group), Normalization(Scope.group, Scope.none, leave_one_out=True)):
         assert advantages(batch([[3.0], [1.0, 0.0]]), adv_norm=spec, min_group_size=1)[0] == 0.0
 

@@ -226,6 +226,54 @@ def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
     assert PPOActorInterface().required_inputs("train_step") == set()
 
 
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, found 0"),
+        ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
+        ({"clip_low": 1.5}, "clip_low must be from 0 to 1, found 1.5"),
+        ({"clip_high": -0.1}, "clip_high must be at least 0, found -0.1"),
+        ({"dual_clip": 1.0}, "dual_clip must be above 1, or null, found 1.0"),
+        ({"gamma": 1.1}, "gamma must be from 0 to 1, found 1.1"),
+        ({"lam": math.nan}, "lam must be from 0 to 1, found nan"),
+        ({"aggregation": Aggregation.constant}, "needs a number of tokens"),
+        ({"aggregation_constant": 8.0}, "needs a number of tokens"),
+        (
+            {"aggregation": Aggregation.constant, "aggregation_constant": 0.0},
+            "aggregation_constant must be positive, found 0.0",
+        ),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_before_anything_is_sampled(setting, text):
+    with pytest.raises(ValueError, match=text):
+        PPOActorInterface(**setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"coef": -0.1}, "kl.coef must not be negative"),
+        ({"coef": math.nan}, "kl.coef must not be negative"),
+        ({"target": 6.0}, "kl.target=6 steers a penalty that kl.place=none does not apply"),
+        ({"place": KLPlace.reward, "coef": 0.0, "target": 6.0}, "would leave a coefficient of 0 at 0"),
+    ],
+)
+def test_a_kl_penalty_that_could_do_nothing_is_refused(setting, text):
+    with pytest.raises(ValueError, match=text):
+        KLPenalty(**setting)
+
+
+def test_a_coefficient_is_reported_only_where_it_is_applied():
+    data = random_batch(2).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
+    reported = {
+        place: train_once(PPOActorInterface(kl=KLPenalty(place, 0.3, KLEstimator.k2)), data, MicroBatchSpec()).metrics
+        for place in KLPlace
+    }
+    assert "kl_coef" not in reported[KLPlace.none]
+    assert reported[KLPlace.reward]["kl_coef"] == reported[KLPlace.loss]["kl_coef"] == pytest.approx(0.3)
+    assert reported[KLPlace.reward]["ref_kl"] > 0
+
+
 def test_trap_c8_the_logged_kl_is_the_trained_one():
     data = random_batch(2).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
     off = train_once(PPOActorInterface(adv_norm=RAW), data, MicroBatchSpec())
