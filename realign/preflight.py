@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nGraph\n" + to_text(experiment.graph))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
-    runtime = LocalRuntime(replace(experiment, batch_prompts=ROWS))
+    runtime = LocalRuntime(experiment)
     try:
         held_out = f", {len(runtime.held_out):,} held out for evaluation" if runtime.held_out is not None else ""
         say(f"\nData\n  {len(runtime.dataset):,} rows{held_out}")
@@ -51,8 +50,9 @@ def preflight(experiment: Experiment, console: Console) -> None:
 
 
 def run_calls(runtime: LocalRuntime) -> SequenceSample:
-    """The batch of the first step after every call that does not train."""
+    """The first `ROWS` prompts of the first step after every call that does not train."""
     batch = runtime.batch(1)
+    batch = batch.take(range(min(ROWS, len(batch))))
     for rpc in runtime.experiment.graph.order:
         if rpc.method != "train_step":
             model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]

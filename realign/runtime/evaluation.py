@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from realign.api import (
     GenerationConfig,
+    Mean,
     MicroBatchSpec,
     Model,
     ModelInterface,
@@ -55,7 +57,7 @@ class Evaluation:
         for number, prompts in enumerate(self._batches(dataset)):
             judged = self._judge(model, prompts, number)
             first = first or judged
-            stats.append(_stats(judged))
+            stats.append(sequence_stats(judged))
         if first is None:
             raise ValueError("the evaluation data holds no prompt")
         return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first
@@ -73,14 +75,24 @@ class Evaluation:
         return answered.merge(self.reward.inference(judge, answered, MicroBatchSpec()))
 
 
-def _stats(judged: SequenceSample) -> Stats:
-    rewards_S = judged["rewards"]
-    present_S = rewards_S.isfinite()
-    everywhere_S = torch.ones_like(present_S)
-    tokens_S = segment_sum(judged["loss_mask"], judged.cu_seqlens())
-    return {
-        "reward": masked_mean(rewards_S, present_S),
-        "missing_rewards": masked_mean((~present_S).float(), everywhere_S),
-        "response_tokens": masked_mean(tokens_S.float(), everywhere_S),
-        "truncated_fraction": masked_mean(judged["truncated"].float(), everywhere_S),
-    }
+def sequence_stats(batch: SequenceSample) -> Stats:
+    """Metrics of sampled sequences, as far as their keys are there; each a mean over the sequences of the batch.
+
+    `reward` (of those that have one), `missing_rewards` (fraction), `response_tokens` (all that follow the prompt, also
+    tokens of tools and of responses without reward) and `truncated_fraction`.
+    """
+    stats: Stats = {}
+    if "rewards" in batch:
+        present_S = batch["rewards"].isfinite()
+        stats["reward"] = masked_mean(batch["rewards"], present_S)
+        stats["missing_rewards"] = _mean((~present_S).float())
+    if "prompt_mask" in batch:
+        tokens_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
+        stats["response_tokens"] = _mean(tokens_S)
+    if "truncated" in batch:
+        stats["truncated_fraction"] = _mean(batch["truncated"].float())
+    return stats
+
+
+def _mean(x_S: Tensor) -> Mean:
+    return masked_mean(x_S, torch.ones_like(x_S, dtype=torch.bool))

@@ -88,8 +88,20 @@ class Experiment:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.save_every_steps is not None and self.save_every_steps < 1:
             raise ValueError(f"save_every_steps must be at least 1 or null, found {self.save_every_steps}")
+        if self.sample_prompts < 0:
+            raise ValueError(f"sample_prompts must be at least 0, found {self.sample_prompts}")
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
+        if self.evaluation is not None and self.evaluation.role not in self.models:
+            raise ValueError(
+                f"evaluation.role {self.evaluation.role!r} has no model; roles with one: {', '.join(self.models)}"
+            )
         for rpc in self.graph.rpcs:
+            parts = getattr(self.interfaces[rpc.model], "n_minibatches", 1)
+            if rpc.method == "train_step" and parts > self.batch_prompts:
+                raise ValueError(
+                    f"interfaces.{rpc.model}.n_minibatches={parts} mini-batches cannot be made of "
+                    f"batch_prompts={self.batch_prompts}: each takes at least one prompt"
+                )
             if missing := sorted(self.interfaces[rpc.model].required_inputs(rpc.method) - set(rpc.inputs)):
                 raise ValueError(
                     f"interfaces.{rpc.model}, as set, needs key {missing[0]!r} in {rpc.method}, but RPC {rpc.name!r} "

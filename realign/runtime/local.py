@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from realign.api import (
@@ -20,14 +20,11 @@ from realign.api import (
     Model,
     ModelInterface,
     SequenceSample,
-    Stats,
-    masked_mean,
-    merge_stats,
     stat_values,
 )
 from realign.data import batch_indices
-from realign.functional import segment_sum
 from realign.runtime.curves import draw_curves
+from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Dataset, Experiment
 from realign.runtime.tracking import JsonLines, LiveDisplay, Tracker
 
@@ -69,15 +66,15 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
     Args:
         experiment: what to do.
         console: where progress is shown; None shows nothing.
-        trackers: further receivers of the metrics.
+        trackers: further receivers of the metrics; whoever made them closes them.
 
     Returns:
         The history, and where the files are.
 
     Raises:
         ValueError: something in the experiment or its data is wrong; named in the message.
-        RuntimeError: training went wrong (non-finite steps in a row, a reward function that fails too often, no
-            optimizer step in the whole run).
+        RuntimeError: training went wrong (a reward function that fails too often, no optimizer step in the whole run).
+        FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
     """
     out = experiment.output_dir
     experiment.refuse_earlier_run()
@@ -102,10 +99,12 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         log(0, runtime.evaluate()[0])
         for step in range(1, experiment.steps + 1):
             values, batch = runtime.step(step)
-            if step == experiment.steps or runtime.evaluation_due(step):
-                measured, result.samples = runtime.evaluate()
-                values |= measured
-            log(step, values)
+            try:
+                if step == experiment.steps or runtime.evaluation_due(step):
+                    measured, result.samples = runtime.evaluate()
+                    values |= measured
+            finally:  # a step that was made is on record, also when the evaluation after it fails
+                log(step, values)
             for record in runtime.readable(batch, experiment.sample_prompts):
                 samples.write({"step": step, **record})
             if experiment.save_every_steps and step % experiment.save_every_steps == 0 and step < experiment.steps:
@@ -116,8 +115,12 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
 
 
 def _draw(name: str, result: RunResult) -> None:
-    if len(result.history) > 1:
+    if len(result.history) < 2:
+        return
+    try:
         draw_curves({name: result.history}, result.output_dir / "curves.png", title=name)
+    except Exception as error:  # a picture neither ends a run nor hides what did
+        warnings.warn(f"curves.png was not drawn: {error}", stacklevel=2)
 
 
 class LocalRuntime:
@@ -128,6 +131,7 @@ class LocalRuntime:
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
         self.held_out: Dataset | None = None
         self._optimizer_steps = 0.0
+        self._ratio_checked: set[str] = set()
         try:
             for interface in self._used_interfaces():
                 interface.open()
@@ -154,6 +158,9 @@ class LocalRuntime:
     def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
         """One pass over the graph.
 
+        Of the metrics, `rollout_tokens_per_s` are sampled tokens (no prompts) per second of the generate call, and
+        `train_tokens_per_s` are packed tokens (with prompts, once per epoch) per second of the train_step call.
+
         Returns:
             The metrics of the step, and the batch with every key that was produced.
         """
@@ -170,10 +177,10 @@ class LocalRuntime:
             values |= {f"{prefix}{name}": value for name, value in stats.items()}
             if rpc.method == "train_step":
                 self._optimizer_steps += stats.get("optimizer_steps", 0.0)
-                self._check_ratio(step, rpc, stats)
-                values["train_tokens_per_s"] = stats.get("tokens", 0.0) / seconds
+                self._check_ratio(rpc, stats)
+                values[f"{prefix}train_tokens_per_s"] = stats.get("tokens", 0.0) / seconds
             if rpc.method == "generate":
-                values["rollout_tokens_per_s"] = float(batch["loss_mask"].sum()) / seconds
+                values[f"{prefix}rollout_tokens_per_s"] = float(batch["loss_mask"].sum()) / seconds
         values |= batch_metrics(batch)
         values["step_s"] = time.perf_counter() - started
         return values, batch
@@ -210,7 +217,7 @@ class LocalRuntime:
                 "id": part.ids[owner],
                 "prompt": decode(ids[given], skip_special_tokens=True),
                 "response": decode(ids[~given], skip_special_tokens=True),
-                "reward": reward if reward == reward else None,
+                "reward": reward if math.isfinite(reward) else None,
             }
             for owner, ids, given, reward in rows
         ]
@@ -231,14 +238,21 @@ class LocalRuntime:
 
     def close(self) -> None:
         """Release what the interfaces hold."""
-        for interface in self._used_interfaces():
-            interface.close()
+        with ExitStack() as stack:  # one that fails to close keeps no other from it
+            for interface in self._used_interfaces():
+                stack.callback(interface.close)
 
-    def _check_ratio(self, step: int, rpc: RPC, stats: Mapping[str, float]) -> None:
-        """Before its first update the policy is the sampler: their log-probs must agree (TRAPS B1)."""
-        found = stats.get("first_logprob_diff_max", 0.0)
+    def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
+        """Before its first update the policy is the sampler: their log-probs must agree (TRAPS B1).
+
+        Checked once, on the first step in which anything of the first mini-batch trains.
+        """
+        found = stats.get("first_logprob_diff_max")
+        if found is None or rpc.name in self._ratio_checked:
+            return
+        self._ratio_checked.add(rpc.name)
         limit = self.experiment.ratio_tolerance
-        if step > 1 or found <= limit:
+        if found <= limit:
             return
         message = (
             f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} "
@@ -300,19 +314,7 @@ def check_dataset(dataset: Dataset, graph: DataflowGraph) -> None:
 
 def batch_metrics(batch: SequenceSample) -> dict[str, float]:
     """Metrics of a batch of sequences: rewards and lengths, before anything is masked."""
-    stats: Stats = {}
-    if "rewards" in batch:
-        rewards_S = batch["rewards"]
-        present_S = rewards_S.isfinite()
-        stats["reward"] = masked_mean(rewards_S, present_S)
-        stats["missing_rewards"] = masked_mean((~present_S).float(), torch.ones_like(present_S))
-    if "prompt_mask" in batch:
-        tokens_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
-        stats["response_tokens"] = masked_mean(tokens_S, torch.ones_like(tokens_S, dtype=torch.bool))
-    if "truncated" in batch:
-        truncated_S = batch["truncated"]
-        stats["truncated_fraction"] = masked_mean(truncated_S.float(), torch.ones_like(truncated_S))
-    return stat_values(merge_stats([stats]))
+    return stat_values(sequence_stats(batch))
 
 
 __all__: Sequence[str] = ["LocalRuntime", "RunResult", "call", "run"]

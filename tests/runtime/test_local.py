@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    GenerationConfig,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    SequenceSample,
+    Sum,
+    stat_values,
+)
 from realign.functional import Normalization, Scope
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, dataflow
 from realign.runtime import Evaluation, Experiment, run
-from realign.runtime.local import LocalRuntime, call
+from realign.runtime.evaluation import sequence_stats
+from realign.runtime.local import LocalRuntime, batch_metrics, call
 from realign.testing import BigramEngine
 
 
@@ -200,6 +211,48 @@ def test_trap_b1_the_first_step_reports_a_sampler_that_is_not_the_trainer(tmp_pa
         run(experiment(tmp_path, models={"actor": StaleModel()}, strict_ratio=True, overwrite=True))
 
 
+def test_trap_b1_the_ratio_is_checked_on_the_first_step_that_trains(tmp_path):
+    class Stale(BigramEngine):
+        def generate(self, data, config, *, seed):
+            return BigramEngine(seed=99).generate(data, config, seed=seed)
+
+    class StaleModel(BigramModel):
+        def load(self, name, *, seed):
+            return Model(name, Stale(seed=seed), Digits(), seed)
+
+    class LateReward(CountToken):
+        def inference(self, model, data, mb_spec):
+            out = super().inference(model, data, mb_spec)
+            self.closed.append(False)  # counts the calls
+            missing = torch.full_like(out["rewards"], math.nan)
+            return out if len(self.closed) > 1 else out.with_data({"rewards": missing}, like="rewards")
+
+    parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": LateReward()}
+    runtime = LocalRuntime(experiment(tmp_path, interfaces=parts, models={"actor": StaleModel()}, strict_ratio=True))
+    runtime.step(1)  # nothing trains
+    with pytest.raises(RuntimeError, match="ratio_tolerance"):
+        runtime.step(2)
+
+
+def test_tokens_per_second_are_those_of_their_role(tmp_path):
+    class Counting(ModelInterface):
+        def __init__(self, tokens: float) -> None:
+            self.tokens = tokens
+
+        def train_step(self, model, data, mb_spec):
+            return {"tokens": Sum(torch.tensor(self.tokens)), "optimizer_steps": Sum(torch.tensor(1.0))}
+
+    rpcs = tuple(RPC(f"{role}_train", role, "train_step", ("prompt_ids",)) for role in ("actor", "critic"))
+    graph = DataflowGraph(rpcs, dataset_keys=("prompt_ids", "row"))
+    parts = {"actor": Counting(1e6), "critic": Counting(0.0)}
+    models = {"actor": BigramModel(), "critic": BigramModel()}
+    values, _ = LocalRuntime(experiment(tmp_path, graph=graph, interfaces=parts, models=models, evaluation=None)).step(
+        1
+    )
+    assert values["train_tokens_per_s"] > 0
+    assert values["critic/train_tokens_per_s"] == 0
+
+
 def test_trap_e13_a_run_in_which_nothing_was_trained_does_not_end_well(tmp_path):
     class Silent(CountToken):
         def inference(self, model, data, mb_spec):
@@ -221,6 +274,35 @@ def test_roles_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path):
         experiment(tmp_path, interfaces={"actor": GRPOActorInterface()})
     with pytest.raises(ValueError, match=r"uses role 'actor', which has no model; did you mean 'actr'\?"):
         experiment(tmp_path, models={"actr": BigramModel()})
+
+
+def test_an_evaluation_of_a_role_without_model_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match=r"evaluation\.role 'critic' has no model; roles with one: actor"):
+        experiment(tmp_path, evaluation=Evaluation(Prompts(4), CountToken(), GENERATION, role="critic"))
+
+
+def test_trap_d11_more_minibatches_than_prompts_are_refused_before_anything_is_loaded(tmp_path):
+    parts = {"actor": GRPOActorInterface(generation=GENERATION, n_minibatches=9), "reward": CountToken()}
+    with pytest.raises(ValueError, match=r"interfaces\.actor\.n_minibatches=9 .* batch_prompts=8"):
+        experiment(tmp_path, interfaces=parts)
+    assert len(run(experiment(tmp_path, interfaces=parts, batch_prompts=9)).series("loss")) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"batch_prompts": 0}, "batch_prompts must be at least 1"),
+        ({"save_every_steps": 0}, "save_every_steps must be at least 1 or null"),
+        ({"sample_prompts": -1}, "sample_prompts must be at least 0"),
+    ],
+)
+def test_counts_out_of_range_are_named(tmp_path, setting, text):
+    with pytest.raises(ValueError, match=text):
+        experiment(tmp_path, **setting)
+    for name in ("every_steps", "batch_prompts"):
+        with pytest.raises(ValueError, match=rf"evaluation\.{name} must be at least 1"):
+            Evaluation(Prompts(4), CountToken(), GENERATION, **{name: 0})
 
 
 def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_loaded(tmp_path):
@@ -272,6 +354,98 @@ def test_interfaces_are_opened_before_models_are_loaded_and_closed_when_loading_
     assert reward.closed == [True]
     with pytest.raises(ValueError, match="no such reward function"):
         LocalRuntime(experiment(tmp_path, interfaces=parts | {"reward": Missing()}, models={"actor": Unloadable()}))
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class FailingAt(CountToken):
+    """Raises at the n-th call."""
+
+    def __init__(self, call: int, error: BaseException) -> None:
+        super().__init__()
+        self.calls, self.call, self.error = 0, call, error
+
+    def inference(self, model, data, mb_spec):
+        self.calls += 1
+        if self.calls == self.call:
+            raise self.error
+        return super().inference(model, data, mb_spec)
+
+
+def test_an_interrupted_run_keeps_its_finished_steps_and_its_curves(tmp_path):
+    reward = FailingAt(3, KeyboardInterrupt())
+    parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": reward}
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment(tmp_path, interfaces=parts))
+    assert [r["step"] for r in records(tmp_path / "run")] == [0, 1, 2]
+    assert (tmp_path / "run" / "curves.png").exists()
+    assert not (tmp_path / "run" / "final").exists()
+    assert reward.closed == [True]
+
+
+def test_a_step_whose_evaluation_fails_is_on_record(tmp_path):
+    judge = FailingAt(3, RuntimeError("no verdict"))  # two batches before training, then that after step 2
+    evaluation = Evaluation(Prompts(4), judge, GENERATION, every_steps=2, batch_prompts=3)
+    with pytest.raises(RuntimeError, match="no verdict"):
+        run(experiment(tmp_path, evaluation=evaluation))
+    found = records(tmp_path / "run")
+    assert [r["step"] for r in found] == [0, 1, 2]
+    assert "loss" in found[2]
+    assert "eval/reward" not in found[2]
+    assert judge.closed == [True]
+
+
+def test_a_picture_that_cannot_be_drawn_neither_ends_a_run_nor_hides_what_did(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("no metric to draw")
+
+    monkeypatch.setattr("realign.runtime.local.draw_curves", broken)
+    with pytest.warns(UserWarning, match=r"curves\.png was not drawn: no metric to draw"):
+        assert len(run(experiment(tmp_path)).history) == 4
+    parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": FailingAt(3, RuntimeError("the reason"))}
+    with pytest.warns(UserWarning, match="was not drawn"), pytest.raises(RuntimeError, match="the reason"):
+        run(experiment(tmp_path, interfaces=parts, overwrite=True))
+
+
+def test_one_interface_that_fails_to_close_keeps_no_other_from_it(tmp_path):
+    class Stuck(GRPOActorInterface):
+        def close(self):
+            raise RuntimeError("stuck")
+
+    reward, judge = CountToken(), CountToken()
+    runtime = LocalRuntime(
+        experiment(
+            tmp_path,
+            interfaces={"actor": Stuck(generation=GENERATION), "reward": reward},
+            evaluation=Evaluation(Prompts(4), judge, GENERATION),
+        )
+    )
+    with pytest.raises(RuntimeError, match="stuck"):
+        runtime.close()
+    assert (reward.closed, judge.closed) == ([True], [True])
+
+
+def test_a_response_has_one_length_in_training_and_in_evaluation():
+    """Tool tokens count in both; the mean of rewards is over those that have one."""
+    batch = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3, 4], [1, 2]]]})
+    batch = batch.with_tokens(
+        prompt_mask=torch.tensor([True, False, False, False, True, False]),
+        loss_mask=torch.tensor([False, True, False, True, False, True]),
+    ).with_sequences(rewards=torch.tensor([3.0, math.nan]), truncated=torch.tensor([True, False]))
+    want = {"reward": 3.0, "missing_rewards": 0.5, "response_tokens": 2.0, "truncated_fraction": 0.5}
+    assert batch_metrics(batch) == stat_values(sequence_stats(batch)) == want
+
+
+def test_an_infinite_reward_is_no_number_of_json(tmp_path):
+    runtime = LocalRuntime(experiment(tmp_path))
+    _, batch = runtime.step(1)
+    rewards = batch["rewards"].clone()
+    rewards[0] = math.inf
+    shown = runtime.readable(batch.with_data({"rewards": rewards}, like="rewards"), 1)
+    assert shown[0]["reward"] is None
+    assert runtime.readable(batch, 0) == []
 
 
 def test_evaluation_answers_every_prompt_once(tmp_path):
