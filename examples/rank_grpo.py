@@ -20,7 +20,7 @@ class RankGRPOActorInterface(GRPOActorInterface):
     """GRPO whose rewards are first replaced by their ranks within the group."""
 
     spread: float = 1.0
-    """Ranks lie between -spread and +spread; equal rewards share a rank."""
+    """Ranks lie between -spread and +spread; equal rewards share a rank. Shows with adv_norm.std=none only."""
 
     def compute_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Rank the rewards of each group, then let GRPO normalise the ranks."""
