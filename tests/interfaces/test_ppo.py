@@ -14,6 +14,7 @@ from realign.interfaces.ppo import (
     PPOActorInterface,
     ReferenceInterface,
     dataflow,
+    drop_missing_rewards,
     normalization_formula,
 )
 from realign.testing import BigramEngine, random_batch, train_once
@@ -42,6 +43,16 @@ def test_generation_says_who_sampled_what():
     assert data.keys == {"input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated"}
     assert torch.equal(data["versions"] == 7, data["loss_mask"])
     assert torch.equal(data["versions"] == -1, data["prompt_mask"])
+
+
+def test_generation_differs_from_step_to_step_and_not_from_run_to_run():
+    interface = PPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=6, fixed_length=True))
+    first, again, later = (
+        interface.generate(Model("actor", BigramEngine(), version=v), prompts(), MicroBatchSpec())["input_ids"]
+        for v in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
 
 
 def test_trap_a4_everything_about_token_t_stands_at_index_t():
@@ -154,6 +165,75 @@ def test_trap_d15_every_term_of_the_loss_is_weighed_alike():
         with_kl = PPOActorInterface(aggregation=mode, kl=kl).loss(output, data)[0]
         values = kl_estimate(output.logprobs(where_T=mask), data["ref_logprobs"], mask, KLEstimator.k3)
         assert float(with_kl - plain) == pytest.approx(0.7 * float(aggregate(values, mask, cu, mode)))
+
+
+def test_metrics_of_a_step_are_the_plain_means_they_are_named_after():
+    """On one unclipped step; `logprobs` of the batch are noise, so no ratio is 1."""
+    data = random_batch(3).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    engine = BigramEngine()
+    metrics = train_once(PPOActorInterface(), data, MicroBatchSpec(n_microbatches=2)).metrics
+    credited = PPOActorInterface().compute_advantages(Model("actor", engine), drop_missing_rewards(data))
+    mask = credited["loss_mask"]
+    now = engine.output(data).logprobs(where_T=mask)[mask]
+    old, gain = credited["logprobs"][mask], credited["advantages"][mask]
+    ratio = (now - old).exp()
+    trained = [bool(x.any()) for x in credited.sequences("loss_mask")]
+    want = {
+        "ratio_mean": ratio.mean(),
+        "ratio_min": ratio.min(),
+        "ratio_max": ratio.max(),
+        "logprob_diff_max": (now - old).abs().max(),
+        "first_logprob_diff_max": (now - old).abs().max(),
+        "approx_kl": (ratio - 1 - (now - old)).mean(),
+        "clip_fraction": (torch.where(gain > 0, ratio > 1.2, ratio < 0.8) & (gain != 0)).double().mean(),
+        "advantage_mean": gain.mean(),
+        "advantage_min": gain.min(),
+        "advantage_max": gain.max(),
+        "trained_fraction": np.mean(trained),
+    }
+    assert 0 < want["trained_fraction"] < 1
+    assert {k: metrics[k] for k in want} == pytest.approx({k: float(v) for k, v in want.items()}, rel=1e-5, abs=1e-7)
+
+
+def test_trap_b1_the_difference_to_the_sampler_is_that_before_the_first_update():
+    """Later optimizer steps move the policy, which is no fault of the sampler's."""
+    interface = PPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=5), epochs=3)
+    model = Model("actor", BigramEngine(lr=5.0))
+    data = rollout(interface, model, lambda ids: (ids == 3).sum())
+    stats = stat_values(interface.train_step(model, data, MicroBatchSpec()))
+    assert stats["first_logprob_diff_max"] < 1e-6
+    assert stats["logprob_diff_max"] > 0.01
+
+
+def test_recomputed_log_probs_are_what_ratios_and_kl_are_taken_against():
+    data = random_batch(4).select(["input_ids", "loss_mask", "logprobs", "prox_logprobs", "ref_logprobs", "rewards"])
+    replaced = data.with_tokens(logprobs=data["prox_logprobs"]).select(data.keys - {"prox_logprobs"})
+    interface = PPOActorInterface(kl=KLPenalty(KLPlace.reward, 0.3))
+    with_both, with_one = (train_once(interface, x, MicroBatchSpec()) for x in (data, replaced))
+    assert with_both.metrics == with_one.metrics
+    assert with_both.metrics != train_once(interface, data.select(replaced.keys), MicroBatchSpec()).metrics
+
+
+def test_a_dual_clip_bounds_what_a_negative_advantage_can_cost():
+    data = random_batch(0)
+    engine = BigramEngine()
+    sampled = engine.output(data).logprobs() - math.log(4)  # every ratio is 4
+    far = data.select(["input_ids", "loss_mask"]).with_tokens(logprobs=sampled, advantages=-torch.ones_like(sampled))
+    loss, stats = PPOActorInterface(dual_clip=3.0).loss(engine.output(far), far)
+    trained = int(far["loss_mask"].sum())
+    assert float(loss) == pytest.approx(3.0 * trained)
+    assert stat_values(stats)["dual_clip_fraction"] == 1
+    assert float(PPOActorInterface().loss(engine.output(far), far)[0]) == pytest.approx(4.0 * trained)
+
+
+def test_trap_c2_a_cut_response_takes_the_value_of_the_state_where_it_was_cut():
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3], [1, 2, 3]]]}).with_tokens(
+        loss_mask=torch.tensor([False, True, True] * 2), values=torch.zeros(6)
+    )
+    data = data.with_sequences(rewards=torch.tensor([1.0, 1.0]), bootstrap_values=torch.tensor([0.0, 0.6]))
+    interface = PPOActorInterface(gamma=0.5, lam=1.0, adv_norm=RAW)
+    out = interface.compute_advantages(Model("actor", BigramEngine()), data)
+    assert out["returns"].tolist() == pytest.approx([0, 0.5, 1, 0, 0.65, 1.3])
 
 
 def test_trap_b1_ratio_is_one_before_the_first_update():
@@ -310,8 +390,6 @@ def test_trap_d6_rejected_rows_leave_the_denominator():
         loss_mask=torch.tensor([False, True, True, True, True, False, True]), logprobs=torch.zeros(7)
     ).with_sequences(rewards=torch.tensor([1.0, math.nan]))
     interface = PPOActorInterface()
-    from realign.interfaces.ppo import drop_missing_rewards
-
     out = interface.compute_advantages(Model("actor", BigramEngine()), drop_missing_rewards(data))
     assert interface.loss_weight(out) == 4
 

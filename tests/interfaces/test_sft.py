@@ -34,6 +34,27 @@ def test_minibatches_are_optimizer_steps_and_use_every_prompt():
     assert stats["optimizer_steps"] == 2
 
 
+def test_minibatches_are_dealt_anew_in_each_step_and_alike_in_each_run():
+    ids = [f"p{i}" for i in range(8)]
+    data = SequenceSample.from_sequences(ids, {"input_ids": [[[1, 2]]] * 8})
+    data = data.with_tokens(loss_mask=torch.tensor([False, True] * 8))
+
+    def order(version: int) -> list[str]:
+        seen: list[str] = []
+
+        class Watching(BigramEngine):
+            def train_batch(self, data, mb_spec, loss_fn, loss_weight_fn):
+                seen.extend(data.ids)
+                return super().train_batch(data, mb_spec, loss_fn, loss_weight_fn)
+
+        model = Model("actor", Watching(), version=version)
+        SFTInterface(n_minibatches=3).train_step(model, data, MicroBatchSpec())
+        assert sorted(seen) == ids
+        return seen
+
+    assert order(0) == order(0) != order(1)
+
+
 def test_repeated_training_lowers_the_loss():
     model, losses = Model("actor", BigramEngine()), []
     for _ in range(20):
