@@ -9,7 +9,7 @@ import torch
 from realign.api import GenerationConfig, Model, SequenceSample, stat_values
 from realign.functional import Aggregation, Level, Normalization, Scope
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import KLPenalty, KLPlace
+from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface
 from realign.testing import BigramEngine, random_batch
 
 
@@ -124,6 +124,32 @@ def test_token_level_weighs_a_response_by_its_length():
     data = data.with_sequences(rewards=torch.tensor([1.0, 0.0]))
     spec = Normalization(Scope.group, Scope.none, level=Level.token)
     assert advantages(data, adv_norm=spec) == pytest.approx([0.25, -0.75])
+
+
+@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("interface", [GRPOActorInterface, PPOActorInterface])
+def test_statistics_of_the_batch_are_added_up_over_the_ranks(interface, level):
+    """A second rank whose rewards are all 0 pulls the mean down; statistics of a group stay where the group is."""
+    own, other = batch([[4.0, 2.0], [2.0, 0.0]]), batch([[0.0, 0.0], [0.0, 0.0]])
+    spec = Normalization(Scope.batch, Scope.none, level=level)
+
+    def credit(data: SequenceSample, engine: BigramEngine) -> torch.Tensor:
+        return interface(adv_norm=spec, lam=1.0).compute_advantages(Model("actor", engine), data)["advantages"]
+
+    sums: list[torch.Tensor] = []
+
+    class Recording(BigramEngine):
+        def reduce(self, x):
+            sums.append(x)
+            return x
+
+    class WithAnother(BigramEngine):
+        def reduce(self, x):
+            return x + sums.pop(0)
+
+    credit(other, Recording())
+    found = credit(own, WithAnother())
+    assert found[own["loss_mask"]].tolist() == pytest.approx([3, 3, 1, 1, 1, 1, -1, -1])
 
 
 @pytest.mark.parametrize("seed", range(5))

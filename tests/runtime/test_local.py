@@ -143,6 +143,11 @@ def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
     ]
 
 
+def test_the_model_of_the_last_step_is_saved_once(tmp_path):
+    out = run(experiment(tmp_path, save_every_steps=1)).output_dir
+    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["final", "step_000001", "step_000002"]
+
+
 def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
     def rewards(name: str, seed: int) -> list[float]:
         return run(experiment(tmp_path, output_dir=tmp_path / name, seed=seed)).series("reward")
@@ -455,6 +460,27 @@ def test_evaluation_answers_every_prompt_once(tmp_path):
     assert values["eval/truncated_fraction"] == 0
     assert 0 < len(samples) <= 8 * 8
     assert runtime.models["actor"].version == 0
+
+
+def test_samples_of_an_evaluation_are_its_first_prompts(tmp_path):
+    shown = LocalRuntime(experiment(tmp_path)).evaluate()[1]  # 4 prompts, 3 at once
+    assert list(dict.fromkeys(record["id"] for record in shown)) == ["0@0", "1@0", "2@0"]
+
+
+def test_the_first_epoch_comes_first_and_in_file_order_if_not_shuffled(tmp_path):
+    settings = {"data": Prompts(16), "steps": 2}
+    shuffled, plain = (LocalRuntime(experiment(tmp_path, shuffle=s, **settings)) for s in (True, False))
+    batches = [runtime.batch(step).ids for runtime in (shuffled, plain) for step in (1, 2)]
+    everything = [f"{row}@0" for row in range(16)]
+    assert sorted(batches[0] + batches[1]) == sorted(everything)
+    assert list(batches[0] + batches[1]) != everything
+    assert list(batches[2] + batches[3]) == everything
+
+
+def test_rollout_tokens_per_second_are_of_sampled_tokens(tmp_path):
+    values, batch = LocalRuntime(experiment(tmp_path)).step(1)
+    assert values["rollout_tokens_per_s"] * values["time/actor_gen_s"] == pytest.approx(int(batch["loss_mask"].sum()))
+    assert int(batch["loss_mask"].sum()) < len(batch["loss_mask"])
 
 
 def test_credit_flags_reach_the_run(tmp_path):
