@@ -11,8 +11,9 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.config import build_experiment, compose
+from realign.demo.__main__ import Demo, experiments
 from realign.demo.__main__ import main as demo
-from realign.demo.arithmetic import add_without_carry, prepare
+from realign.demo.arithmetic import add_without_carry, prepare, written
 from realign.functional import KLEstimator
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import KLPenalty, KLPlace, ReferenceInterface
@@ -165,6 +166,12 @@ def test_the_demo_ends_with_a_line_of_json_and_its_picture(reward, tmp_path, cap
     assert Path(last["curves"]).read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_control_shuffles_the_rewards_that_train_and_not_those_that_judge():
+    for argument, shuffled in (("shuffle=true", True), ("shuffle=false", False)):
+        _, grpo = experiments(Demo.parse([argument]))
+        assert (grpo.interfaces["reward"].shuffle, grpo.evaluation.reward.shuffle) == (shuffled, False)
+
+
 @pytest.mark.parametrize("argument", ["seed=x", "shuffle=maybe"])
 def test_the_demo_says_what_it_does_not_understand(capsys, argument):
     assert demo([argument]) == 2
@@ -214,6 +221,10 @@ def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):
     held_out = pairs(task.held_out)
     assert {(b, a) for a, b in held_out} == held_out
     assert not held_out & pairs(task.prompts)
+    worked = [json.loads(line) for line in task.demonstrations.read_text().splitlines()]
+    assert not held_out & pairs(task.demonstrations)
+    right = [written(sum(map(int, row["prompt"].rstrip("=").split("+")))) == row["response"] for row in worked]
+    assert 0.25 <= sum(right) / len(right) < 0.75  # a quarter on purpose, and those in which nothing is carried
     assert add_without_carry(37, 45) == 72
     assert add_without_carry(87, 45) == 22
 

@@ -1,0 +1,62 @@
+"""The conformance kit finds each kind of mistake that it is there for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import Mean
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.testing import check_train_step
+
+INPUTS = ("input_ids", "loss_mask", "logprobs", "rewards")
+
+
+class LaterCountsMore(GRPOActorInterface):
+    def compute_advantages(self, model, data):
+        out = super().compute_advantages(model, data)
+        return out.with_tokens(advantages=out["advantages"] * torch.arange(len(out["advantages"])))
+
+
+class ReadsPrompts(GRPOActorInterface):
+    def compute_advantages(self, model, data):
+        out = super().compute_advantages(model, data)
+        return out.with_tokens(advantages=out["advantages"] + data["logprobs"].sum())
+
+
+class CountsMicroBatches(GRPOActorInterface):
+    def loss(self, output, minibatch):
+        total, stats = super().loss(output, minibatch)
+        return total, stats | {f"of_{len(minibatch.cu_seqlens()) - 1}": stats["entropy"]}
+
+
+class AveragesMeans(GRPOActorInterface):
+    def loss(self, output, minibatch):
+        total, stats = super().loss(output, minibatch)
+        mean = stats["entropy"].total / stats["entropy"].weight.clamp(min=1)
+        return total, stats | {"entropy": Mean(mean, torch.ones(()))}
+
+
+class Averages(GRPOActorInterface):
+    def loss(self, output, minibatch):
+        total, stats = super().loss(output, minibatch)
+        return total / minibatch["loss_mask"].sum().clamp(min=1), stats
+
+
+@pytest.mark.parametrize(
+    ("interface", "text"),
+    [
+        (LaterCountsMore, "prompts in another order: the weights"),
+        (ReadsPrompts, "nan in every masked slot: the weights"),
+        (CountsMicroBatches, r"cut by .*: metrics \['of_.* come and go"),
+        (AveragesMeans, "cut by .*: metric entropy is"),
+        (Averages, "cut by .*: the weights"),
+    ],
+)
+def test_the_kit_names_the_invariance_that_is_broken(interface, text):
+    with pytest.raises(AssertionError, match=text):
+        check_train_step(interface(), INPUTS)
+
+
+def test_the_kit_passes_what_is_right():
+    check_train_step(GRPOActorInterface(), INPUTS)
