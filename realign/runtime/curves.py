@@ -20,7 +20,10 @@ PANELS = (
     Panel("reward per response", {"reward": "training batch (sampled)", "eval/reward": "held out"}),
     Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),
     Panel("entropy (nats per token)", {"entropy": "training batch"}),
-    Panel("KL (nats)", {"ref_kl_per_sequence": "to reference, per sequence", "approx_kl": "of one step, per token"}),
+    Panel(
+        "KL (nats)",
+        {"ref_kl_per_sequence": "to reference, per sequence", "approx_kl": "to sampler, per token"},
+    ),
     Panel("response length (tokens)", {"response_tokens": "training batch", "eval/response_tokens": "held out"}),
     Panel("clip fraction", {"clip_fraction": "policy ratio"}),
     Panel("gradient norm", {"grad_norm": "before clipping"}),

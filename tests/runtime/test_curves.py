@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from matplotlib.axes import Axes
 
 from realign.runtime.curves import draw_curves
 
@@ -10,6 +11,25 @@ def test_two_phases_make_one_picture(tmp_path):
     grpo = [{"step": i, "reward": i / 10, "eval/reward": i / 9} for i in range(60)]
     path = draw_curves({"SFT": sft, "GRPO": grpo}, tmp_path / "deep" / "c.png", title="both")
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_points_stand_at_their_steps_and_metrics_that_stay_at_0_are_left_out(tmp_path, monkeypatch):
+    drawn: dict[str, tuple[list[float], list[float]]] = {}
+    plot = Axes.plot
+
+    def watched(self, x, y, **kwargs):
+        drawn[kwargs["label"]] = (list(x), list(y))
+        return plot(self, x, y, **kwargs)
+
+    monkeypatch.setattr(Axes, "plot", watched)
+    history = [{"step": i, "reward": i / 4, "eval/reward": 0.0, "entropy": 1.0} for i in range(5)]
+    del history[0]["reward"]
+    draw_curves({"run": history}, tmp_path / "c.png", title="x")
+    quarters = [0.25, 0.5, 0.75, 1.0]
+    assert drawn == {
+        "training batch (sampled)": (quarters, quarters),
+        "training batch": ([0.0, *quarters], [1.0] * 5),
+    }
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):

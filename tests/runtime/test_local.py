@@ -21,7 +21,7 @@ from realign.api import (
 )
 from realign.functional import Normalization, Scope
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, dataflow
+from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
 from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.local import LocalRuntime, batch_metrics, call
@@ -141,6 +141,19 @@ def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
         "final/actor/bigram.npz",
         "step_000002/actor/bigram.npz",
     ]
+
+
+def test_a_frozen_model_is_not_saved(tmp_path):
+    class FrozenModel(BigramModel):
+        def load(self, name, *, seed):
+            model = super().load(name, seed=seed)
+            model.engine.trainable = False
+            return model
+
+    parts = {"actor": GRPOActorInterface(generation=GENERATION), "ref": ReferenceInterface(), "reward": CountToken()}
+    models = {"actor": BigramModel(), "ref": FrozenModel()}
+    out = run(experiment(tmp_path, graph=dataflow(kl=True), interfaces=parts, models=models)).output_dir
+    assert [p.name for p in (out / "final").iterdir()] == ["actor"]
 
 
 def test_the_model_of_the_last_step_is_saved_once(tmp_path):
