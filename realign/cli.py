@@ -81,7 +81,8 @@ def user_message(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError):
         return one_line(error)
-    if isinstance(error, ValueError | RuntimeError | ImportError) and _raised_by_realign(error.__traceback__):
+    kinds = (ValueError, RuntimeError, ArithmeticError, ImportError)
+    if isinstance(error, kinds) and _raised_by_realign(error.__traceback__):
         return one_line(error)
     if type(error).__module__.split(".")[0] in ("hydra", "omegaconf", "yaml"):
         return explain(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from realign.api import GenerationConfig, ModelInterface
@@ -18,9 +17,6 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
 
     What only the algorithm knows comes from the optional method `describe(batch_prompts) -> dict[str, str]` of each
     role's interface; its row `optimizer steps per step`, when it starts with a number, is added up over the run.
-
-    Raises:
-        ValueError: two roles use different temperatures.
     """
     e = experiment
     rows = {"steps": f"{e.steps:,}", "prompts per step": f"{e.batch_prompts:,}"}
@@ -36,7 +32,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
             rows[f"{role}: optimizer steps in all" if several else "optimizer steps in all"] = total
     limit = e.microbatch.max_tokens_per_microbatch
     rows["tokens per micro-batch"] = "no limit" if limit is None else f"at most {limit:,}"
-    if found := check_temperatures(e):
+    if found := e.temperatures:
         rows["temperature"] = f"{next(iter(found.values())):g} ({', '.join(found)})"
     if e.evaluation is not None:
         rows["evaluation"] = (
@@ -47,28 +43,6 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     idle += [f"models.{r}" for r in e.models if r not in e.roles]
     rows["config keys never read"] = ", ".join(idle) or "none"
     return list(rows.items())
-
-
-def check_temperatures(experiment: Experiment) -> dict[str, float]:
-    """The temperature of each role of the graph that has one, by its config key.
-
-    Raises:
-        ValueError: they differ, so that log-probs of one role could not be compared with those of another.
-    """
-    roles = dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs)
-    found = {
-        f"interfaces.{role}.{path}": value
-        for role in roles
-        for path, value in _fields(experiment.interfaces[role], "temperature")
-    }
-    for key, value in found.items():
-        first, expected = next(iter(found.items()))
-        if value != expected:
-            raise ValueError(
-                f"{first}={expected:g}, but {key}={value:g}: all roles of a graph must use one temperature, or their "
-                "log-probs cannot be compared"
-            )
-    return found
 
 
 def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
@@ -93,14 +67,6 @@ def _sampler(generation: GenerationConfig) -> str:
 def _describe(interface: ModelInterface, batch_prompts: int) -> dict[str, str]:
     describe = getattr(interface, "describe", None)
     return describe(batch_prompts) if describe is not None else {}
-
-
-def _fields(value: Any, name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of every dataclass field called `name` in `value` and in the dataclasses that it holds."""
-    for own, inner in _items(value):
-        if own == name and inner is not None:
-            yield prefix + name, inner
-        yield from _fields(inner, name, f"{prefix}{own}.")
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface
-from realign.derived import check_temperatures, derived_rows
+from realign.derived import derived_rows
 from realign.runtime import Evaluation, Experiment
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
 
@@ -87,16 +87,15 @@ def test_rows_of_a_graph_with_two_trained_roles():
 
 
 def test_trap_b2_roles_with_different_temperatures_are_refused():
-    assert check_temperatures(experiment()) == {
+    assert experiment().temperatures == {
         "interfaces.actor.generation.temperature": 1.0,
         "interfaces.judge.temperature": 1.0,
     }
-    e = experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)})
     with pytest.raises(ValueError, match=r"interfaces\.actor\.generation\.temperature=1, but interfaces\.judge\.temp"):
-        derived_rows(e)
+        experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)})
 
 
 def test_a_temperature_is_found_at_any_depth_and_null_is_none():
     graph = DataflowGraph((RPC("a", "deep", "inference"), RPC("b", "rule", "inference")))
     e = experiment(graph=graph, interfaces={"deep": Deep(), "rule": CountThrees()}, models={"deep": Bigram()})
-    assert check_temperatures(e) == {"interfaces.deep.inner.generation.temperature": 0.5}
+    assert e.temperatures == {"interfaces.deep.inner.generation.temperature": 0.5}

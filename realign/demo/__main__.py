@@ -123,7 +123,10 @@ def experiments(demo: Demo) -> tuple[Experiment, Experiment]:
         f"interfaces.reward.shuffle={str(demo.shuffle).lower()}",
         *(o for o in demo.overrides if not o.startswith(SFT)),
     ]
-    return build_experiment(compose(sft)), build_experiment(compose(grpo))
+    runs = build_experiment(compose(sft)), build_experiment(compose(grpo))
+    if any(run.evaluation is None for run in runs):
+        raise ValueError("the demo compares held-out accuracy: its evaluation cannot be left out")
+    return runs
 
 
 def remove_earlier(folder: Path) -> None:

@@ -45,6 +45,12 @@ class GRPOActorInterface(PPOActorInterface):
                 f"generation.n={self.generation.n}: a group of one response has nothing to be compared with; "
                 "use generation.n of 2 or more, or adv_norm.mean=batch and adv_norm.std=batch with min_group_size=1"
             )
+        for name in ("gamma", "lam"):
+            if getattr(self, name) != getattr(PPOActorInterface, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name):g} has no effect: GRPO gives every token its response's advantage; "
+                    "leave it out, or use PPOActorInterface"
+                )
         if not 1 <= self.min_group_size <= self.generation.n:
             raise ValueError(
                 f"min_group_size must be from 1 to generation.n={self.generation.n}, found {self.min_group_size}"

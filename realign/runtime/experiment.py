@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +97,7 @@ class Experiment:
             raise ValueError(
                 f"evaluation.role {self.evaluation.role!r} has no model; roles with one: {', '.join(self.models)}"
             )
+        self._check_temperatures()
         for rpc in self.graph.rpcs:
             parts = getattr(self.interfaces[rpc.model], "n_minibatches", 1)
             if rpc.method == "train_step" and parts > self.batch_prompts:
@@ -114,9 +117,47 @@ class Experiment:
         evaluated = [self.evaluation.role] if self.evaluation is not None else []
         return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *evaluated]))
 
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """The temperature of each role of the graph that has one, by its config key."""
+        return {
+            f"interfaces.{role}.{path}": value
+            for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)
+            for path, value in _fields(self.interfaces[role], "temperature")
+        }
+
+    def _check_temperatures(self) -> None:
+        found = self.temperatures
+        for key, value in found.items():
+            first, expected = next(iter(found.items()))
+            if value != expected:
+                raise ValueError(
+                    f"{first}={expected:g}, but {key}={value:g}: all roles of a graph must use one temperature, or "
+                    "their log-probs cannot be compared"
+                )
+
     def refuse_earlier_run(self) -> None:
         """Raise ValueError if `output_dir` holds a run that must not be overwritten."""
         if (self.output_dir / "metrics.jsonl").exists() and not self.overwrite:
             raise ValueError(
                 f"output_dir {str(self.output_dir)!r} holds an earlier run; choose another one, or set overwrite=true"
             )
+
+    def clear_earlier_run(self) -> None:
+        """Remove what an earlier run left in `output_dir`, so that nothing of it can pass for this run's."""
+        for name in ("metrics.jsonl", "samples.jsonl", "curves.png"):
+            (self.output_dir / name).unlink(missing_ok=True)
+        for folder in (self.output_dir / "final", *self.output_dir.glob("step_*")):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+
+
+def _fields(value: Any, name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of every dataclass field called `name` in `value` and in the dataclasses that it holds."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return
+    for own in dataclasses.fields(value):
+        inner = getattr(value, own.name)
+        if own.name == name and inner is not None:
+            yield prefix + name, inner
+        yield from _fields(inner, name, f"{prefix}{own.name}.")

@@ -82,6 +82,7 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
     with ExitStack() as stack:
         runtime = LocalRuntime(experiment)
         stack.callback(runtime.close)
+        experiment.clear_earlier_run()
         metrics, samples = JsonLines(out / "metrics.jsonl"), JsonLines(out / "samples.jsonl")
         stack.callback(metrics.close)
         stack.callback(samples.close)

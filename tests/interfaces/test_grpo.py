@@ -132,9 +132,10 @@ def test_statistics_of_the_batch_are_added_up_over_the_ranks(interface, level):
     """A second rank whose rewards are all 0 pulls the mean down; statistics of a group stay where the group is."""
     own, other = batch([[4.0, 2.0], [2.0, 0.0]]), batch([[0.0, 0.0], [0.0, 0.0]])
     spec = Normalization(Scope.batch, Scope.none, level=level)
+    more = {"lam": 1.0} if interface is PPOActorInterface else {}
 
     def credit(data: SequenceSample, engine: BigramEngine) -> torch.Tensor:
-        return interface(adv_norm=spec, lam=1.0).compute_advantages(Model("actor", engine), data)["advantages"]
+        return interface(adv_norm=spec, **more).compute_advantages(Model("actor", engine), data)["advantages"]
 
     sums: list[torch.Tensor] = []
 
@@ -171,6 +172,12 @@ def advantages_per_sequence(data: SequenceSample) -> list[float | None]:
     out = GRPOActorInterface().compute_advantages(Model("actor", BigramEngine()), data)
     pairs = zip(out.sequences("advantages"), out.sequences("loss_mask"), strict=True)
     return [float(a[m][0]) if m.any() else None for a, m in pairs]
+
+
+@pytest.mark.parametrize("setting", [{"gamma": 0.9}, {"lam": 1.0}])
+def test_settings_without_effect_are_refused(setting):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* has no effect"):
+        GRPOActorInterface(**setting)
 
 
 def test_dr_grpo_by_flags():

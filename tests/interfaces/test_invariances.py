@@ -30,9 +30,12 @@ PPO_SETTINGS = [
         for mean, std, loo, level in itertools.product(Scope, Scope, (False, True), Level)
         if not (loo and mean is Scope.none)
     ),
-    {"gamma": 0.9, "lam": 0.5},
 ]
-SETTINGS: dict[str, list[dict]] = {"PPOActorInterface": PPO_SETTINGS, "SFTInterface": [{"n_minibatches": 2}]}
+SETTINGS: dict[str, list[dict]] = {
+    "GRPOActorInterface": PPO_SETTINGS,
+    "PPOActorInterface": [*PPO_SETTINGS, {"gamma": 0.9, "lam": 0.5}],
+    "SFTInterface": [{"n_minibatches": 2}],
+}
 
 
 def modules():

@@ -173,7 +173,11 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path):
     run(experiment(tmp_path))
     with pytest.raises(ValueError, match="holds an earlier run"):
         run(experiment(tmp_path))
+    (tmp_path / "run" / "step_000002").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
     run(experiment(tmp_path, overwrite=True))
+    assert not (tmp_path / "run" / "step_000002").exists()  # nothing of the earlier run can pass for this one's
+    assert (tmp_path / "run" / "notes.txt").exists()
 
 
 def test_an_interface_gets_the_keys_it_declared_and_must_return_those():
