@@ -2,7 +2,8 @@
 
 What belongs here takes tensors and plain values and returns tensors; it imports torch and nothing of realign.
 Each file is one subject: `packed` (boundaries), `logprobs` (from hidden states), `kl`, `advantages` (credit),
-`normalization`, `losses` (per token) and `aggregation` (to one number). Names end in the shape they carry:
+`normalization`, `losses` (per token), `preferences` (per pair) and `aggregation` (to one number). Names end in the
+shape they carry:
 T packed tokens, S sequences, N any elements, V vocabulary, H hidden, M masked elements, C a chunk of tokens, U units.
 """
 
@@ -62,12 +63,24 @@ from .packed import (
     sequence_index,
     sequence_lengths,
 )
+from .preferences import (
+    DPOLoss,
+    Pairs,
+    best_of_n_loss,
+    comparison_loss,
+    divergence_loss,
+    dpo_loss,
+    pairs_by_label,
+    pairwise_loss,
+    rating_loss,
+)
 
 __all__ = [
     "LOG_RATIO_LIMIT",
     "AdaptiveKLController",
     "Aggregation",
     "CapMode",
+    "DPOLoss",
     "FixedKLController",
     "ImportanceLevel",
     "KLController",
@@ -75,6 +88,7 @@ __all__ = [
     "LMHead",
     "Level",
     "Normalization",
+    "Pairs",
     "PolicyLoss",
     "Reduce",
     "Scope",
@@ -82,10 +96,14 @@ __all__ = [
     "aggregate",
     "aggregation_weight",
     "behaviour_weights",
+    "best_of_n_loss",
     "broadcast_to_tokens",
+    "comparison_loss",
     "cu_seqlens_of",
     "degenerate_groups",
     "discounted_returns",
+    "divergence_loss",
+    "dpo_loss",
     "exact_kl",
     "gae",
     "identity",
@@ -94,9 +112,12 @@ __all__ = [
     "log_ratio",
     "nll_loss",
     "normalize",
+    "pairs_by_label",
+    "pairwise_loss",
     "policy_loss",
     "position_ids",
     "previous",
+    "rating_loss",
     "segment_sum",
     "sequence_index",
     "sequence_lengths",
