@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dis
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,10 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough of it; without this Python would complain again when it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USER_ERROR
     except Exception as error:
         message = None if debug else user_message(error)
         if message is None:
@@ -172,6 +178,8 @@ def _build(config: ExperimentConfig) -> Experiment:
     from realign.config import build_experiment
 
     if config.threads is not None:
+        if config.threads < 1:
+            raise ConfigError(f"threads must be at least 1 or null, found {config.threads}")
         torch.set_num_threads(config.threads)
     return build_experiment(config)
 
@@ -180,8 +188,12 @@ def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
     """`realign graph`: print the graph, or write it to a file (whose ending chooses the format)."""
     from realign.draw import FORMATS
 
-    endings = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid"}
-    form = args.format or endings.get(Path(args.out or "").suffix, "text")
+    endings = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid", ".txt": "text", "": "text"}
+    ending = Path(args.out or "").suffix
+    if args.format is None and ending not in endings:
+        known = ", ".join(filter(None, endings))
+        raise ConfigError(f"--out {args.out}: no format ends in {ending!r}; give --format, or one of {known}")
+    form = args.format or endings[ending]
     drawn = FORMATS[form](_built(args, overrides).graph)
     if args.out is None:
         _say(drawn.rstrip("\n"))
@@ -219,12 +231,25 @@ def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
         if code := guarded(lambda: _job(composed), debug):
             raise SystemExit(code)
 
-    with _hydra_arguments([*flags, *search_path(args.config_dir), *overrides]):
+    with _terminated_like_ctrl_c(), _hydra_arguments([*flags, *search_path(args.config_dir), *overrides]):
         try:
             hydra_main(job)()
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 1
     return 0
+
+
+@contextmanager
+def _terminated_like_ctrl_c() -> Iterator[None]:
+    """A scheduler's SIGTERM ends a run as Ctrl-C does: files are closed and worker processes stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread set handlers
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +23,12 @@ class MicroBatchSpec:
     Attributes:
         max_tokens_per_microbatch: packed tokens that one forward pass may hold; None means no limit.
         n_microbatches: cut into at least this many, as far as there are groups to part.
+        whole_groups: never cut a group, the sequences of one prompt. Set by algorithms whose loss compares them.
     """
 
     max_tokens_per_microbatch: int | None = None
     n_microbatches: int = 1
+    whole_groups: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
@@ -39,10 +41,11 @@ def plan_microbatches(lengths: Lengths, spec: MicroBatchSpec, ids: Sequence[Hash
     """Assign every sequence to a micro-batch: never over the budget, balanced, as few as the heuristic finds.
 
     A group (all sequences of one prompt) stays whole unless it alone exceeds the budget; then it is cut between
-    sequences. Longest-processing-time scheduling: over a given number of micro-batches the largest load is within 4/3
-    of the best possible (Graham 1969, doi:10.1137/0117039). The number starts at the least that could do. Where groups
-    do not fit into that many, more are opened, fewer than 2 * tokens / budget + 1 unless most groups exceed half of
-    the budget; the loads are then evened out as far as the budget allows.
+    sequences, or refused if the spec wants whole groups. Longest-processing-time scheduling: over a given number of
+    micro-batches the largest load is within 4/3 of the best possible (Graham 1969, doi:10.1137/0117039). The number
+    starts at the least that could do. Where groups do not fit into that many, more are opened, fewer than
+    2 * tokens / budget + 1 unless most groups exceed half of the budget; the loads are then evened out as far as the
+    budget allows.
 
     Args:
         lengths: tokens of each sequence of each prompt.
@@ -54,12 +57,14 @@ def plan_microbatches(lengths: Lengths, spec: MicroBatchSpec, ids: Sequence[Hash
         empty. A batch without sequences has no micro-batches.
 
     Raises:
-        ValueError: one sequence alone exceeds the budget.
+        ValueError: one sequence alone exceeds the budget, or one group does with `whole_groups`.
     """
     n_sequences, limit = len(lengths.flat), spec.max_tokens_per_microbatch
     if not n_sequences:
         return []
     _check_longest(lengths, limit, ids)
+    if spec.whole_groups:
+        _check_groups(lengths, limit, ids)
     unit_of_sequence = _units(lengths, limit)
     loads = np.bincount(unit_of_sequence, weights=lengths.flat).astype(np.int64)
     order = np.argsort(-loads, kind="stable")
@@ -84,11 +89,24 @@ def _check_longest(lengths: Lengths, limit: int | None, ids: Sequence[Hashable] 
     s = int(lengths.flat.argmax())
     if limit is not None and lengths.flat[s] > limit:
         prompt = int(lengths.prompt_of_sequence[s])
-        owner = f"prompt {prompt} of the batch" if ids is None else f"id {ids[prompt]!r}"
         raise ValueError(
-            f"sequence {s - int(lengths.sequence_starts[prompt])} of {owner} has {int(lengths.flat[s])} tokens, more "
-            f"than max_tokens_per_microbatch={limit}; raise the budget or shorten the data"
+            f"sequence {s - int(lengths.sequence_starts[prompt])} of {_owner(prompt, ids)} has {int(lengths.flat[s])} "
+            f"tokens, more than max_tokens_per_microbatch={limit}; raise the budget or shorten the data"
         )
+
+
+def _check_groups(lengths: Lengths, limit: int | None, ids: Sequence[Hashable] | None) -> None:
+    prompt = int(lengths.per_prompt.argmax())
+    if limit is not None and lengths.per_prompt[prompt] > limit:
+        raise ValueError(
+            f"the {int(lengths.counts[prompt])} sequences of {_owner(prompt, ids)} have "
+            f"{int(lengths.per_prompt[prompt])} tokens, more than max_tokens_per_microbatch={limit}, and must stay "
+            "together since the loss compares them; raise the budget or shorten the data"
+        )
+
+
+def _owner(prompt: int, ids: Sequence[Hashable] | None) -> str:
+    return f"prompt {prompt} of the batch" if ids is None else f"id {ids[prompt]!r}"
 
 
 def _units(lengths: Lengths, limit: int | None) -> IntArray:

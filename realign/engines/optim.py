@@ -54,8 +54,8 @@ class Schedule:
             return
         if self.total is None:
             raise ValueError(f"schedule.kind={self.kind.value} needs schedule.total, the number of {self.unit.value}s")
-        if self.total <= self.warmup:
-            raise ValueError(f"schedule.total must exceed schedule.warmup={self.warmup}, found {self.total}")
+        if self.total < 1:
+            raise ValueError(f"schedule.total must be at least 1, found {self.total}")
 
 
 @dataclass
@@ -104,7 +104,7 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     if schedule.kind is ScheduleKind.constant:
         return spec.lr
     assert schedule.total is not None
-    done = min(1.0, (step - schedule.warmup) / (schedule.total - schedule.warmup))
+    done = min(1.0, (step - schedule.warmup) / max(1, schedule.total - schedule.warmup))
     left = 1 - done if schedule.kind is ScheduleKind.linear else 0.5 * (1 + math.cos(math.pi * done))
     return spec.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
 

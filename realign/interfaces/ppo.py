@@ -300,7 +300,7 @@ class PPOActorInterface(ModelInterface):
             "group size (responses per prompt)": str(self.generation.n),
             "sequences per step": str(batch_prompts * self.generation.n),
             "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
-            "prompts per optimizer step": f"{batch_prompts / self.n_minibatches:g}",
+            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "sampler": f"neutral, temperature {self.generation.temperature:g}",
             "KL to reference": place,
             "advantage normalisation": normalization_formula(self.adv_norm),
@@ -356,6 +356,12 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
         return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
 
     return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
+
+
+def part_sizes(n: int, parts: int) -> str:
+    """The sizes of the parts that `SequenceSample.chunks` cuts, for people: "4", or "2 or 3"."""
+    smallest, rest = divmod(n, parts)
+    return f"{smallest} or {smallest + 1}" if rest else str(smallest)
 
 
 def old_logprobs(data: SequenceSample) -> Tensor:

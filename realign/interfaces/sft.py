@@ -63,7 +63,6 @@ class SFTInterface(ModelInterface):
         """Rows of the table that is shown at launch."""
         return {
             "optimizer steps per step": str(self.n_minibatches),
-            "prompts per optimizer step": f"{batch_prompts / self.n_minibatches:g}",
             "loss": f"negative log-likelihood, {self.aggregation.value}",
         }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from realign.api import DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.runtime.evaluation import Evaluation
 
 
@@ -116,6 +116,13 @@ class Experiment:
         """Roles that take part: those of the graph, and the evaluated one."""
         evaluated = [self.evaluation.role] if self.evaluation is not None else []
         return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *evaluated]))
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens that a response of the graph can have: the largest `generation.max_new_tokens`; 0 without sampling."""
+        generators = [self.interfaces[rpc.model] for rpc in self.graph.rpcs if rpc.method == "generate"]
+        configs = [getattr(interface, "generation", None) for interface in generators]
+        return max((c.max_new_tokens for c in configs if isinstance(c, GenerationConfig)), default=0)
 
     @property
     def temperatures(self) -> dict[str, float]:

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from realign.api import (
     RPC,
-    DataflowGraph,
     MicroBatchSpec,
     Model,
     ModelInterface,
@@ -132,13 +131,14 @@ class LocalRuntime:
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
         self.held_out: Dataset | None = None
         self._optimizer_steps = 0.0
+        self._rewards_seen = 0
         self._ratio_checked: set[str] = set()
         try:
             for interface in self._used_interfaces():
                 interface.open()
             self.models = load_models(experiment)
             self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
-            check_dataset(self.dataset, experiment.graph)
+            check_dataset(self.dataset, experiment)
             if experiment.evaluation is not None:
                 self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
         except BaseException:
@@ -182,6 +182,8 @@ class LocalRuntime:
                 values[f"{prefix}train_tokens_per_s"] = stats.get("tokens", 0.0) / seconds
             if rpc.method == "generate":
                 values[f"{prefix}rollout_tokens_per_s"] = float(batch["loss_mask"].sum()) / seconds
+        if "rewards" in batch:
+            self._rewards_seen += int(batch["rewards"].isfinite().sum())
         values |= batch_metrics(batch)
         values["step_s"] = time.perf_counter() - started
         return values, batch
@@ -231,11 +233,14 @@ class LocalRuntime:
 
     def check_progress(self) -> None:
         """Refuse to call a run done in which nothing was trained."""
-        if self._optimizer_steps == 0:
-            raise RuntimeError(
-                f"no optimizer step was made in {self.experiment.steps} steps: every gradient was zero, empty or "
-                "non-finite (see skipped_* in metrics.jsonl); rewards that are all equal teach nothing"
-            )
+        if self._optimizer_steps:
+            return
+        why = "every gradient was zero or non-finite (rewards that are all equal teach nothing)"
+        if self._rewards_seen == 0 and "rewards" in self.experiment.graph.producers:
+            why = "every reward was missing (the reward function gave None or failed)"
+        raise RuntimeError(
+            f"no optimizer step was made in {self.experiment.steps} steps: {why}; metrics.jsonl counts *_steps"
+        )
 
     def close(self) -> None:
         """Release what the interfaces hold."""
@@ -294,6 +299,12 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
     used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
     models = {role: spec.load(role, seed=experiment.seed) for role, spec in used.items()}
     tokenizer = models[lead_role(experiment)].tokenizer
+    for rpc in experiment.graph.rpcs:
+        if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].machine.trainable:
+            raise ValueError(
+                f"RPC {rpc.name!r} trains models.{rpc.model}, which has no optimizer: "
+                f"set models.{rpc.model}.optimizer.lr"
+            )
     return {role: models.get(role, Model(role, None, tokenizer, experiment.seed)) for role in experiment.roles}
 
 
@@ -305,12 +316,22 @@ def lead_role(experiment: Experiment) -> str:
     return "actor" if "actor" in with_model else with_model[0]
 
 
-def check_dataset(dataset: Dataset, graph: DataflowGraph) -> None:
-    """Compare what the dataset gives with what the graph expects of it."""
+def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
+    """Compare what the dataset gives with what the graph expects of it, and its lengths with the token budget."""
     if not len(dataset):
         raise ValueError("the dataset holds no row")
-    if missing := sorted(set(graph.dataset_keys) - set(dataset.keys)):
+    if missing := sorted(set(experiment.graph.dataset_keys) - set(dataset.keys)):
         raise ValueError(f"the graph reads key {missing[0]!r} of the dataset, which gives {sorted(dataset.keys)}")
+    limit = experiment.microbatch.max_tokens_per_microbatch
+    report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
+    if limit is None or report is None:
+        return
+    response = experiment.longest_response
+    if report.longest + response > limit:
+        raise ValueError(
+            f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: the longest row has "
+            f"{report.longest} tokens and a response up to {response}; raise the budget, or limit the lengths"
+        )
 
 
 def batch_metrics(batch: SequenceSample) -> dict[str, float]:

@@ -86,8 +86,10 @@ class LiveDisplay:
         self._progress.update(self._task, completed=step)
         if self._live is not None:
             self._live.update(self._render())
-        elif step == self._steps or step % max(1, self._steps // 10) == 0:
-            shown = [f"{name} {_number(self._latest[name])}" for name in self._names()[:6]]
+        elif (
+            step == self._steps or step % max(1, self._steps // 10) == 0 or any(n.startswith("eval/") for n in metrics)
+        ):
+            shown = [f"{name} {_number(metrics[name])}" for name in self._names() if name in metrics][:6]
             line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
             self._console.print(line, highlight=False, soft_wrap=True)
 

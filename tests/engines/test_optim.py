@@ -90,7 +90,7 @@ def test_trap_d14_learning_rate_by_formula():
     ("build", "message"),
     [
         (lambda: Schedule(kind=ScheduleKind.linear), "kind=linear needs schedule.total"),
-        (lambda: Schedule(kind=ScheduleKind.cosine, warmup=5, total=5), "total must exceed schedule.warmup=5, found 5"),
+        (lambda: Schedule(ScheduleKind.linear, total=0), "total must be at least 1, found 0"),
         (lambda: Schedule(warmup=-1), "warmup must be at least 0"),
         (lambda: Schedule(min_ratio=1.5), "min_ratio must be in"),
         (lambda: Schedule(kind="sine"), "'sine' is not a valid ScheduleKind"),
@@ -108,3 +108,9 @@ def test_bad_values_are_refused_by_name(build, message):
 
 def test_names_are_taken_as_text():
     assert Schedule(kind="linear", total=3, unit="train_step").unit is ScheduleUnit.train_step
+
+
+def test_a_run_shorter_than_its_warm_up_only_warms_up():
+    spec = OptimizerSpec(lr=1.0, schedule=Schedule(ScheduleKind.cosine, warmup=20, total=10))
+    assert [learning_rate(spec, step) for step in (0, 9)] == pytest.approx([1 / 21, 10 / 21])
+    assert learning_rate(spec, 20) == 1.0

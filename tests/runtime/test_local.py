@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def test_trap_e13_a_run_in_which_nothing_was_trained_does_not_end_well(tmp_path)
             out = super().inference(model, data, mb_spec)
             return out.with_data({"rewards": torch.full_like(out["rewards"], math.nan)}, like="rewards")
 
-    with pytest.raises(RuntimeError, match="no optimizer step was made in 3 steps"):
+    with pytest.raises(RuntimeError, match="no optimizer step was made in 3 steps: every reward was missing"):
         run(experiment(tmp_path, interfaces={"actor": GRPOActorInterface(generation=GENERATION), "reward": Silent()}))
 
 
@@ -340,6 +341,28 @@ def test_a_model_without_a_role_is_not_loaded(tmp_path):
 
     runtime = LocalRuntime(experiment(tmp_path, models={"idle": Unloadable(), "actor": BigramModel()}))
     assert set(runtime.models) == {"actor", "reward"}
+
+
+def test_a_trained_role_without_an_optimizer_is_refused_before_anything_is_sampled(tmp_path):
+    class Frozen(BigramModel):
+        def load(self, name, *, seed):
+            model = super().load(name, seed=seed)
+            model.engine.trainable = False
+            return model
+
+    with pytest.raises(ValueError, match=r"RPC 'actor_train' trains models\.actor, which has no optimizer"):
+        LocalRuntime(experiment(tmp_path, models={"actor": Frozen()}))
+
+
+def test_a_token_budget_that_cannot_hold_one_sequence_is_refused_at_once(tmp_path):
+    class Long(Prompts):
+        report = SimpleNamespace(longest=30)
+
+    with pytest.raises(
+        ValueError, match=r"=35 cannot hold one sequence: the longest row has 30 tokens and a resp.* 6;"
+    ):
+        LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(35)))
+    LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(36)))
 
 
 def test_missing_dataset_keys_are_named(tmp_path):

@@ -37,3 +37,11 @@ def test_a_terminal_shows_the_first_and_the_latest_value():
         display.log(2, {"reward": 12345.0})
     last = [line for line in out.getvalue().splitlines() if "12,345" in line][-1]
     assert "0.25" in last  # first and latest stand side by side
+
+
+def test_without_a_terminal_an_evaluation_is_shown_when_it_is_made_and_never_again():
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, width=200), "toy", 100, ("reward", "eval/reward")) as display:
+        display.log(5, {"reward": 1.0, "eval/reward": 0.5})
+        display.log(10, {"reward": 2.0})
+    assert out.getvalue().splitlines() == ["toy step 5/100  reward 1  eval/reward 0.5", "toy step 10/100  reward 2"]
