@@ -139,6 +139,32 @@ def test_trap_d10_a_sequence_over_the_cap_is_named(ids: tuple[str, ...] | None, 
         plan_microbatches(Lengths.of([[3], [1, 2, 9]]), MicroBatchSpec(8), ids)
 
 
+@settings(deadline=None)
+@given(NESTED, LIMIT, st.integers(1, 8))
+def test_whole_groups_are_never_cut(nested: list[list[int]], limit: int | None, n: int) -> None:
+    spec = MicroBatchSpec(limit, n, whole_groups=True)
+    if limit is not None and max(map(sum, nested), default=0) > limit:
+        with pytest.raises(ValueError, match="must stay together since the loss compares them"):
+            plan_microbatches(Lengths.of(nested), spec)
+        return
+    plan, owners = plan_microbatches(Lengths.of(nested), spec), owners_of(nested)
+    for prompt, group in enumerate(nested):
+        assert sum(any(owners[s] == prompt for s in part) for part in plan) == bool(group)
+    assert [p.tolist() for p in plan] == [
+        p.tolist() for p in plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, n))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "owner"), [(None, "prompt 1 of the batch"), (("a", "b"), "id 'b'")], ids=["position", "id"]
+)
+def test_a_whole_group_over_the_cap_is_named(ids: tuple[str, ...] | None, owner: str) -> None:
+    message = f"the 3 sequences of {owner} have 9 tokens, more than max_tokens_per_microbatch=8"
+    with pytest.raises(ValueError, match=message):
+        plan_microbatches(Lengths.of([[8], [3, 3, 3]]), MicroBatchSpec(8, whole_groups=True), ids)
+    assert len(plan_microbatches(Lengths.of([[8], [3, 3, 3]]), MicroBatchSpec(9, whole_groups=True), ids)) == 2
+
+
 def test_split_names_the_id_of_a_sequence_over_the_cap() -> None:
     sample = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1]], [[1, 2, 3]]]})
     with pytest.raises(ValueError, match="sequence 0 of id 'b' has 3 tokens"):
