@@ -3,6 +3,7 @@
 from realign.data.dataset import LoadReport, PackedDataset, PackedTokens
 from realign.data.files import Table, read_rows
 from realign.data.order import batch_indices, epoch_order
+from realign.data.preferences import LabelKind, PreferenceData, PreferenceDataset
 from realign.data.prompts import PromptData, PromptDataset
 from realign.data.source import DataSource, TooLong
 from realign.data.supervised import SupervisedData, SupervisedDataset
@@ -10,9 +11,12 @@ from realign.data.templates import Template
 
 __all__ = [
     "DataSource",
+    "LabelKind",
     "LoadReport",
     "PackedDataset",
     "PackedTokens",
+    "PreferenceData",
+    "PreferenceDataset",
     "PromptData",
     "PromptDataset",
     "SupervisedData",

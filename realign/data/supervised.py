@@ -14,7 +14,7 @@ from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray
 from realign.data.dataset import PackedDataset, PackedTokens
 from realign.data.source import DataSource, LengthLimit, each_row
-from realign.data.templates import encode
+from realign.data.templates import Ending, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,8 +43,7 @@ class SupervisedData(DataSource):
         Raises:
             ValueError: names the file and line of a bad row, or says that no row is left.
         """
-        if self.append_eos and tokenizer.eos_token_id is None:
-            raise ValueError("append_eos=true, but the tokenizer has no EOS token; set append_eos=false")
+        end = Ending(tokenizer, self.append_eos)
         writer = self.writer(tokenizer)
         start = writer.start()
         limit = LengthLimit("max_tokens", self.max_tokens, self.too_long, len(start))
@@ -60,7 +59,7 @@ class SupervisedData(DataSource):
                 strict=True,
             )
             for index, (prompt, unended) in enumerate(encoded):
-                response = self._ended(tokenizer, unended)
+                response = end(unended)
                 if len(prompt) + len(response) < 2 or not response:
                     raise ValueError(f"{table.where(index)}: no token to train on")
                 fitting = limit.fit(prompt, table.where(index), len(response))
@@ -71,17 +70,6 @@ class SupervisedData(DataSource):
         tokens = PackedTokens.pack(kept())
         report = limit.report(table, tokens)
         return SupervisedDataset(tokens, report, np.array(prompt_lengths, dtype=np.int64), self.train_on_prompt)
-
-    def _ended(self, tokenizer: PreTrainedTokenizerBase, response: list[int]) -> list[int]:
-        """The response with one EOS at its end, and without the blanks that a chat template writes after it."""
-        if not self.append_eos:
-            return response
-        eos = tokenizer.eos_token_id
-        if eos in response:
-            end = len(response) - response[::-1].index(eos)
-            if not tokenizer.decode(response[end:]).strip():
-                return response[:end]
-        return [*response, eos]
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,6 +107,34 @@ class Writer:
         return str(text)
 
 
+@dataclass(frozen=True, eq=False)
+class Ending:
+    """Ends responses: with one EOS, and without the blanks that a chat template writes after it.
+
+    Raises:
+        ValueError: EOS is wanted, and the tokenizer has none.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    append_eos: bool = True
+    """False leaves responses as they are."""
+
+    def __post_init__(self) -> None:
+        if self.append_eos and self.tokenizer.eos_token_id is None:
+            raise ValueError("append_eos=true, but the tokenizer has no EOS token; set append_eos=false")
+
+    def __call__(self, response: list[int]) -> list[int]:
+        """The ended response."""
+        if not self.append_eos:
+            return response
+        eos = self.tokenizer.eos_token_id
+        if eos in response:
+            end = len(response) - response[::-1].index(eos)
+            if not self.tokenizer.decode(response[end:]).strip():
+                return response[:end]
+        return [*response, eos]
+
+
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts before a text of its own accord (often one BOS, or nothing)."""
     bare = tokenizer("x", add_special_tokens=False)["input_ids"]

@@ -1,0 +1,203 @@
+"""Prompts with several responses and what people said of them: for reward models and DPO."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from realign.api.data import SequenceSample
+from realign.api.lengths import IntArray, Lengths
+from realign.data.dataset import PackedDataset, PackedTokens
+from realign.data.files import Table
+from realign.data.source import DataSource, LengthLimit, each_row
+from realign.data.templates import Ending, Writer, encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LabelKind(StrEnum):
+    """What a row says about the responses to its prompt."""
+
+    pairs = "pairs"
+    """Columns `chosen` and `rejected`, each a string, or lists of as many; labels 1, 0, 1, 0, ..."""
+    best_of_n = "best_of_n"
+    """Columns `responses` and `labels`: one label is 1, the others 0."""
+    scalar_rating = "scalar_rating"
+    """Columns `responses` and `labels`: a rating of each."""
+    scalar_compare = "scalar_compare"
+    """Columns `responses` and `labels`: neighbours are pairs, whose difference of labels was rated."""
+
+
+class _Judged(NamedTuple):
+    """The responses of one row, as text."""
+
+    prompt: str
+    responses: list[str]
+    labels: list[float]
+    margins: list[float]
+
+
+@dataclass
+class PreferenceData(DataSource):
+    """A file of prompts with judged responses (config node).
+
+    Every response is tokenized as in `SupervisedData`, after the same prompt. A row is one prompt of a batch, its
+    responses are the sequences.
+    """
+
+    kind: LabelKind = LabelKind.pairs
+    """pairs | best_of_n | scalar_rating | scalar_compare."""
+    chosen_column: str = "chosen"
+    """Column with the preferred response, or a list of them (kind=pairs)."""
+    rejected_column: str = "rejected"
+    """Column with the other response, or a list of them (kind=pairs)."""
+    margin_column: str | None = None
+    """Column with a number by which the chosen one is better, or a list of them (kind=pairs); null: 0."""
+    responses_column: str = "responses"
+    """Column with a list of strings (other kinds)."""
+    labels_column: str = "labels"
+    """Column with a list of numbers (other kinds)."""
+    max_tokens: int | None = None
+    """Length limit of prompt and response together, for the longest response of a row; null for none. A response is
+    never cut, and all responses of a row keep the same part of the prompt."""
+    append_eos: bool = True
+    """End each response with the tokenizer's EOS, unless one stands there already."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kind = LabelKind(self.kind)
+        if self.margin_column is not None and self.kind is not LabelKind.pairs:
+            raise ValueError(f"margin_column belongs to kind=pairs, but kind is {self.kind.value}")
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
+        """Read the file and tokenize it.
+
+        Raises:
+            ValueError: names the file and line of a bad row, or says that no row is left.
+        """
+        end, writer = Ending(tokenizer, self.append_eos), self.writer(tokenizer)
+        start = writer.start()
+        limit = LengthLimit("max_tokens", self.max_tokens, self.too_long, len(start))
+        table = self.read()
+        judged = self._judged(table, writer)
+        counts, prompt_lengths, lengths = array("q"), array("q"), array("q")
+        labels, margins = array("f"), array("f")
+
+        def kept() -> Iterator[list[int]]:
+            prompts = encode(tokenizer, [row.prompt for row in judged], start)
+            encoded = encode(tokenizer, [response for row in judged for response in row.responses])
+            for index, (row, prompt) in enumerate(zip(judged, prompts, strict=True)):
+                responses = [end(ids) for ids in islice(encoded, len(row.responses))]
+                shortest, longest = min(map(len, responses)), max(map(len, responses))
+                if not shortest or len(prompt) + shortest < 2:
+                    raise ValueError(f"{table.where(index)}: a response has no token to train on")
+                fitting = limit.fit(prompt, table.where(index), longest)
+                if fitting is not None:
+                    counts.append(len(responses))
+                    prompt_lengths.append(len(fitting))
+                    lengths.extend(len(fitting) + len(ids) for ids in responses)
+                    labels.extend(row.labels)
+                    margins.extend(row.margins)
+                    yield [token for ids in responses for token in (*fitting, *ids)]
+
+        tokens = PackedTokens.pack(kept())
+        return PreferenceDataset(
+            tokens,
+            limit.report(table, tokens),
+            Lengths(np.array(counts, dtype=np.int64), np.array(lengths, dtype=np.int64)),
+            np.array(prompt_lengths, dtype=np.int64),
+            np.array(labels, dtype=np.float32),
+            np.array(margins, dtype=np.float32),
+        )
+
+    def _judged(self, table: Table, writer: Writer) -> list[_Judged]:
+        """The rows as text, each checked against `kind`."""
+        prompts = table.column(self.prompt_column)
+        if self.kind is LabelKind.pairs:
+            chosen, rejected = table.column(self.chosen_column), table.column(self.rejected_column)
+            margins = table.column(self.margin_column) if self.margin_column is not None else [None] * len(table)
+
+            def read(i: int) -> tuple[list[Any], list[float], list[float]]:
+                return _pairs(chosen[i], rejected[i], margins[i])
+        else:
+            responses, labels = table.column(self.responses_column), table.column(self.labels_column)
+
+            def read(i: int) -> tuple[list[Any], list[float], list[float]]:
+                return _labelled(self.kind, responses[i], labels[i])
+
+        def write(i: int) -> _Judged:
+            found, row_labels, row_margins = read(i)
+            texts = [writer.pair(prompts[i], response) for response in found]
+            return _Judged(texts[0][0], [response for _, response in texts], row_labels, row_margins)
+
+        return each_row(table, write)
+
+
+def _pairs(chosen: Any, rejected: Any, margin: Any) -> tuple[list[Any], list[float], list[float]]:
+    several = isinstance(chosen, list)
+    chosen, rejected = (chosen, rejected) if several else ([chosen], [rejected])
+    if not isinstance(rejected, list) or len(chosen) != len(rejected) or not chosen:
+        raise ValueError(f"chosen and rejected must be strings, or lists of as many, found {chosen!r} and {rejected!r}")
+    given = [0.0] * len(chosen) if margin is None else _numbers("margins", margin if several else [margin], len(chosen))
+    responses = [response for pair in zip(chosen, rejected, strict=True) for response in pair]
+    return responses, [1.0, 0.0] * len(chosen), [m for m in given for _ in range(2)]
+
+
+def _labelled(kind: LabelKind, responses: Any, labels: Any) -> tuple[list[Any], list[float], list[float]]:
+    if not isinstance(responses, list) or not responses:
+        raise ValueError(f"the responses are {responses!r}, expected a list of strings")
+    numbers = _numbers("labels", labels, len(responses))
+    if kind is LabelKind.best_of_n and (sorted(numbers) != [0.0] * (len(numbers) - 1) + [1.0] or len(numbers) < 2):
+        raise ValueError(f"the labels are {labels!r}, expected one 1 among zeros (kind=best_of_n)")
+    if kind is LabelKind.scalar_compare and len(numbers) % 2:
+        raise ValueError(f"there are {len(numbers)} responses, but neighbours are pairs (kind=scalar_compare)")
+    return responses, numbers, [0.0] * len(numbers)
+
+
+def _numbers(name: str, values: Any, n: int) -> list[float]:
+    plain = isinstance(values, list) and all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+    if not plain or len(values) != n:
+        raise ValueError(f"the {name} are {values!r}, expected {n} finite numbers")
+    return [float(x) for x in values]
+
+
+@dataclass(frozen=True, eq=False)
+class PreferenceDataset(PackedDataset):
+    """Judged responses in memory: per token `input_ids`, `prompt_mask`, `loss_mask`; per sequence `labels`, `margins`.
+
+    The tokens of a row are those of all its sequences, one after another; `report.longest` counts them together, which
+    is what a micro-batch must hold.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask", "labels", "margins")
+
+    lengths: Lengths
+    prompt_lengths: IntArray
+    labels: npt.NDArray[np.float32]
+    margins: npt.NDArray[np.float32]
+
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        tokens_T, _ = self.tokens.gather(rows)
+        sequences, counts = self.lengths.sequences_of(rows)
+        lengths = Lengths(counts, self.lengths.flat[sequences])
+        position_T = np.arange(lengths.total) - np.repeat(lengths.starts[:-1], lengths.flat)
+        prompt_S = np.repeat(self.prompt_lengths[rows], counts)
+        prompt_T = torch.from_numpy(position_T < np.repeat(prompt_S, lengths.flat))
+        data = {
+            "input_ids": tokens_T,
+            "prompt_mask": prompt_T,
+            "loss_mask": ~prompt_T & torch.from_numpy(position_T > 0),
+        }
+        return SequenceSample(ids, data, dict.fromkeys(data, lengths)).with_sequences(
+            labels=torch.from_numpy(self.labels[sequences]), margins=torch.from_numpy(self.margins[sequences])
+        )
