@@ -208,6 +208,35 @@ def random_batch(
     ).with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
 
 
+def random_preferences(
+    seed: int = 0, *, n_prompts: int = 5, max_tokens: int = 9, vocabulary: int = 11
+) -> SequenceSample:
+    """A batch of judged responses: one to three pairs per prompt, either one chosen, and one response without tokens.
+
+    Returns:
+        A sample with every key of preference data, and `ref_logprobs`.
+    """
+    rng = np.random.default_rng(seed)
+    n_pairs = rng.integers(1, 4, n_prompts)
+    lengths = Lengths(2 * n_pairs, rng.integers(2, max_tokens + 1, 2 * n_pairs.sum()))
+    given = []
+    for s, n in enumerate(lengths.flat.tolist()):
+        prompt = n if s == 2 * n_pairs[0] else int(rng.integers(1, n))
+        given.append(np.arange(n) < prompt)
+    prompt_T = torch.from_numpy(np.concatenate(given))
+    keys = {
+        "input_ids": torch.from_numpy(rng.integers(0, vocabulary, lengths.total)),
+        "prompt_mask": prompt_T,
+        "loss_mask": ~prompt_T,
+        "ref_logprobs": torch.from_numpy(rng.normal(-2.4, 0.4, lengths.total)),
+    }
+    first_wins = rng.random(n_pairs.sum()) < 0.5
+    labels = np.stack([first_wins, ~first_wins], 1).reshape(-1).astype(np.float32)
+    margins = np.repeat(rng.random(n_pairs.sum()), 2).astype(np.float32)
+    sample = SequenceSample(tuple(f"q{i}" for i in range(n_prompts)), keys, dict.fromkeys(keys, lengths))
+    return sample.with_sequences(labels=torch.from_numpy(labels), margins=torch.from_numpy(margins))
+
+
 @dataclass
 class Trained:
     """What a train_step left: the parameters and the metrics."""
@@ -223,20 +252,30 @@ def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBa
     return Trained(engine.parameters, stat_values(stats))
 
 
-def check_train_step(interface: ModelInterface, inputs: Iterable[str], *, seed: int = 0) -> None:
+def check_train_step(
+    interface: ModelInterface,
+    inputs: Iterable[str],
+    *,
+    data: SequenceSample | None = None,
+    whole_groups: bool = False,
+    seed: int = 0,
+) -> None:
     """Check that what must be invisible is invisible in the weights and the metrics after a `train_step`.
 
     Args:
         interface: the algorithm, as it would be configured.
         inputs: keys that its RPC reads.
+        data: a batch with these keys; None: `random_batch`.
+        whole_groups: the loss compares the sequences of a prompt, which are then never cut.
         seed: of the weights and the batch.
 
     Raises:
         AssertionError: says which invariance is broken, and by how much.
     """
-    data = random_batch(seed).select(inputs)
+    data = (random_batch(seed) if data is None else data).select(inputs)
     whole = train_once(interface, data, MicroBatchSpec(), seed=seed)
-    limit = int(data.lengths["input_ids"].flat.max())
+    lengths = data.lengths["input_ids"]
+    limit = int((lengths.per_prompt if whole_groups else lengths.flat).max())
     for spec in (MicroBatchSpec(n_microbatches=2), MicroBatchSpec(limit)):
         _assert_same(whole, train_once(interface, data, spec, seed=seed), f"cut by {spec}", tolerance=1e-10)
     if getattr(interface, "n_minibatches", 1) == 1:
@@ -269,4 +308,4 @@ def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None
             raise AssertionError(f"{what}: metric {name} is {value!r} or {other!r}")
 
 
-__all__ = ["BigramEngine", "check_train_step", "random_batch", "train_once"]
+__all__ = ["BigramEngine", "check_train_step", "random_batch", "random_preferences", "train_once"]

@@ -379,6 +379,7 @@ def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder)
 
 
 MUST_BE_GIVEN = {
+    "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
     "grpo": [
         "models.actor.path=m",
         "data.path=p.jsonl",

@@ -13,9 +13,9 @@ import pytest
 import realign.interfaces
 from realign.api import ModelInterface
 from realign.api.model import implements
-from realign.functional import Aggregation, KLEstimator, Level, Normalization, Scope
+from realign.functional import Aggregation, DPOLoss, KLEstimator, Level, Normalization, Scope
 from realign.interfaces.ppo import KLPenalty, KLPlace
-from realign.testing import check_train_step
+from realign.testing import check_train_step, random_preferences
 
 # Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
 PPO_SETTINGS = [
@@ -32,6 +32,12 @@ PPO_SETTINGS = [
     ),
 ]
 SETTINGS: dict[str, list[dict]] = {
+    "DPOInterface": [
+        {"n_minibatches": 2},
+        {"kind": DPOLoss.ipo, "beta": 0.3},
+        {"label_smoothing": 0.2, "temperature": 0.7},
+        {"length_normalized": True, "sft_coef": 0.5},
+    ],
     "GRPOActorInterface": PPO_SETTINGS,
     "PPOActorInterface": [*PPO_SETTINGS, {"gamma": 0.9, "lam": 0.5}],
     "SFTInterface": [{"n_minibatches": 2}],
@@ -98,11 +104,12 @@ def cases():
     [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(cases())],
 )
 def test_trap_d13_every_interface_is_invariant(cls, kwargs, inputs):
-    check_train_step(cls(**kwargs), inputs)
+    judged = "labels" in inputs
+    check_train_step(cls(**kwargs), inputs, data=random_preferences() if judged else None, whole_groups=judged)
 
 
 def test_every_file_declares_its_graph_and_its_train_steps_are_found():
     names = {cls.__name__ for cls in trainers()}
-    assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface"} <= names
+    assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface", "DPOInterface"} <= names
     with_train = [m for m in modules() if hasattr(m, "dataflow")]
-    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {"sft", "ppo", "grpo"}
+    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {"sft", "ppo", "grpo", "dpo"}
