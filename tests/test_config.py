@@ -385,6 +385,7 @@ MUST_BE_GIVEN = {
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
+    "reward_model": ["models.reward.path=m", "data.path=d.jsonl"],
     "sft": ["models.actor.path=m", "data.path=d.jsonl"],
 }
 """What the templates for users' own models and data leave open (`???`)."""

@@ -6,13 +6,14 @@ steps; `generation` samples. Transformers itself is imported when a model is loa
 """
 
 from realign.engines.kernels import Backend
-from realign.engines.loading import DType, Head, TransformersModel
+from realign.engines.loading import DType, Head, HeadInit, TransformersModel
 from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
 
 __all__ = [
     "Backend",
     "DType",
     "Head",
+    "HeadInit",
     "OptimizerSpec",
     "Schedule",
     "ScheduleKind",

@@ -31,6 +31,17 @@ class Head(StrEnum):
     value = "value"
 
 
+class HeadInit(StrEnum):
+    """How a scalar head starts; normal and zero replace a head that the folder has."""
+
+    keep = "keep"
+    """As in the folder; where it has none, as transformers initialises one."""
+    normal = "normal"
+    """Weights drawn with deviation 1 / sqrt(hidden size + 1), bias 0 (arXiv:1909.08593)."""
+    zero = "zero"
+    """Weights and bias 0: a critic that starts without an opinion."""
+
+
 class DType(StrEnum):
     """The precision of matrix products. Weights, optimizer state, log-probs, values and losses are fp32 in any case."""
 
@@ -45,6 +56,7 @@ class TransformersModel:
     Attributes:
         path: a local folder, or a name on the hub.
         head: causal | score (one number per sequence: a reward model) | value (one number per token: a critic).
+        head_init: keep | normal | zero; how a head=score or value starts. It is drawn from the run's seed.
         tokenizer: folder or hub name of the tokenizer; null takes the model's.
         dtype: float32 | bfloat16 (autocast over fp32 weights).
         device: auto | cpu | cuda | cuda:0 ...; auto takes CUDA where there is one.
@@ -68,9 +80,13 @@ class TransformersModel:
     optimizer: OptimizerSpec | None = None
     max_nonfinite_in_a_row: int = 5
     trust_remote_code: bool = False
+    head_init: HeadInit = HeadInit.keep
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
+        self.head_init = HeadInit(self.head_init)
+        if self.head is Head.causal and self.head_init is not HeadInit.keep:
+            raise ValueError(f"head_init={self.head_init.value} belongs to head=score or value, but head is causal")
         if self.max_nonfinite_in_a_row < 1:
             raise ValueError(f"max_nonfinite_in_a_row must be at least 1, found {self.max_nonfinite_in_a_row}")
 
@@ -87,6 +103,7 @@ class TransformersModel:
         from realign.engines.engine import TransformersEngine
 
         module = self._read_module(name, seed)
+        init_head(module, self.head_init, seed=derive_seed(seed, name, "head"))
         tokenizer = self._read_tokenizer(name)
         words = module.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > words:
@@ -173,6 +190,19 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         raise ValueError(f"model family {config.model_type!r} has no linear last layer over a base model")
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return LMHead(last.weight, last.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+@torch.no_grad()
+def init_head(module: Any, init: HeadInit, *, seed: int) -> None:
+    """Start the scalar head of a transformers model anew, in place; `keep` leaves it."""
+    if init is HeadInit.keep:
+        return
+    head: Any = read_head(module)
+    deviation = 0.0 if init is HeadInit.zero else (head.weight_1H.shape[1] + 1) ** -0.5
+    drawn_1H = torch.randn(head.weight_1H.shape, generator=torch.Generator().manual_seed(seed))
+    head.weight_1H.copy_(deviation * drawn_1H)
+    if head.bias_1 is not None:
+        head.bias_1.zero_()
 
 
 def pick_device(device: str) -> torch.device:

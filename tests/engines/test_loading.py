@@ -179,6 +179,23 @@ def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_head_init_starts_a_scalar_head_anew(tmp_path):
+    folder = str(save_tiny(tmp_path / "model", "llama", head="score"))
+
+    def weight(init, seed=0, head="score"):
+        return TransformersModel(folder, head=head, head_init=init).load("reward", seed=seed).machine.head.weight_1H
+
+    assert not weight("zero").any()
+    assert not weight("zero", head="value").any()
+    kept, drawn = weight("keep"), weight("normal")
+    assert torch.equal(kept, weight("keep", seed=1))
+    assert torch.equal(drawn, weight("normal"))
+    assert not torch.equal(drawn, weight("normal", seed=1))
+    assert drawn.std().item() == pytest.approx(65**-0.5, rel=0.3)  # hidden size 64
+    with pytest.raises(ValueError, match="head_init=zero belongs to head=score or value, but head is causal"):
+        TransformersModel(folder, head_init="zero")
+
+
 def test_heads_with_bias_and_scale_are_read():
     phi = read_head(tiny_model("gemma2"))
     assert isinstance(phi, LMHead)

@@ -15,6 +15,7 @@ from realign.api import ModelInterface
 from realign.api.model import implements
 from realign.functional import Aggregation, DPOLoss, KLEstimator, Level, Normalization, Scope
 from realign.interfaces.ppo import KLPenalty, KLPlace
+from realign.interfaces.reward_model import RewardLoss
 from realign.testing import check_train_step, random_preferences
 
 # Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
@@ -40,6 +41,13 @@ SETTINGS: dict[str, list[dict]] = {
     ],
     "GRPOActorInterface": PPO_SETTINGS,
     "PPOActorInterface": [*PPO_SETTINGS, {"gamma": 0.9, "lam": 0.5}],
+    "RewardModelInterface": [
+        {"n_minibatches": 2},
+        {"use_margin": True, "per_prompt_weighting": True},
+        {"from_divergence": True, "use_margin": True},
+        *({"kind": kind} for kind in RewardLoss),
+        {"kind": RewardLoss.scalar_rating, "per_prompt_weighting": True},
+    ],
     "SFTInterface": [{"n_minibatches": 2}],
 }
 
@@ -110,6 +118,7 @@ def test_trap_d13_every_interface_is_invariant(cls, kwargs, inputs):
 
 def test_every_file_declares_its_graph_and_its_train_steps_are_found():
     names = {cls.__name__ for cls in trainers()}
-    assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface", "DPOInterface"} <= names
+    assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface"} <= names
+    assert {"DPOInterface", "RewardModelInterface"} <= names
     with_train = [m for m in modules() if hasattr(m, "dataflow")]
-    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {"sft", "ppo", "grpo", "dpo"}
+    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {"sft", "ppo", "grpo", "dpo", "reward_model"}

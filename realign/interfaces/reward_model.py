@@ -1,0 +1,240 @@
+"""Reward models: a score of a whole response, learned from what people prefer.
+
+Training reads `input_ids`, `loss_mask` (the responses), `labels` and `margins` of preference data; inference reads
+`input_ids` and writes `rewards` [S], `gain * score + bias` with the score at the last token, found by lengths. Losses:
+Bradley-Terry on pairs (arXiv:2203.02155, with margin arXiv:2307.09288), a softmax over n candidates (arXiv:1909.08593),
+squared errors of ratings and of their differences (openai/lm-human-preferences). Losses see the same `gain` and `bias`
+as inference. A response without tokens does not count, nor does a preference between equal labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    ModelOutput,
+    SequenceSample,
+    Stats,
+    masked_mean,
+)
+from realign.functional import (
+    best_of_n_loss,
+    comparison_loss,
+    divergence_loss,
+    last_true,
+    pairwise_loss,
+    rating_loss,
+)
+from realign.interfaces.pairs import answered, check_pairs, pairs_of, train_on_groups
+
+
+class RewardLoss(StrEnum):
+    """What the labels say, and with it the loss."""
+
+    pairwise = "pairwise"
+    """Neighbours are pairs; the one with the larger label is preferred, by `margins`."""
+    best_of_n = "best_of_n"
+    """Of the responses to a prompt, the one labelled 1 was chosen."""
+    scalar_rating = "scalar_rating"
+    """A label is the score that the response should have."""
+    scalar_compare = "scalar_compare"
+    """Neighbours are pairs; the difference of their labels is the one that their scores should have."""
+
+
+@dataclass
+class RewardModelInterface(ModelInterface):
+    """A reward model: trained on preferences, then asked for rewards. Needs a model with head=score."""
+
+    kind: RewardLoss = RewardLoss.pairwise
+    """pairwise | best_of_n | scalar_rating | scalar_compare."""
+    n_minibatches: int = 1
+    """Optimizer steps per batch of prompts."""
+    use_margin: bool = False
+    """Ask that the chosen response scores higher by `margins` (kind=pairwise)."""
+    per_prompt_weighting: bool = False
+    """Each prompt weighs the same: its pairs, or rated responses, count 1 / their number (not kind=best_of_n)."""
+    from_divergence: bool = False
+    """Score every token, and average the loss from the first one that differs to the end of the longer response, where
+    the shorter one keeps its last score (kind=pairwise). Inference looks at the last token as always."""
+    clip: float | None = None
+    """Rewards, after gain and bias, are cut off beyond plus or minus this (inference only); null: off."""
+
+    def __post_init__(self) -> None:
+        if self.n_minibatches < 1:
+            raise ValueError(f"n_minibatches must be at least 1, found {self.n_minibatches}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be positive, or null, found {self.clip}")
+        for name in ("use_margin", "from_divergence"):
+            if getattr(self, name) and self.kind is not RewardLoss.pairwise:
+                raise ValueError(f"{name} belongs to kind=pairwise, but kind is {self.kind.value}")
+        if self.per_prompt_weighting and self.kind is RewardLoss.best_of_n:
+            raise ValueError("per_prompt_weighting has no effect with kind=best_of_n, which has one choice per prompt")
+        self.gain, self.bias = 1.0, 0.0
+
+    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """`rewards` [S]: the normalised, clipped score of each sequence."""
+
+        def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+            rewards_S = self._scaled(output.scores())
+            return mb.with_sequences(rewards=rewards_S if self.clip is None else rewards_S.clamp(-self.clip, self.clip))
+
+        return model.machine.forward(data.select(["input_ids"]), mb_spec, post_hook)
+
+    def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
+        """Take `n_minibatches` optimizer steps over the batch, in a fresh order; groups are never parted.
+
+        Raises:
+            ValueError: a prompt has an odd number of responses, and the loss is on pairs.
+        """
+        if self._on_pairs:
+            check_pairs(data)
+        return train_on_groups(model, data, mb_spec, self.n_minibatches, self.loss, self.loss_weight)
+
+    def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
+        """The sum of the weighted losses of pairs, of groups or of responses."""
+        scores_S = self._scaled(output.scores())
+        weight_N = self._weights(minibatch)
+        loss_N, stats = self._losses(output, minibatch, scores_S)
+        return torch.where(weight_N > 0, loss_N * weight_N.to(loss_N.dtype), 0).sum(), stats
+
+    def loss_weight(self, data: SequenceSample) -> Tensor:
+        """The number of pairs, groups or responses that count; of prompts, if they weigh the same."""
+        return self._weights(data).sum()
+
+    def normalize(self, scores_S: Tensor, *, mean: float = 0.0, std: float = 1.0) -> None:
+        """Set gain and bias such that these rewards get this mean and deviation (arXiv:1909.08593, section 2.1).
+
+        Args:
+            scores_S: [S] rewards that `inference` gave, without clip, to responses of the reference policy.
+            mean: wanted.
+            std: wanted; the deviation is the population's.
+
+        Raises:
+            ValueError: there are fewer than two scores, not all are finite, or they are all the same.
+        """
+        scores_S = scores_S.double()
+        if len(scores_S) < 2 or not bool(scores_S.isfinite().all()) or not std > 0:
+            raise ValueError(f"normalize needs at least two finite scores and a positive std, found {scores_S}, {std}")
+        found = float(scores_S.std(correction=0))
+        if found <= 1e-6 * float(scores_S.abs().max()):
+            raise ValueError(f"normalize needs scores that differ, found {len(scores_S)} near {float(scores_S[0]):g}")
+        # The scores already went through the present gain and bias; the new ones apply after them.
+        factor = std / found
+        self.gain, self.bias = self.gain * factor, (self.bias - float(scores_S.mean())) * factor + mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gain and bias."""
+        return {"gain": self.gain, "bias": self.bias}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back gain and bias."""
+        self.gain, self.bias = float(state["gain"]), float(state["bias"])
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """Rows of the table that is shown at launch."""
+        options = ("use_margin", "per_prompt_weighting", "from_divergence")
+        chosen = [name for name in options if getattr(self, name)]
+        return {
+            "optimizer steps per step": str(self.n_minibatches),
+            "prompts per optimizer step": f"{batch_prompts / self.n_minibatches:g}",
+            "loss": ", ".join([self.kind.value, *chosen]),
+        }
+
+    @property
+    def _on_pairs(self) -> bool:
+        return self.kind in (RewardLoss.pairwise, RewardLoss.scalar_compare)
+
+    def _scaled(self, scores_N: Tensor) -> Tensor:
+        return self.gain * scores_N + self.bias
+
+    def _weights(self, data: SequenceSample) -> Tensor:
+        """[N] weight of each pair, group or response; 0 for what does not count."""
+        group_S, answered_S = data.group_index(), answered(data)
+        if self.kind is RewardLoss.best_of_n:
+            return self._chosen_groups(data).float()
+        group_N, counts_N = group_S, answered_S
+        if self._on_pairs:
+            group_N, counts_N = group_S[::2], answered_S[::2] & answered_S[1::2]
+        if self.kind is RewardLoss.pairwise:
+            counts_N = pairs_of(data).counts_P
+        if not self.per_prompt_weighting:
+            return counts_N.float()
+        per_group_G = counts_N.new_zeros(len(data), dtype=torch.float64).index_add(0, group_N, counts_N.double())
+        return torch.where(counts_N, 1 / per_group_G[group_N], 0)
+
+    def _chosen_groups(self, data: SequenceSample) -> Tensor:
+        """[G] bool: the chosen response, and another one, have tokens."""
+        group_S, answered_S = data.group_index(), answered(data)
+        zeros_G = torch.zeros(len(data), device=group_S.device)
+        present_G = zeros_G.index_add(0, group_S, answered_S.float())
+        chosen_G = zeros_G.index_add(0, group_S, (answered_S & (data["labels"] > 0)).float())
+        return (present_G > 1) & (chosen_G > 0)
+
+    def _losses(self, output: ModelOutput, data: SequenceSample, scores_S: Tensor) -> tuple[Tensor, Stats]:
+        """[N] loss of each pair, group or response, and metrics over those that count."""
+        labels_S, answered_S = data["labels"].to(scores_S.dtype), answered(data)
+        if self.kind is RewardLoss.scalar_rating:
+            loss_S = rating_loss(scores_S, labels_S)
+            return loss_S, {
+                "rating_error": masked_mean(loss_S, answered_S),
+                "score": masked_mean(scores_S, answered_S),
+            }
+        if self.kind is RewardLoss.best_of_n:
+            return self._best_of_n(data, scores_S, labels_S)
+        pairs = pairs_of(data)
+        chosen_P, rejected_P = scores_S[pairs.chosen_P], scores_S[pairs.rejected_P]
+        if self.kind is RewardLoss.scalar_compare:
+            loss_P = comparison_loss(scores_S[::2], scores_S[1::2], labels_S[::2] - labels_S[1::2])
+        else:
+            margin_P = data["margins"][pairs.chosen_P] if self.use_margin else None
+            if self.from_divergence:
+                after_T = self._scaled(scores_after(output, data))
+                loss_P = divergence_loss(after_T, data["input_ids"], data.cu_seqlens(), pairs, margin_P=margin_P)
+            else:
+                loss_P = pairwise_loss(chosen_P, rejected_P, margin_P=margin_P)
+        counts_P = pairs.counts_P
+        return loss_P, {
+            "accuracy": masked_mean(chosen_P > rejected_P, counts_P),
+            "margin": masked_mean(chosen_P - rejected_P, counts_P),
+            "score_chosen": masked_mean(chosen_P, counts_P),
+            "score_rejected": masked_mean(rejected_P, counts_P),
+        }
+
+    def _best_of_n(self, data: SequenceSample, scores_S: Tensor, labels_S: Tensor) -> tuple[Tensor, Stats]:
+        group_S, present_S, counts_G = data.group_index(), answered(data), self._chosen_groups(data)
+        group_M, scores_M, labels_M = group_S[present_S], scores_S[present_S], labels_S[present_S]
+        loss_G = best_of_n_loss(scores_M, labels_M, group_M, len(data))
+        lowest_G = scores_M.detach().new_full((len(data),), -torch.inf)
+        best_G = lowest_G.scatter_reduce(0, group_M, scores_M.detach(), "amax")
+        chosen_M, counts_M = labels_M > 0, counts_G[group_M]
+        return loss_G, {
+            "accuracy": masked_mean(scores_M >= best_G[group_M], chosen_M & counts_M),
+            "score_chosen": masked_mean(scores_M, chosen_M & counts_M),
+            "score_rejected": masked_mean(scores_M, ~chosen_M & counts_M),
+        }
+
+
+def dataflow() -> DataflowGraph:
+    """One call: train on judged responses."""
+    train = RPC("reward_train", "reward", "train_step", inputs=("input_ids", "loss_mask", "labels", "margins"))
+    return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask", "labels", "margins"))
+
+
+def scores_after(output: ModelOutput, data: SequenceSample) -> Tensor:
+    """[T] score after reading each token: the value before the next one, and at a last token that of the sequence."""
+    cu_seqlens = data.cu_seqlens()
+    after_T = output.values().roll(-1)
+    last_S = last_true(torch.ones_like(data["input_ids"], dtype=torch.bool), cu_seqlens)
+    filled_S = last_S >= 0
+    return after_T.index_put((last_S[filled_S],), output.scores()[filled_S])

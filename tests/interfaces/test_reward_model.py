@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.config import build_experiment, compose
+from realign.engines import TransformersModel
+from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
+from realign.runtime import run
+from realign.testing import BigramEngine, random_preferences
+from tests.tiny import random_sample, save_tiny
+
+ONE = MicroBatchSpec()
+VARIANTS = [
+    RewardModelInterface(),
+    RewardModelInterface(use_margin=True, per_prompt_weighting=True),
+    RewardModelInterface(from_divergence=True),
+    RewardModelInterface(kind=RewardLoss.best_of_n),
+    RewardModelInterface(kind=RewardLoss.scalar_rating),
+    RewardModelInterface(kind=RewardLoss.scalar_rating, per_prompt_weighting=True),
+    RewardModelInterface(kind=RewardLoss.scalar_compare, per_prompt_weighting=True),
+]
+
+
+def pair_loss(interface, table, chosen, rejected, margin):
+    """One pair, each of (ids, label)."""
+    if not interface.from_divergence:
+        return -torch.sigmoid(table[chosen[-1]] - table[rejected[-1]] - margin).log()
+    end = max(len(chosen), len(rejected))
+    start = next((i for i in range(end) if chosen[i : i + 1] != rejected[i : i + 1]), end - 1)
+    terms = [
+        -torch.sigmoid(table[chosen[min(i, len(chosen) - 1)]] - table[rejected[min(i, len(rejected) - 1)]]).log()
+        for i in range(start, end)
+    ]
+    return sum(terms) / len(terms)
+
+
+def reference(interface: RewardModelInterface, table: torch.Tensor, data: SequenceSample) -> torch.Tensor:
+    """The loss, prompt after prompt in plain Python."""
+    prompts = []
+    for prompt in data.unpack():
+        rows = [
+            (ids.tolist(), label, margin, bool(mask.any()))
+            for ids, mask, label, margin in zip(
+                prompt.sequences(),
+                prompt.sequences("loss_mask"),
+                prompt["labels"].tolist(),
+                prompt["margins"].tolist(),
+                strict=True,
+            )
+        ]
+        pairs = [(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True) if a[3] and b[3]]
+        present = [row for row in rows if row[3]]
+        if interface.kind is RewardLoss.scalar_rating:
+            losses = [(table[ids[-1]] - label) ** 2 for ids, label, *_ in present]
+        elif interface.kind is RewardLoss.scalar_compare:
+            losses = [(table[a[0][-1]] - table[b[0][-1]] - (a[1] - b[1])) ** 2 for a, b in pairs]
+        elif interface.kind is RewardLoss.best_of_n:
+            total = sum(table[ids[-1]].exp() for ids, *_ in present)
+            picked = [total.log() - table[ids[-1]] for ids, label, *_ in present if label == 1]
+            losses = [sum(picked)] if picked and len(present) > 1 else []
+        else:
+            losses = []
+            for a, b in pairs:
+                chosen, rejected = (a, b) if a[1] > b[1] else (b, a)
+                margin = a[2] if interface.use_margin else 0.0
+                losses.append(pair_loss(interface, table, chosen[0], rejected[0], margin))
+        prompts.append(losses)
+    if interface.per_prompt_weighting:
+        means = [sum(losses) / len(losses) for losses in prompts if losses]
+        return sum(means) / len(means)
+    return sum(x for losses in prompts for x in losses) / sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("interface", VARIANTS, ids=str)
+@pytest.mark.parametrize("seed", [0, 3])
+def test_loss_and_gradient_equal_a_loop_over_prompts(interface, seed):
+    engine, data = BigramEngine(lr=0.5), random_preferences(seed)
+    before = engine.values_V.clone()
+    table = before.clone().requires_grad_()
+    loss = reference(interface, table, data)
+    loss.backward()
+    stats = stat_values(interface.train_step(Model("reward", engine), data, MicroBatchSpec(n_microbatches=3)))
+    assert stats["loss"] == pytest.approx(loss.item(), rel=1e-7)
+    torch.testing.assert_close(engine.values_V, before - 0.5 * table.grad, rtol=0, atol=1e-7)
+
+
+def pairs_by_hand() -> SequenceSample:
+    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]})
+    data = data.with_tokens(loss_mask=torch.arange(8) % 2 == 1)
+    return data.with_sequences(labels=torch.tensor([1.0, 0.0, 0.0, 1.0]), margins=torch.zeros(4))
+
+
+def scoring(*values: float) -> BigramEngine:
+    engine = BigramEngine()
+    engine.values_V[: len(values)] = torch.tensor(values, dtype=torch.float64)
+    return engine
+
+
+def test_metrics_by_hand():
+    engine = scoring(0.0, 2.0, 1.0, 5.0, 3.0)  # chosen 2 against 1, and 3 against 5
+    stats = stat_values(RewardModelInterface().train_step(Model("reward", engine), pairs_by_hand(), ONE))
+    assert stats["accuracy"] == 0.5
+    assert stats["margin"] == pytest.approx((1 - 2) / 2)
+    assert [stats["score_chosen"], stats["score_rejected"]] == [2.5, 3.0]
+    assert stats["loss"] == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(2))) / 2)
+
+
+def test_rewards_are_gain_times_the_score_of_the_last_token_plus_bias():
+    model, interface = Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), RewardModelInterface()
+    assert interface.inference(model, pairs_by_hand(), ONE)["rewards"].tolist() == [2.0, 1.0, 5.0, 3.0]
+    interface.load_state_dict({"gain": 2.0, "bias": -3.0})
+    assert interface.inference(model, pairs_by_hand(), ONE)["rewards"].tolist() == [1.0, -1.0, 7.0, 3.0]
+    clipped = RewardModelInterface(clip=1.5)
+    clipped.load_state_dict(interface.state_dict())
+    assert clipped.inference(model, pairs_by_hand(), ONE)["rewards"].tolist() == [1.0, -1.0, 1.5, 1.5]
+
+
+def test_normalize_gives_the_mean_and_population_deviation_that_were_asked_for_and_can_be_repeated():
+    model, interface = Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 4.0)), RewardModelInterface()
+    interface.normalize(interface.inference(model, pairs_by_hand(), ONE)["rewards"])
+    assert interface.gain == pytest.approx(1 / math.sqrt(2.5))  # 1, 2, 4, 5
+    assert interface.bias == pytest.approx(-3 / math.sqrt(2.5))
+    for mean, std in ((0.0, 1.0), (2.0, 0.5)):
+        interface.normalize(interface.inference(model, pairs_by_hand(), ONE)["rewards"], mean=mean, std=std)
+        rewards = interface.inference(model, pairs_by_hand(), ONE)["rewards"]
+        assert rewards.mean().item() == pytest.approx(mean, abs=1e-12)
+        assert rewards.std(correction=0).item() == pytest.approx(std)
+
+
+@pytest.mark.parametrize("scores", [[1.0], [1.0, math.nan], [2.0, 2.0]])
+def test_scores_without_a_deviation_are_refused(scores):
+    with pytest.raises(ValueError, match="normalize needs"):
+        RewardModelInterface().normalize(torch.tensor(scores))
+
+
+def toy(seed: int, n: int = 96) -> SequenceSample:
+    """Random responses; people prefer the one that ends with the larger token."""
+    pairs = np.random.default_rng(seed).integers(0, 6, (2 * n, 2, 4))
+    pairs = pairs[pairs[:, 0, -1] != pairs[:, 1, -1]][:n]
+    data = SequenceSample.from_sequences(
+        [f"{seed}-{i}" for i in range(len(pairs))], {"input_ids": [list(torch.from_numpy(p)) for p in pairs]}
+    )
+    labels = (pairs[:, :, -1] == pairs[:, :, -1].max(1, keepdims=True)).astype(np.float32)
+    data = data.with_tokens(loss_mask=torch.arange(len(data["input_ids"])) % 4 > 0)
+    return data.with_sequences(labels=torch.from_numpy(labels.reshape(-1)), margins=torch.zeros(2 * len(pairs)))
+
+
+def held_out_accuracy(train: SequenceSample) -> float:
+    model, interface = Model("reward", BigramEngine()), RewardModelInterface(n_minibatches=4)
+    for _ in range(20):
+        interface.train_step(model, train, ONE)
+        model.advance()
+    model.machine.lr = 0.0
+    return stat_values(RewardModelInterface().train_step(model, toy(1), ONE))["accuracy"]
+
+
+def test_a_toy_preference_is_learned():
+    assert held_out_accuracy(toy(0)) > 0.95
+
+
+def test_trap_g9_shuffled_labels_teach_nothing():
+    data, found = toy(0), []
+    for seed in range(4):
+        first = torch.from_numpy(np.random.default_rng(seed).random(len(data)) < 0.5).float()
+        found.append(held_out_accuracy(data.with_sequences(labels=torch.stack([first, 1 - first], 1).reshape(-1))))
+    assert 0.25 < sum(found) / len(found) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
+        ({"clip": 0.0}, "clip must be positive, or null, found 0.0"),
+        ({"use_margin": True, "kind": RewardLoss.best_of_n}, "use_margin belongs to kind=pairwise"),
+        ({"from_divergence": True, "kind": RewardLoss.scalar_rating}, "from_divergence belongs to kind=pairwise"),
+        ({"per_prompt_weighting": True, "kind": RewardLoss.best_of_n}, "per_prompt_weighting has no effect"),
+    ],
+)
+def test_settings_without_meaning_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        RewardModelInterface(**setting)
+
+
+def test_an_odd_number_of_responses_is_refused_only_where_neighbours_are_pairs():
+    odd = pairs_by_hand().take_sequences([0, 1, 2])
+    with pytest.raises(ValueError, match="id 'b' has 1 responses, but neighbours are pairs"):
+        RewardModelInterface().train_step(Model("reward", BigramEngine()), odd, ONE)
+    for kind in (RewardLoss.best_of_n, RewardLoss.scalar_rating):
+        stats = RewardModelInterface(kind=kind).train_step(Model("reward", BigramEngine()), odd, ONE)
+        assert stat_values(stats)["optimizer_steps"] == 1
+
+
+def test_the_graph_is_one_training_call():
+    assert [(r.name, r.method) for r in dataflow().order] == [("reward_train", "train_step")]
+
+
+def own_scores(folder, data: SequenceSample) -> torch.Tensor:
+    """What transformers itself says of each sequence alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return torch.cat([model(input_ids=ids[None]).logits[0] for ids in data.sequences()])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gpt_neox"])
+def test_any_model_with_one_label_loads_as_a_reward_model(tmp_path, family):
+    folder, data = save_tiny(tmp_path / "public", family, head="score"), random_sample([[7, 4], [9]])
+    model = TransformersModel(str(folder), head="score").load("reward", seed=0)
+    rewards = RewardModelInterface().inference(model, data, ONE)["rewards"]
+    torch.testing.assert_close(rewards, own_scores(folder, data), atol=1e-5, rtol=1e-5)
+
+
+def test_the_shipped_experiment_trains_and_what_it_saves_is_a_model_with_one_label(tmp_path):
+    rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": [f"{i}?", "?"][i % 2]} for i in range(8)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"models.reward.path={save_tiny(tmp_path / 'model')}", f"data.path={pairs}", "steps=12"]
+    settings += [f"output_dir={tmp_path / 'run'}", "batch_prompts=8", "models.reward.optimizer.lr=3e-3"]
+    history = run(build_experiment(compose(["experiment=reward_model", *settings]))).history
+    losses = [record[key] for record in history for key in record if key.rpartition("/")[2] == "loss"]
+    assert losses[-1] < losses[0] - 0.1
+    saved, data = tmp_path / "run" / "final" / "reward", random_sample([[6, 5], [8]])
+    model = TransformersModel(str(saved), head="score").load("reward", seed=1)
+    rewards = RewardModelInterface().inference(model, data, ONE)["rewards"]
+    torch.testing.assert_close(rewards, own_scores(saved, data), atol=1e-5, rtol=1e-5)
