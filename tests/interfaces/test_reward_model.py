@@ -112,6 +112,33 @@ def test_metrics_by_hand():
     assert stats["loss"] == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(2))) / 2)
 
 
+@pytest.mark.parametrize("empty", [0, 1])
+@pytest.mark.parametrize("kind", ["pairwise", "scalar_compare", "best_of_n"])
+def test_a_comparison_with_an_empty_response_does_not_count(kind, empty):
+    data = pairs_by_hand()
+    mask_T = data["loss_mask"].clone()
+    mask_T[2 * empty : 2 * empty + 2] = False
+    interface, engine = RewardModelInterface(kind=RewardLoss(kind)), scoring(0.0, 2.0, 1.0, 5.0, 3.0)
+    alone = interface.train_step(Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), data.take([1]), ONE)
+    stats = interface.train_step(Model("reward", engine), data.with_tokens(loss_mask=mask_T), ONE)
+    assert stat_values(stats) == pytest.approx(stat_values(alone))
+    assert engine.values_V[1:3].tolist() == [2.0, 1.0]
+
+
+def test_a_choice_whose_chosen_response_is_empty_does_not_count():
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[0, 1], [0, 2], [0, 3]]]})
+    data = data.with_tokens(loss_mask=torch.tensor([False, False, False, True, False, True]))
+    data = data.with_sequences(labels=torch.tensor([1.0, 0.0, 0.0]), margins=torch.zeros(3))
+    assert RewardModelInterface(kind=RewardLoss.best_of_n).loss_weight(data) == 0
+
+
+def test_a_preference_between_equal_labels_does_not_count():
+    data = pairs_by_hand().with_sequences(labels=torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    stats = stat_values(RewardModelInterface().train_step(Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), data, ONE))
+    assert stats["loss"] == pytest.approx(math.log1p(math.exp(2)))
+    assert stats["accuracy"] == 0.0
+
+
 def test_rewards_are_gain_times_the_score_of_the_last_token_plus_bias():
     model, interface = Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), RewardModelInterface()
     assert interface.inference(model, pairs_by_hand(), ONE)["rewards"].tolist() == [2.0, 1.0, 5.0, 3.0]
