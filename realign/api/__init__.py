@@ -3,7 +3,7 @@
 Imports torch, numpy and `realign.functional`; everything else in realign is written against what stands here.
 """
 
-from realign.api.data import SequenceSample
+from realign.api.data import SequenceSample, part_sizes
 from realign.api.dataflow import RPC, DataflowGraph
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
@@ -39,6 +39,7 @@ __all__ = [
     "masked_max",
     "masked_mean",
     "merge_stats",
+    "part_sizes",
     "plan_microbatches",
     "stat_values",
 ]

@@ -345,6 +345,10 @@ class SequenceSample:
         ends = [i * size + min(i, larger) for i in range(n + 1)]
         return [self._between(start, stop) for start, stop in pairwise(ends)]
 
+    def minibatches(self, n: int, rng: np.random.Generator) -> list[SequenceSample]:
+        """Deal the prompts out, in a fresh order, into `n` parts as `chunks` does: one pass of optimizer steps."""
+        return self.take(rng.permutation(len(self.ids))).chunks(n)
+
     def split(self, spec: MicroBatchSpec, key: str = TOKENS) -> MicroBatches:
         """Cut into micro-batches by the token budget of `spec`, counted on `key`."""
         plan = plan_microbatches(self.lengths[self._known(key)], spec, self.ids)
@@ -365,3 +369,9 @@ def _indices(name: str, values: object, n: int) -> IntArray:
     if chosen.size and (chosen.min() < 0 or chosen.max() >= n):
         raise ValueError(f"{name} must be indices from 0 to {n - 1}, found {chosen.min()} to {chosen.max()}")
     return chosen
+
+
+def part_sizes(n: int, parts: int) -> str:
+    """The sizes of the parts that `SequenceSample.chunks` cuts, for people: "4", or "2 or 3"."""
+    smallest, rest = divmod(n, parts)
+    return f"{smallest} or {smallest + 1}" if rest else str(smallest)

@@ -24,6 +24,7 @@ from realign.api import (
     SequenceSample,
     Stats,
     masked_mean,
+    part_sizes,
 )
 from realign.functional import DPOLoss, dpo_loss, nll_loss, segment_sum
 from realign.interfaces.pairs import check_pairs, pairs_of, train_on_groups
@@ -110,7 +111,7 @@ class DPOInterface(ModelInterface):
         ratio = "mean over tokens" if self.length_normalized else "sum over tokens"
         return {
             "optimizer steps per step": str(self.n_minibatches),
-            "prompts per optimizer step": f"{batch_prompts / self.n_minibatches:g}",
+            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "loss": f"{self.kind.value}, beta {self.beta:g}{smoothed}, log-ratio: {ratio}{sft}; mean over pairs",
         }
 

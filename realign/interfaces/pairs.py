@@ -39,6 +39,5 @@ def train_on_groups(
 ) -> Stats:
     """`n_minibatches` optimizer steps over the batch, in a fresh order; responses to one prompt stay together."""
     whole = replace(mb_spec, whole_groups=True)
-    order = np.random.default_rng(model.call_seed("minibatches")).permutation(len(data))
-    parts = data.take(order).chunks(n_minibatches)
+    parts = data.minibatches(n_minibatches, np.random.default_rng(model.call_seed("minibatches")))
     return merge_stats(model.machine.train_batch(part, whole, loss, loss_weight) for part in parts)

@@ -34,6 +34,7 @@ from realign.api import (
     masked_max,
     masked_mean,
     merge_stats,
+    part_sizes,
 )
 from realign.functional import (
     AdaptiveKLController,
@@ -174,7 +175,7 @@ class PPOActorInterface(ModelInterface):
         rng = np.random.default_rng(model.call_seed("minibatches"))
         stats: list[Stats] = [self.batch_stats(data)]
         for _ in range(self.epochs):
-            for part in data.take(rng.permutation(len(data))).chunks(self.n_minibatches):
+            for part in data.minibatches(self.n_minibatches, rng):
                 stats.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight))
         # Before the first step the policy is the one that sampled: this must be 0 up to rounding.
         first = {"first_logprob_diff_max": stats[1]["logprob_diff_max"]} if "logprob_diff_max" in stats[1] else {}
@@ -356,12 +357,6 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
         return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
 
     return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
-
-
-def part_sizes(n: int, parts: int) -> str:
-    """The sizes of the parts that `SequenceSample.chunks` cuts, for people: "4", or "2 or 3"."""
-    smallest, rest = divmod(n, parts)
-    return f"{smallest} or {smallest + 1}" if rest else str(smallest)
 
 
 def old_logprobs(data: SequenceSample) -> Tensor:

@@ -27,6 +27,7 @@ from realign.api import (
     SequenceSample,
     Stats,
     masked_mean,
+    part_sizes,
 )
 from realign.functional import (
     best_of_n_loss,
@@ -147,7 +148,7 @@ class RewardModelInterface(ModelInterface):
         chosen = [name for name in options if getattr(self, name)]
         return {
             "optimizer steps per step": str(self.n_minibatches),
-            "prompts per optimizer step": f"{batch_prompts / self.n_minibatches:g}",
+            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "loss": ", ".join([self.kind.value, *chosen]),
         }
 

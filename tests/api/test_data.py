@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import Lengths, MicroBatchSpec, SequenceSample
+from realign.api import Lengths, MicroBatchSpec, SequenceSample, part_sizes
 from realign.functional.normalization import Level, Normalization, Scope, normalize
 
 DTYPES = {
@@ -431,3 +431,15 @@ def test_nothing_requires_input_ids() -> None:
     assert [mb["pairs"].tolist() for mb in sample.split(MicroBatchSpec(3), key="pairs")] == [[1, 2, 3], [4]]
     with pytest.raises(ValueError, match="no packed key 'input_ids'"):
         sample.n_sequences  # noqa: B018
+
+
+def test_minibatches_deal_every_prompt_out_once_in_an_order_that_the_generator_draws():
+    data = SequenceSample.from_sequences(range(7), {"input_ids": [[[i]] for i in range(7)]})
+    parts = data.minibatches(3, np.random.default_rng(0))
+    assert sorted(i for part in parts for i in part.ids) == list(range(7))
+    assert {len(part) for part in parts} == {2, 3}
+    assert part_sizes(7, 3) == "2 or 3"
+    assert part_sizes(6, 3) == "2"
+    again = data.minibatches(3, np.random.default_rng(0))
+    assert [part.ids for part in again] == [part.ids for part in parts]
+    assert [part.ids for part in data.minibatches(3, np.random.default_rng(1))] != [part.ids for part in parts]
