@@ -29,7 +29,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.model import LossFn, LossWeightFn, PostHook
+from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
 from realign.functional import last_true, previous
 
 
@@ -100,7 +100,12 @@ class BigramEngine:
         return parts.restore([r.select(r.keys - data.keys) for r in results])
 
     def train_batch(
-        self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
     ) -> Stats:
         """See `PipelinableEngine`; plain SGD."""
         weight = loss_weight_fn(data)
@@ -113,12 +118,14 @@ class BigramEngine:
                 (loss / weight).backward()
             total = total + loss.detach()
             collected.append(merge_stats([stats]))
+        merged = merge_stats(collected)
+        stepping = bool(weight > 0) and (step_if is None or step_if(merged))
         for p in self.parameters:
             p.requires_grad_(False)
-            if p.grad is not None and weight > 0:
+            if p.grad is not None and stepping:
                 p -= self.lr * p.grad
-        own: Stats = {"loss": Mean(total, weight), "optimizer_steps": Sum((weight > 0).double())}
-        return merge_stats([*collected, own])
+        own: Stats = {"loss": Mean(total, weight), "optimizer_steps": Sum(torch.tensor(float(stepping)))}
+        return merge_stats([merged, own])
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Sample `max_new_tokens` tokens for each response; token 0 ends one unless `fixed_length`."""

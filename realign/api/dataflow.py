@@ -19,7 +19,7 @@ class RPC:
     Attributes:
         name: of the call, unique in the graph.
         model: the role whose model and interface are used.
-        method: "generate", "inference" or "train_step".
+        method: "generate", "inference", "credit" or "train_step".
         inputs: keys that the call reads, by their names in the graph.
         outputs: keys that it writes, by their names in the graph.
         rename: the graph's name of a key that the interface knows by another: with `{"logprobs": "ref_logprobs"}` the
@@ -123,7 +123,7 @@ class DataflowGraph:
     def edges(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """For each RPC the RPCs that it waits for, with the keys (none for a pure order).
 
-        Order among equals is an edge too: a model's generate and inference calls come before its train_step.
+        Order among equals is an edge too: a model's other calls come before its train_step.
         """
         edges: dict[str, dict[str, tuple[str, ...]]] = {}
         for rpc in self.rpcs:

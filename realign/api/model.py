@@ -109,6 +109,7 @@ class ModelOutput(Protocol):
 PostHook: TypeAlias = Callable[[ModelOutput, SequenceSample], SequenceSample]
 LossFn: TypeAlias = Callable[[ModelOutput, SequenceSample], tuple[Tensor, Mapping[str, Stat | tuple[Tensor, Tensor]]]]
 LossWeightFn: TypeAlias = Callable[[SequenceSample], Tensor]
+StepIf: TypeAlias = Callable[[Stats], bool]
 
 
 class PipelinableEngine(Protocol):
@@ -124,12 +125,19 @@ class PipelinableEngine(Protocol):
         ...
 
     def train_batch(
-        self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
     ) -> Stats:
         """One optimizer step on the whole of `data`.
 
         `loss_fn` returns a sum; the engine divides it by `loss_weight_fn(data)` summed over data-parallel ranks, before
-        the first backward pass. A weight of 0, a zero gradient or a non-finite loss or gradient makes no step.
+        the first backward pass. A weight of 0, a zero gradient or a non-finite loss or gradient makes no step; nor does
+        `step_if`, asked with the metrics of the whole batch over all ranks, when it says False (`vetoed_steps`): no
+        weight, moment or schedule moves then.
 
         Returns:
             The metrics of `loss_fn`, merged, and the engine's own: `loss`, `grad_norm`, `lr`, `skipped_steps`, ...
@@ -167,6 +175,7 @@ class Model:
         tokenizer: turns ids into text and back.
         seed: the run's root seed; derive others with `call_seed`.
         version: training steps (calls of `train_step`) done so far; advanced by the runtime.
+        saved: what the interface of an earlier run kept with these weights (`ModelInterface.adopt`).
     """
 
     name: str
@@ -174,6 +183,7 @@ class Model:
     tokenizer: Any = None
     seed: int = 0
     version: int = 0
+    saved: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def machine(self) -> PipelinableEngine:
@@ -221,6 +231,10 @@ class ModelInterface:
         """Train the model on the batch (any number of optimizer steps); return metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no train_step")
 
+    def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """Turn rewards into what several models learn from (advantages, returns); needs no pass of the model."""
+        raise NotImplementedError(f"{type(self).__name__} has no credit")
+
     def required_inputs(self, method: str) -> frozenset[str]:
         """Keys that `method` cannot do without under the present settings; compared with the graph before loading."""
         return frozenset()
@@ -234,6 +248,14 @@ class ModelInterface:
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
 
+    def adopt(self, saved: Mapping[str, Any]) -> None:
+        """Take over what an earlier run kept with the weights that the role starts from; called once after loading.
+
+        `saved` is the `state_dict` of that run's interface. What belongs to the weights is taken (the gain and bias of
+        a reward model, the moments that a critic's outputs are in units of), what belongs to the run is not (a KL
+        coefficient). Interfaces ignore it unless they say otherwise.
+        """
+
     def open(self) -> None:
         """Check and acquire what the interface needs (files, processes); called before any model is loaded."""
 
@@ -241,7 +263,7 @@ class ModelInterface:
         """Release what `open` acquired; called once, when the run ends, however it ends."""
 
 
-METHODS = ("generate", "inference", "train_step")
+METHODS = ("generate", "inference", "credit", "train_step")
 
 
 def implements(interface: type[ModelInterface], method: str) -> bool:
@@ -259,6 +281,7 @@ __all__ = [
     "ModelOutput",
     "PipelinableEngine",
     "PostHook",
+    "StepIf",
     "derive_seed",
     "implements",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, derive_seed
+from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.engines.attention import CONTEXT, Backend, PackedContext, packed_inputs
 from realign.engines.loading import read_head, save_folder
@@ -114,13 +114,18 @@ class TransformersEngine:
         return whole
 
     def train_batch(
-        self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
     ) -> Stats:
         """See `PipelinableEngine.train_batch`.
 
         Metrics of the engine: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `n_microbatches`, and counts of
         optimizer steps: taken (`optimizer_steps`), skipped (`skipped_steps`), and by reason `zero_weight_steps`,
-        `zero_gradient_steps`, `nonfinite_steps`.
+        `zero_gradient_steps`, `nonfinite_steps`, `vetoed_steps`.
 
         Raises:
             ValueError: the model is frozen, the loss is no fp32 scalar, or the weight is negative or not finite.
@@ -145,10 +150,12 @@ class TransformersEngine:
                     (loss / weight).backward()
                 losses.append(loss.detach().float())
                 metrics.append(stats)
-        own = stepper.step(torch.stack(losses).sum(), weight)
+        merged = merge_stats(metrics)
+        vetoed = step_if is not None and not step_if(merged)
+        own = stepper.step(torch.stack(losses).sum(), weight, vetoed=vetoed)
         own["tokens"] = counted(data.lengths[TOKENS].total, self.device)
         own["n_microbatches"] = single(len(batches), self.device)
-        return {**merge_stats(metrics), **own}
+        return {**merged, **own}
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`.

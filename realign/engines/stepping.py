@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from realign.api.stats import Mean, Stats, Sum
 from realign.engines.optim import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step
 
-REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps")
+REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps", "vetoed_steps")
 
 
 class Stepper:
@@ -46,12 +46,13 @@ class Stepper:
         """Forget the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, loss: Tensor, weight: Tensor) -> Stats:
+    def step(self, loss: Tensor, weight: Tensor, *, vetoed: bool = False) -> Stats:
         """Use the gradient that stands in the parameters, and forget it.
 
         Args:
             loss: the sum whose gradient, divided by `weight`, was accumulated; 0-d.
             weight: what it was divided by; 0-d.
+            vetoed: make no step, but report what it would have been.
 
         Returns:
             `loss`, `grad_norm` (before clipping) and what `report` gives.
@@ -68,8 +69,9 @@ class Stepper:
             return self.report(loss.device, skipped="nonfinite_steps")
         self.nonfinite_in_a_row = 0
         stats: Stats = {"loss": Mean(loss, weight), "grad_norm": Mean(norm, torch.ones_like(norm))}
-        stats |= self.report(loss.device, skipped=None if norm_value else "zero_gradient_steps")
-        if norm_value:
+        skipped = "vetoed_steps" if vetoed else None if norm_value else "zero_gradient_steps"
+        stats |= self.report(loss.device, skipped=skipped)
+        if skipped is None:
             if self.spec.grad_clip is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.grad_clip, norm)
             set_step(self.optimizer, self.spec, lr=self.lr, step=self.optimizer_steps + 1)

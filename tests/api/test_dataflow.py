@@ -147,7 +147,7 @@ def test_trap_g6_a_bad_graph_is_refused_with_a_suggestion(build: Any, message: s
     [
         (
             {"method": "train"},
-            r"unknown method 'train'; did you mean 'train_step'\? \(valid: generate, inference, train_step\)",
+            r"unknown method 'train'; did you mean 'train_step'\? \(valid: credit, generate, inference, train_step\)",
         ),
         (
             {"rename": {"logprobs": "ref_logprob"}},
