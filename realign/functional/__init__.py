@@ -2,8 +2,8 @@
 
 What belongs here takes tensors and plain values and returns tensors; it imports torch and nothing of realign.
 Each file is one subject: `packed` (boundaries), `logprobs` (from hidden states), `kl`, `advantages` (credit),
-`normalization`, `losses` (per token), `preferences` (per pair) and `aggregation` (to one number). Names end in the
-shape they carry:
+`normalization`, `losses` (per token), `objectives` (of the policy), `preferences` (per pair) and `aggregation` (to one
+number). Names end in the shape they carry:
 T packed tokens, S sequences, N any elements, V vocabulary, H hidden, M masked elements, C a chunk of tokens, U units.
 """
 
@@ -53,6 +53,7 @@ from .normalization import (
     normalize,
     whiten,
 )
+from .objectives import PolicyObjective, policy_objective
 from .packed import (
     broadcast_to_tokens,
     cu_seqlens_of,
@@ -90,6 +91,7 @@ __all__ = [
     "Normalization",
     "Pairs",
     "PolicyLoss",
+    "PolicyObjective",
     "Reduce",
     "Scope",
     "ValueLoss",
@@ -115,6 +117,7 @@ __all__ = [
     "pairs_by_label",
     "pairwise_loss",
     "policy_loss",
+    "policy_objective",
     "position_ids",
     "previous",
     "rating_loss",

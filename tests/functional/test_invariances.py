@@ -1,8 +1,8 @@
 """What must hold for every loss, estimator and aggregation, whoever wrote it (traps A5, A6, A14, D1, D13).
 
-The functions are found by introspection and fed by argument name, so a new public function in `losses`, `kl`,
-`advantages` or `aggregation` is tested the moment it exists. If it has an argument that this file does not know, the
-tests fail and say what to add.
+The functions are found by introspection and fed by argument name, so a new public function in `losses`, `objectives`,
+`kl`, `advantages` or `aggregation` is tested the moment it exists. If it has an argument that this file does not know,
+the tests fail and say what to add.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from realign.functional import advantages, aggregation, kl, losses
+from realign.functional import advantages, aggregation, kl, losses, objectives
 from realign.functional.packed import cu_seqlens_of, sequence_index
 
-MODULES = (losses, kl, advantages, aggregation)
+LOSSES = (losses, objectives)
+MODULES = (*LOSSES, kl, advantages, aggregation)
 LENGTHS = [0, 1, 5, 3, 8, 2, 1, 6]
 
 
@@ -66,6 +67,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "lam": (0.8,),
     "kl_coef": (0.0, 0.1),
     "constant": (None, 7.0),
+    "tau_pos": (1.0,),
+    "tau_neg": (1.05,),
 }
 HOW_TO_TEACH = (
     "{function} has an argument {name!r} that the invariance tests do not know: add it to TENSORS (a tensor; its name "
@@ -114,6 +117,8 @@ def combination_is_valid(tensors: tuple[str, ...], options: dict[str, Any]) -> b
     """Leaves out what the functions refuse, as their own tests show."""
     if options.get("kl_coef") and "kl_T" not in tensors:
         return False
+    if options.get("dual_clip") and not options.get("objective", objectives.PolicyObjective.clip).has_dual_clip:
+        return False
     return "constant" not in options or (options["constant"] is not None) == (
         options["mode"] is aggregation.Aggregation.constant
     )
@@ -124,7 +129,7 @@ def public_functions(module: types.ModuleType) -> list[Callable[..., Any]]:
 
 
 CASES = [case for module in MODULES for function in public_functions(module) for case in cases_of(function)]
-LOSS_CASES = [case for function in public_functions(losses) for case in cases_of(function)]
+LOSS_CASES = [case for case in CASES if case.function.__module__ in {module.__name__ for module in LOSSES}]
 
 
 @dataclass(frozen=True)
