@@ -1,16 +1,19 @@
 """Datasets: rows of a file, written by a template, tokenized once, drawn in an order that is a pure function."""
 
 from realign.data.dataset import LoadReport, PackedDataset, PackedTokens
+from realign.data.excerpt import Excerpt
 from realign.data.files import Table, read_rows
 from realign.data.order import batch_indices, epoch_order
 from realign.data.preferences import LabelKind, PreferenceData, PreferenceDataset
 from realign.data.prompts import PromptData, PromptDataset
 from realign.data.source import DataSource, TooLong
+from realign.data.split import Split
 from realign.data.supervised import SupervisedData, SupervisedDataset
 from realign.data.templates import Template
 
 __all__ = [
     "DataSource",
+    "Excerpt",
     "LabelKind",
     "LoadReport",
     "PackedDataset",
@@ -19,6 +22,7 @@ __all__ = [
     "PreferenceDataset",
     "PromptData",
     "PromptDataset",
+    "Split",
     "SupervisedData",
     "SupervisedDataset",
     "Table",

@@ -51,7 +51,7 @@ class LoadReport:
 
     Attributes:
         path: of the file.
-        rows_read: rows in it, up to the limit.
+        rows_read: rows in it, up to the limit, and of the part that was asked for.
         rows_kept: rows of the dataset.
         rows_dropped: number of rows by the reason why they were left out.
         rows_truncated: rows kept whose prompt lost its beginning.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,12 +22,14 @@ class Table:
         rows: one dictionary each.
         places: number of each row in its file, from 1.
         unit: what the places count: "line" or "row".
+        dropped: number of rows of the file that are not here, by the reason why.
     """
 
     path: Path
     rows: Sequence[Row]
     places: Sequence[int]
     unit: str
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -88,7 +88,7 @@ class PreferenceData(DataSource):
         end, writer = Ending(tokenizer, self.append_eos), self.writer(tokenizer)
         start = writer.start()
         limit = LengthLimit("max_tokens", self.max_tokens, self.too_long, len(start))
-        table = self.read()
+        table = self.read(tokenizer)
         judged = self._judged(table, writer)
         counts, prompt_lengths, lengths = array("q"), array("q"), array("q")
         labels, margins = array("f"), array("f")

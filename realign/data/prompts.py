@@ -33,7 +33,7 @@ class PromptData(DataSource):
         writer = self.writer(tokenizer)
         start = writer.start()
         limit = LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long, len(start))
-        table = self.read()
+        table = self.read(tokenizer)
         values = table.column(self.prompt_column)
         texts = each_row(table, lambda i: writer.prompt(values[i]))
         rows: list[Row] = []

@@ -9,7 +9,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from realign.data.dataset import LoadReport, PackedTokens
+from realign.data.excerpt import Excerpt
 from realign.data.files import Table, read_rows
+from realign.data.split import Split
 from realign.data.templates import Template, Writer
 
 if TYPE_CHECKING:
@@ -50,6 +52,11 @@ class DataSource:
     """What to do with a row over the length limit."""
     limit: int | None = None
     """Read only so many rows from the file's start; null reads all."""
+    split: Split | None = None
+    """Take one of several disjoint parts of these rows, such as `{part: 0, weights: [2, 4, 4]}`; null takes all."""
+    excerpt: Excerpt | None = None
+    """Take a part of the prompt column's text, such as `{max_tokens: 64, end: "."}`, which then stands in the row;
+    null takes the whole."""
 
     def __post_init__(self) -> None:
         for name, choices in (("template", Template), ("too_long", TooLong)):
@@ -62,9 +69,12 @@ class DataSource:
         if self.template is Template.plain and (self.system or self.template_options):
             raise ValueError("system and template_options belong to template=chat, but template is plain")
 
-    def read(self) -> Table:
-        """The rows of the file."""
-        return read_rows(self.path, self.limit)
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> Table:
+        """The rows of the file that are asked for; `excerpt` counts tokens of `tokenizer`."""
+        table = read_rows(self.path, self.limit)
+        if self.split is not None:
+            table = self.split.apply(table)
+        return table if self.excerpt is None else self.excerpt.apply(table, self.prompt_column, tokenizer)
 
     def writer(self, tokenizer: PreTrainedTokenizerBase) -> Writer:
         """What writes prompts as this config says."""
@@ -124,17 +134,18 @@ class LengthLimit:
         Raises:
             ValueError: no row is left.
         """
+        too_long = {f"longer than {self.setting}={self.tokens}": self.dropped} if self.dropped else {}
         report = LoadReport(
             path=str(table.path),
-            rows_read=len(table),
+            rows_read=len(table) + sum(table.dropped.values()),
             rows_kept=len(tokens),
-            rows_dropped={f"longer than {self.setting}={self.tokens}": self.dropped} if self.dropped else {},
+            rows_dropped=table.dropped | too_long,
             rows_truncated=self.truncated,
             tokens=len(tokens.ids),
             longest=int((tokens.starts[1:] - tokens.starts[:-1]).max(initial=0)),
         )
         if not len(tokens):
             raise ValueError(f"no row is left of {report}")
-        if self.dropped or self.truncated:
+        if report.rows_dropped or self.truncated:
             logger.warning("%s", report)
         return report

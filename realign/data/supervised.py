@@ -47,7 +47,7 @@ class SupervisedData(DataSource):
         writer = self.writer(tokenizer)
         start = writer.start()
         limit = LengthLimit("max_tokens", self.max_tokens, self.too_long, len(start))
-        table = self.read()
+        table = self.read(tokenizer)
         prompts, responses = table.column(self.prompt_column), table.column(self.response_column)
         pairs = each_row(table, lambda i: writer.pair(prompts[i], responses[i]))
         prompt_lengths = array("q")

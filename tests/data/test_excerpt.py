@@ -1,0 +1,126 @@
+import json
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, Table
+from tests.data.text_tokenizer import characters, make_tokenizer
+
+
+def table(*texts):
+    return Table("prompts.jsonl", [{"prompt": text, "n": i} for i, text in enumerate(texts)], range(1, 99), "line")
+
+
+def excerpts(excerpt, *texts):
+    return [row["prompt"] for row in excerpt.apply(table(*texts), "prompt", make_tokenizer()).rows]
+
+
+def original(tokens, start, length, end):
+    """What openai/lm-human-preferences does to the tokens of a text, step by step; None where it skips it."""
+    if start is not None:
+        if start not in tokens:
+            return None
+        following = tokens[tokens.index(start) + 1 :]
+        tokens = following or tokens
+    tokens = tokens[:length]
+    if end is not None:
+        while tokens and tokens[-1] != end:
+            tokens = tokens[:-1]
+        if not tokens:
+            return None
+    return tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.text("ab.? ", max_size=12), min_size=1, max_size=4),
+    st.sampled_from([None, ".", "?"]),
+    st.integers(1, 8),
+    st.sampled_from([None, ".", "a"]),
+)
+def test_an_excerpt_is_that_of_lm_human_preferences(texts, start, length, end):
+    expected = [original(list(text), start, length, end) for text in texts]
+    excerpt = Excerpt(start=start, max_tokens=length, end=end)
+    if all(found is None for found in expected):
+        with pytest.raises(ValueError, match=r"prompts.jsonl: excerpt leaves no row"):
+            excerpts(excerpt, *texts)
+    else:
+        assert excerpts(excerpt, *texts) == ["".join(found) for found in expected if found is not None]
+
+
+def test_by_hand():
+    one = Excerpt(start=".", max_tokens=6, end=".")
+    assert excerpts(one, "a.bc.de.f", "a.", "no dot") == ["bc.de.", "a."]
+    assert excerpts(Excerpt(max_tokens=3), "abcdef", "ab") == ["abc", "ab"]
+
+
+def words():
+    """A token per word, whose offsets leave out the blank before it, and dots of their own or in threes."""
+    vocabulary = {token: i for i, token in enumerate(["?", ".", "...", " .", "one", " two", " three", "two"])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\.\.\.| ?\.| ?[a-z]+"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", eos_token="?")
+
+
+def test_a_marker_is_a_token_of_its_own_and_blanks_stay_with_their_word():
+    found = Excerpt(start=".").apply(table("one... two. three", "one... two .", "one. two ."), "prompt", words())
+    assert [row["prompt"] for row in found.rows] == [" three", " two ."]
+    assert found.dropped == {"without excerpt.start='.'": 1}
+    assert found.where(1) == "prompts.jsonl, line 3"
+
+
+@pytest.fixture
+def path(tmp_path):
+    rows = [
+        {"prompt": "x.ab.c", "response": "1", "chosen": "1", "rejected": "2"},
+        {"prompt": "xyz", "response": "2", "chosen": "2", "rejected": "1"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.mark.parametrize("source", [PromptData, SupervisedData, PreferenceData])
+def test_prefix_and_suffix_stand_around_the_excerpt_and_left_out_rows_are_reported(path, source, caplog):
+    data = source(path, prefix="q:", suffix="=", excerpt=Excerpt(start=".", end="."))
+    with caplog.at_level(logging.WARNING):
+        dataset = data.load(make_tokenizer())
+    assert dataset.tokens.ids[:6].tolist() == characters("q:ab.=")
+    assert (dataset.report.rows_read, dataset.report.rows_kept) == (2, 1)
+    assert dataset.report.rows_dropped == {"without excerpt.start='.'": 1}
+    assert "1 of 2 rows" in caplog.text
+
+
+def test_the_row_that_travels_holds_the_excerpt(path):
+    dataset = PromptData(path, excerpt=Excerpt(end=".")).load(make_tokenizer())
+    assert [row["prompt"] for row in dataset.rows] == ["x.ab."]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "excerpt has no effect"),
+        ({"max_tokens": 0}, r"excerpt\.max_tokens must be at least 1, or null for no limit, found 0"),
+        ({"start": ""}, r"excerpt\.start is empty"),
+        ({"end": ""}, r"excerpt\.end is empty"),
+    ],
+)
+def test_settings_out_of_range_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Excerpt(**fields)
+
+
+def test_messages_and_slow_tokenizers_are_refused():
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 1: excerpt belongs to a string, found a list"):
+        Excerpt(max_tokens=1).apply(Table("prompts.jsonl", [{"prompt": []}], [1], "line"), "prompt", words())
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ValueError, match=r"tells offsets, and Slow does not"):
+        Excerpt(max_tokens=1).apply(table("a"), "prompt", Slow())
