@@ -2,8 +2,8 @@
 
 What belongs here takes tensors and plain values and returns tensors; it imports torch and nothing of realign.
 Each file is one subject: `packed` (boundaries), `logprobs` (from hidden states), `kl`, `advantages` (credit),
-`normalization`, `losses` (per token), `objectives` (of the policy), `preferences` (per pair) and `aggregation` (to one
-number). Names end in the shape they carry:
+`normalization`, `moments` (over batches), `shaping` (of scores), `losses` (per token), `objectives` (of the policy),
+`preferences` (per pair) and `aggregation` (to one number). Names end in the shape they carry:
 T packed tokens, S sequences, N any elements, V vocabulary, H hidden, M masked elements, C a chunk of tokens, U units.
 """
 
@@ -43,12 +43,14 @@ from .losses import (
     policy_loss,
     value_loss,
 )
+from .moments import MomentsKind, RunningMoments
 from .normalization import (
     Level,
     Normalization,
     Reduce,
     Scope,
     degenerate_groups,
+    degenerate_rescale,
     identity,
     normalize,
     whiten,
@@ -75,6 +77,7 @@ from .preferences import (
     pairwise_loss,
     rating_loss,
 )
+from .shaping import keep_best, overlong_penalty
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -88,11 +91,13 @@ __all__ = [
     "KLEstimator",
     "LMHead",
     "Level",
+    "MomentsKind",
     "Normalization",
     "Pairs",
     "PolicyLoss",
     "PolicyObjective",
     "Reduce",
+    "RunningMoments",
     "Scope",
     "ValueLoss",
     "aggregate",
@@ -103,17 +108,20 @@ __all__ = [
     "comparison_loss",
     "cu_seqlens_of",
     "degenerate_groups",
+    "degenerate_rescale",
     "discounted_returns",
     "divergence_loss",
     "dpo_loss",
     "exact_kl",
     "gae",
     "identity",
+    "keep_best",
     "kl_estimate",
     "last_true",
     "log_ratio",
     "nll_loss",
     "normalize",
+    "overlong_penalty",
     "pairs_by_label",
     "pairwise_loss",
     "policy_loss",

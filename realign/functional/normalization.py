@@ -17,7 +17,17 @@ from torch import Tensor
 
 from .packed import at_least_fp32, check_shapes
 
-__all__ = ["Level", "Normalization", "Reduce", "Scope", "degenerate_groups", "identity", "normalize", "whiten"]
+__all__ = [
+    "Level",
+    "Normalization",
+    "Reduce",
+    "Scope",
+    "degenerate_groups",
+    "degenerate_rescale",
+    "identity",
+    "normalize",
+    "whiten",
+]
 
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """Adds a tensor up over all ranks and returns the sum on each."""
@@ -107,7 +117,7 @@ def normalize(x_N: Tensor, group_N: Tensor, mask_N: Tensor, spec: Normalization,
     check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
     x_M = x_N[mask_N].double()
     units = {
-        Scope.batch: lambda: _batch_moments(x_M, reduce),
+        Scope.batch: lambda: batch_moments(x_M, reduce),
         Scope.group: lambda: _group_moments(x_M, group_N[mask_N]),
     }
     moments = {scope: units[scope]() for scope in Scope if scope in units and scope in (spec.mean, spec.std)}
@@ -143,6 +153,30 @@ def degenerate_groups(x_N: Tensor, group_N: Tensor, mask_N: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> Tensor:
+    """B / (B - M): what makes up for M of the B elements standing in groups that `normalize` sets to 0.
+
+    Source: GPG (arXiv:2504.02546, its alpha), where it multiplies the advantages. In a mean over sequences this is the
+    same as leaving the constant groups out of the sum and of its divisor. verl's `gpg` counts something else, the
+    responses whose reward is 0, before any mean is subtracted: with rewards of 0 and 1 it divides by the share of right
+    answers.
+
+    Args:
+        x_N: [N] scores.
+        group_N: [N] ints.
+        mask_N: [N] bool.
+        reduce: sum over ranks.
+
+    Returns:
+        A scalar, fp64, at least 1; 1 when every group is constant.
+    """
+    check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
+    of = _group_moments(x_N[mask_N].double(), group_N[mask_N])
+    total, telling = reduce(torch.stack([of.count_U.sum(), of.count_U[~of.degenerate_U].sum()])).unbind(0)
+    return torch.where(telling > 0, total / telling.clamp(min=1), 1)
+
+
+@torch.no_grad()
 def whiten(
     x_N: Tensor,
     mask_N: Tensor,
@@ -169,14 +203,14 @@ def whiten(
     """
     check_shapes(mask_N, x_N=x_N, mask_N=mask_N)
     x_M = x_N[mask_N].double()
-    of = _batch_moments(x_M, reduce)
+    of = batch_moments(x_M, reduce)
     y_M = (x_M - of.mean_U) * torch.rsqrt(of.variance_U(unbiased) + eps)
     if not shift_mean:
         y_M = y_M + of.mean_U
     return _scatter(torch.where(of.count_U < 2, x_M, y_M), x_N, mask_N)
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     """Statistics of U units, and the unit of each of the M masked elements; fp64."""
 
     unit_M: Tensor
@@ -191,16 +225,17 @@ class _Moments(NamedTuple):
         return self.deviation_U / (self.count_U - int(unbiased)).clamp(min=1)
 
 
-def _batch_moments(x_M: Tensor, reduce: Reduce) -> _Moments:
+def batch_moments(x_M: Tensor, reduce: Reduce) -> Moments:
+    """The statistics of fp64 elements over all ranks, as one unit."""
     return _moments(x_M, torch.zeros_like(x_M, dtype=torch.int64), 1, reduce)
 
 
-def _group_moments(x_M: Tensor, group_M: Tensor) -> _Moments:
+def _group_moments(x_M: Tensor, group_M: Tensor) -> Moments:
     ids_U, unit_M = group_M.unique(return_inverse=True)
     return _moments(x_M, unit_M, len(ids_U), identity)
 
 
-def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce) -> _Moments:
+def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce) -> Moments:
     def totals(*columns_M: Tensor) -> tuple[Tensor, ...]:
         table = torch.stack(columns_M)
         return reduce(table.new_zeros(len(table), units).index_add(1, unit_M, table)).unbind(0)
@@ -210,7 +245,7 @@ def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce) -> _Moment
     # Squares are summed around the mean, in a second pass: E[x**2] - E[x]**2 cancels.
     deviation_U, square_U = totals((x_M - mean_U[unit_M]).square(), x_M.square())
     degenerate_U = (count_U < 2) | (deviation_U <= DEGENERATE**2 * square_U)
-    return _Moments(unit_M, count_U, mean_U, deviation_U, degenerate_U)
+    return Moments(unit_M, count_U, mean_U, deviation_U, degenerate_U)
 
 
 def _scatter(y_M: Tensor, x_N: Tensor, mask_N: Tensor) -> Tensor:
