@@ -15,10 +15,24 @@ from realign.api.model import (
     PipelinableEngine,
     derive_seed,
 )
-from realign.api.stats import Max, Mean, Min, Stat, Stats, Sum, masked_max, masked_mean, merge_stats, stat_values
+from realign.api.stats import (
+    Correlation,
+    Max,
+    Mean,
+    Min,
+    Stat,
+    Stats,
+    Sum,
+    correlation,
+    masked_max,
+    masked_mean,
+    merge_stats,
+    stat_values,
+)
 
 __all__ = [
     "RPC",
+    "Correlation",
     "DataflowGraph",
     "GenerationConfig",
     "Lengths",
@@ -35,6 +49,7 @@ __all__ = [
     "Stat",
     "Stats",
     "Sum",
+    "correlation",
     "derive_seed",
     "masked_max",
     "masked_mean",

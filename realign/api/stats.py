@@ -39,7 +39,18 @@ class Sum(NamedTuple):
     value: Tensor
 
 
-Stat: TypeAlias = Mean | Max | Min | Sum
+class Correlation(NamedTuple):
+    """A Pearson correlation of x and y, kept as six float64 sums (0-d tensors); merged by adding them."""
+
+    n: Tensor
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    yy: Tensor
+    xy: Tensor
+
+
+Stat: TypeAlias = Mean | Max | Min | Sum | Correlation
 Stats: TypeAlias = dict[str, Stat]
 
 
@@ -52,6 +63,12 @@ def masked_max(x: Tensor, mask: Tensor) -> Max:
     """The `Max` of `x` [N] where `mask` [N] bool holds; -inf (left out of the report) when it holds nowhere."""
     floor = torch.full((1,), -torch.inf, device=x.device)
     return Max(torch.cat([floor, torch.where(mask, x.detach().float(), -torch.inf)]).max())
+
+
+def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Correlation:
+    """The Pearson correlation of `x` and `y` [N] where `mask` [N] bool holds; left out where one does not vary."""
+    x, y = (torch.where(mask, values.detach().double(), 0) for values in (x, y))
+    return Correlation(mask.sum().double(), x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum())
 
 
 def merge_stats(parts: Iterable[Mapping[str, Stat | tuple[Tensor, Tensor]]]) -> Stats:
@@ -96,14 +113,28 @@ def _value(stat: Stat, fields: list[float]) -> float | None:
     if isinstance(stat, Mean):
         total, weight = fields
         return total / weight if weight != 0 else None
+    if isinstance(stat, Correlation):
+        return _pearson(*fields)
     of_nothing = {Max: -math.inf, Min: math.inf}.get(type(stat))
     return None if fields[0] == of_nothing else fields[0]
+
+
+def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> float | None:
+    if n < 2:
+        return None
+    variances = (xx / n - (x / n) ** 2, yy / n - (y / n) ** 2)
+    # A difference of sums is exact up to rounding only: what is as small as that is no variation.
+    if variances[0] <= 1e-12 * xx / n or variances[1] <= 1e-12 * yy / n:
+        return None
+    return (xy / n - (x / n) * (y / n)) / math.sqrt(variances[0] * variances[1])
 
 
 def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
     kind = type(raw) if isinstance(raw, Stat) else Mean
     if not isinstance(raw, tuple) or len(raw) != len(kind._fields):
-        raise ValueError(f"metric {name!r} must be Mean, Max, Min, Sum or (total, weight), found {type(raw).__name__}")
+        raise ValueError(
+            f"metric {name!r} must be Mean, Max, Min, Sum, Correlation or (total, weight), found {type(raw).__name__}"
+        )
     fields = [torch.as_tensor(x).detach() for x in raw]
     for x in fields:
         if x.numel() != 1:
@@ -127,4 +158,6 @@ def _merge(name: str, a: Stat, b: Stat) -> Stat:
         return Min(torch.minimum(a.value, b.value))
     if isinstance(a, Sum) and isinstance(b, Sum):
         return Sum(a.value + b.value)
+    if isinstance(a, Correlation) and isinstance(b, Correlation):
+        return Correlation(*(p + q for p, q in zip(a, b, strict=True)))
     raise ValueError(f"metric {name!r} is a {type(a).__name__} in one part and a {type(b).__name__} in another")

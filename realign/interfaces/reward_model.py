@@ -1,7 +1,9 @@
 """Reward models: a score of a whole response, learned from what people prefer.
 
 Training reads `input_ids`, `loss_mask` (the responses), `labels` and `margins` of preference data; inference reads
-`input_ids` and writes `rewards` [S], `gain * score + bias` with the score at the last token, found by lengths. Losses:
+`input_ids` and writes `rewards` [S], `gain * score + bias` with the score at the last token, found by lengths. With
+`dense` it also writes `dense_rewards` [T], that after each token of the response, and `rewards` are 0; with `dense` or
+`cut` it reads `prompt_mask` too. Losses:
 Bradley-Terry on pairs (arXiv:2203.02155, with margin arXiv:2307.09288), a softmax over n candidates (arXiv:1909.08593),
 squared errors of ratings and of their differences (openai/lm-human-preferences). Losses see the same `gain` and `bias`
 as inference. A response without tokens does not count, nor does a preference between equal labels.
@@ -9,6 +11,7 @@ as inference. A response without tokens does not count, nor does a preference be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,17 +29,21 @@ from realign.api import (
     ModelOutput,
     SequenceSample,
     Stats,
+    correlation,
     masked_mean,
     part_sizes,
 )
 from realign.functional import (
+    Reduce,
     best_of_n_loss,
     comparison_loss,
     divergence_loss,
+    identity,
     last_true,
     pairwise_loss,
     rating_loss,
 )
+from realign.interfaces.cutting import ResponseCut, cut_responses
 from realign.interfaces.pairs import answered, check_pairs, pairs_of, train_on_groups
 
 
@@ -70,6 +77,10 @@ class RewardModelInterface(ModelInterface):
     the shorter one keeps its last score (kind=pairwise). Inference looks at the last token as always."""
     clip: float | None = None
     """Rewards, after gain and bias, are cut off beyond plus or minus this (inference only); null: off."""
+    cut: ResponseCut | None = None
+    """Score a response only up to its first end mark (inference only); null: all of it."""
+    dense: bool = False
+    """Reward every token of a response with the score after it, instead of the last token (inference only)."""
 
     def __post_init__(self) -> None:
         if self.n_minibatches < 1:
@@ -83,14 +94,38 @@ class RewardModelInterface(ModelInterface):
             raise ValueError("per_prompt_weighting has no effect with kind=best_of_n, which has one choice per prompt")
         self.gain, self.bias = 1.0, 0.0
 
+    def required_inputs(self, method: str) -> frozenset[str]:
+        """`prompt_mask`, to tell what the response is, for `cut` and `dense`."""
+        return frozenset({"prompt_mask"} if method == "inference" and (self.cut or self.dense) else ())
+
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`rewards` [S]: the normalised, clipped score of each sequence."""
+        """`rewards` [S]: the normalised, clipped score of each sequence, or the penalty of `cut`; `dense_rewards`."""
+        cut = cut_responses(self.cut, data, model.tokenizer)
+        scores_S, after_T = self._score(model, cut.data, mb_spec)
+        if after_T is None:
+            return data.with_sequences(rewards=cut.rewards(self._clipped(scores_S))).select(["rewards"])
+        dense_T = cut.dense_rewards(self._clipped(after_T), data)
+        written = data.with_sequences(rewards=cut.rewards(torch.zeros_like(scores_S))).with_tokens(
+            dense_rewards=dense_T
+        )
+        return written.select(["rewards", "dense_rewards"])
+
+    def scores(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Tensor:
+        """[S] the normalised scores at the end of each response, after `cut`, but without its penalty and without clip.
+
+        What `normalize` is given.
+        """
+        return self._score(model, cut_responses(self.cut, data, model.tokenizer).data, mb_spec)[0]
+
+    def _score(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> tuple[Tensor, Tensor | None]:
+        """[S] normalised scores, and [T] those after each token, if they are asked for."""
 
         def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-            rewards_S = self._scaled(output.scores())
-            return mb.with_sequences(rewards=rewards_S if self.clip is None else rewards_S.clamp(-self.clip, self.clip))
+            scored = mb.with_sequences(scores=self._scaled(output.scores()))
+            return scored.with_tokens(after=self._scaled(scores_after(output, mb))) if self.dense else scored
 
-        return model.machine.forward(data.select(["input_ids"]), mb_spec, post_hook)
+        scored = model.machine.forward(data.select(["input_ids"]), mb_spec, post_hook)
+        return scored["scores"], scored.get("after")
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a fresh order; groups are never parted.
@@ -113,26 +148,51 @@ class RewardModelInterface(ModelInterface):
         """The number of pairs, groups or responses that count; of prompts, if they weigh the same."""
         return self._weights(data).sum()
 
-    def normalize(self, scores_S: Tensor, *, mean: float = 0.0, std: float = 1.0) -> None:
+    def normalize(
+        self, scores_S: Tensor, *, mean: float = 0.0, std: float = 1.0, reduce: Reduce = identity
+    ) -> tuple[float, float]:
         """Set gain and bias such that these rewards get this mean and deviation (arXiv:1909.08593, section 2.1).
 
         Args:
-            scores_S: [S] rewards that `inference` gave, without clip, to responses of the reference policy.
+            scores_S: [S] what `scores` gave to responses of the reference policy.
             mean: wanted.
             std: wanted; the deviation is the population's.
+            reduce: adds up over ranks.
+
+        Returns:
+            The mean and the deviation that the scores had.
 
         Raises:
             ValueError: there are fewer than two scores, not all are finite, or they are all the same.
         """
-        scores_S = scores_S.double()
-        if len(scores_S) < 2 or not bool(scores_S.isfinite().all()) or not std > 0:
-            raise ValueError(f"normalize needs at least two finite scores and a positive std, found {scores_S}, {std}")
-        found = float(scores_S.std(correction=0))
-        if found <= 1e-6 * float(scores_S.abs().max()):
-            raise ValueError(f"normalize needs scores that differ, found {len(scores_S)} near {float(scores_S[0]):g}")
+        found_mean, found_std = score_moments(scores_S, reduce)
+        if not std > 0 or not math.isfinite(mean):
+            raise ValueError(f"normalize needs a finite mean and a positive std, found {mean:g} and {std:g}")
+        if not found_std > 1e-6 * math.hypot(found_mean, found_std):
+            raise ValueError(
+                f"normalize needs at least two finite scores that differ, found {len(scores_S)} of mean "
+                f"{found_mean:g} and deviation {found_std:g}"
+            )
         # The scores already went through the present gain and bias; the new ones apply after them.
-        factor = std / found
-        self.gain, self.bias = self.gain * factor, (self.bias - float(scores_S.mean())) * factor + mean
+        factor = std / found_std
+        self.gain, self.bias = self.gain * factor, (self.bias - found_mean) * factor + mean
+        return found_mean, found_std
+
+    def label_scale(self, labels_S: Tensor) -> tuple[float, float]:
+        """The mean and deviation that rewards should have before training, as far as labels say it.
+
+        Source: openai/lm-human-preferences (`target_scales`). Ratings have both. Differences of two ratings say nothing
+        of the mean, which is then 0, and the deviation is half their root mean square. A choice says neither: (0, 1).
+
+        Args:
+            labels_S: [S] of the training data.
+        """
+        if self.kind is RewardLoss.scalar_rating:
+            return score_moments(labels_S)
+        if self.kind is RewardLoss.scalar_compare:
+            differences_P = (labels_S[::2] - labels_S[1::2]).double()
+            return 0.0, float(differences_P.square().mean().sqrt()) / 2
+        return 0.0, 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Gain and bias."""
@@ -141,6 +201,11 @@ class RewardModelInterface(ModelInterface):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back gain and bias."""
         self.gain, self.bias = float(state["gain"]), float(state["bias"])
+
+    def adopt(self, saved: Mapping[str, Any]) -> None:
+        """Take over the gain and the bias that the weights were saved with."""
+        if saved:
+            self.load_state_dict(saved)
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Rows of the table that is shown at launch."""
@@ -158,6 +223,9 @@ class RewardModelInterface(ModelInterface):
 
     def _scaled(self, scores_N: Tensor) -> Tensor:
         return self.gain * scores_N + self.bias
+
+    def _clipped(self, rewards_N: Tensor) -> Tensor:
+        return rewards_N if self.clip is None else rewards_N.clamp(-self.clip, self.clip)
 
     def _weights(self, data: SequenceSample) -> Tensor:
         """[N] weight of each pair, group or response; 0 for what does not count."""
@@ -190,6 +258,7 @@ class RewardModelInterface(ModelInterface):
             return loss_S, {
                 "rating_error": masked_mean(loss_S, answered_S),
                 "score": masked_mean(scores_S, answered_S),
+                "pearson": correlation(scores_S, labels_S, answered_S),
             }
         if self.kind is RewardLoss.best_of_n:
             return self._best_of_n(data, scores_S, labels_S)
@@ -239,3 +308,12 @@ def scores_after(output: ModelOutput, data: SequenceSample) -> Tensor:
     last_S = last_true(torch.ones_like(data["input_ids"], dtype=torch.bool), cu_seqlens)
     filled_S = last_S >= 0
     return after_T.index_put((last_S[filled_S],), output.scores()[filled_S])
+
+
+def score_moments(scores_S: Tensor, reduce: Reduce = identity) -> tuple[float, float]:
+    """Mean and population deviation of [S] scores, in float64 over all ranks; NaN of none."""
+    scores_S = scores_S.double()
+    total, n = reduce(torch.stack([scores_S.sum(), scores_S.new_tensor(len(scores_S))])).tolist()
+    mean = total / n if n else math.nan
+    squares = float(reduce((scores_S - mean).square().sum()))
+    return mean, math.sqrt(squares / n) if n and math.isfinite(squares) else math.nan

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realign.api import Max, Mean, Min, Stats, Sum, masked_max, masked_mean, merge_stats, stat_values
+from realign.api import (
+    Max,
+    Mean,
+    Min,
+    Stats,
+    Sum,
+    correlation,
+    masked_max,
+    masked_mean,
+    merge_stats,
+    stat_values,
+)
 
 ROWS = st.lists(st.tuples(st.integers(-50, 50), st.booleans()), min_size=1, max_size=12)
 
@@ -122,11 +134,36 @@ def test_one_name_has_one_kind(a: object, b: object, kinds: str) -> None:
 @pytest.mark.parametrize(
     ("stat", "message"),
     [
-        (t(1.0), "must be Mean, Max, Min, Sum or .*, found Tensor"),
-        ((t(1.0),), "must be Mean, Max, Min, Sum or .*, found tuple"),
+        (t(1.0), "must be Mean, Max, Min, Sum, Correlation or .*, found Tensor"),
+        ((t(1.0),), "must be Mean, Max, Min, Sum, Correlation or .*, found tuple"),
         (Sum(torch.zeros(2)), r"must be of single numbers, found a tensor of shape \[2\]"),
     ],
 )
 def test_what_is_no_metric_is_refused_by_name(stat: object, message: str) -> None:
     with pytest.raises(ValueError, match=f"metric 'm' {message}"):
         merge_stats([{"m": stat}])  # type: ignore[dict-item]
+
+
+def test_a_correlation_of_parts_is_that_of_the_whole() -> None:
+    """Against numpy, for scores far from 0, cut anywhere; what is masked has no effect."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(1000.0, 0.1, 200)
+    y = 3 * x + rng.normal(0, 0.2, 200)
+    x[::7] = np.nan
+    mask = torch.from_numpy(np.isfinite(x))
+    xs, ys = torch.from_numpy(x), torch.from_numpy(y)
+    cuts = [slice(0, 1), slice(1, 90), slice(90, 200)]
+    merged = merge_stats([{"r": correlation(xs[c], ys[c], mask[c])} for c in cuts])
+    want = np.corrcoef(x[np.isfinite(x)], y[np.isfinite(x)])[0, 1]
+    assert stat_values(merged)["r"] == pytest.approx(want, abs=1e-6)
+
+
+def test_a_correlation_by_hand_and_where_there_is_none() -> None:
+    both = torch.ones(3, dtype=torch.bool)
+
+    def value(x: list[float], y: list[float]) -> dict[str, float]:
+        return stat_values({"r": correlation(torch.tensor(x), torch.tensor(y), both[: len(x)])})
+
+    assert value([1, 2, 3], [1, 3, 2]) == {"r": pytest.approx(0.5)}
+    assert value([1, 2, 3], [3, 2, 1]) == {"r": pytest.approx(-1.0)}
+    assert value([2.1, 2.1, 2.1], [1, 2, 3]) == value([1], [2]) == value([], []) == {}

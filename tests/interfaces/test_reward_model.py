@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.engines import TransformersModel
+from realign.interfaces.cutting import ResponseCut
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
@@ -161,10 +162,89 @@ def test_normalize_gives_the_mean_and_population_deviation_that_were_asked_for_a
         assert rewards.std(correction=0).item() == pytest.approx(std)
 
 
-@pytest.mark.parametrize("scores", [[1.0], [1.0, math.nan], [2.0, 2.0]])
+@pytest.mark.parametrize("scores", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [2.0, 2.0]])
 def test_scores_without_a_deviation_are_refused(scores):
     with pytest.raises(ValueError, match="normalize needs"):
         RewardModelInterface().normalize(torch.tensor(scores))
+
+
+def test_normalize_says_what_it_found_over_all_ranks():
+    """Another rank has 4 and 5; this one 1 and 2."""
+    interface, other = RewardModelInterface(), torch.tensor([4.0, 5.0], dtype=torch.float64)
+
+    def reduce(x):
+        mean = 3.0
+        return x + (torch.stack([other.sum(), torch.tensor(2.0)]) if x.ndim else (other - mean).square().sum())
+
+    assert interface.normalize(torch.tensor([1.0, 2.0]), reduce=reduce) == (3.0, pytest.approx(math.sqrt(2.5)))
+    assert interface.gain == pytest.approx(1 / math.sqrt(2.5))
+
+
+def test_the_scale_of_labels_by_hand():
+    """Ratings: mean 3, variance (4 + 1 + 1 + 4) / 4. Differences -1 and 3: mean square (1 + 9) / 2."""
+    labels_S = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    assert RewardModelInterface(kind=RewardLoss.scalar_rating).label_scale(labels_S) == (3.0, math.sqrt(2.5))
+    differences = torch.tensor([1.0, 2.0, 4.0, 1.0])
+    scale = RewardModelInterface(kind=RewardLoss.scalar_compare).label_scale(differences)
+    assert scale == (0.0, pytest.approx(math.sqrt(5) / 2))
+    for kind in (RewardLoss.pairwise, RewardLoss.best_of_n):
+        assert RewardModelInterface(kind=kind).label_scale(labels_S) == (0.0, 1.0)
+
+
+def test_gain_and_bias_come_with_the_weights_they_were_saved_with():
+    first, second = RewardModelInterface(), RewardModelInterface()
+    first.normalize(torch.tensor([1.0, 3.0]))
+    second.adopt({})
+    assert (second.gain, second.bias) == (1.0, 0.0)
+    second.adopt(first.state_dict())
+    assert (second.gain, second.bias) == (1.0, -2.0)
+
+
+def answered_by_hand() -> SequenceSample:
+    """Responses 1 2 4, 3 and none, each after the prompt 0."""
+    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[0, 1, 2, 4], [0, 3]], [[0]]]})
+    return data.with_tokens(prompt_mask=data["input_ids"] == 0)
+
+
+def test_dense_rewards_are_the_scores_after_each_token_of_a_response():
+    model = Model("reward", scoring(7.0, 2.0, 1.0, 5.0, 3.0))
+    interface = RewardModelInterface(dense=True, clip=4.0)
+    interface.load_state_dict({"gain": 2.0, "bias": -3.0})  # scores 2, 1, 3, 5 become 1, -1, 3, 7
+    out = interface.inference(model, answered_by_hand(), MicroBatchSpec(n_microbatches=2))
+    assert out.keys == {"rewards", "dense_rewards"}
+    assert out["rewards"].tolist() == [0.0, 0.0, 0.0]
+    assert out["dense_rewards"].tolist() == [0.0, 1.0, -1.0, 3.0, 0.0, 4.0, 0.0]
+    assert interface.required_inputs("inference") == {"prompt_mask"}
+    assert RewardModelInterface().required_inputs("inference") == set()
+
+
+def test_trap_c11_a_cut_response_is_scored_at_its_mark_and_the_penalty_replaces_the_score_of_one_without():
+    model = Model("reward", scoring(7.0, 2.0, 1.0, 5.0, 3.0))
+    interface = RewardModelInterface(cut=ResponseCut([2], penalty=-9.0), clip=1.5)
+    out = interface.inference(model, answered_by_hand(), ONE)
+    assert out.keys == {"rewards"}
+    assert out["rewards"].tolist() == [1.0, -9.0, -9.0]  # the penalty is no score: neither scaled nor clipped
+    assert interface.scores(model, answered_by_hand(), ONE).tolist() == [1.0, 5.0, 7.0]
+    interface = RewardModelInterface(cut=ResponseCut([2], penalty=-9.0), dense=True)
+    out = interface.inference(model, answered_by_hand(), ONE)
+    assert out["rewards"].tolist() == [0.0, -9.0, -9.0]
+    assert out["dense_rewards"].tolist() == [0.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_last_token_is_found_by_lengths_not_by_an_end_token():
+    """A response that holds the end token twice, and one that holds none, are scored at their last tokens."""
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[0, 2, 1, 2], [0, 2, 4]]]})
+    rewards = RewardModelInterface().inference(Model("reward", scoring(7.0, 2.0, 1.0, 5.0, 3.0)), data, ONE)["rewards"]
+    assert rewards.tolist() == [1.0, 3.0]
+
+
+def test_ratings_report_how_well_scores_and_labels_agree():
+    data = pairs_by_hand().with_sequences(labels=torch.tensor([1.0, 2.0, 3.0, 5.0]))
+    interface = RewardModelInterface(kind=RewardLoss.scalar_rating)
+    stats = stat_values(
+        interface.train_step(Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 3.0)), data, MicroBatchSpec(n_microbatches=3))
+    )
+    assert stats["pearson"] == pytest.approx(np.corrcoef([2, 1, 5, 3], [1, 2, 3, 5])[0, 1], abs=1e-6)
 
 
 def toy(seed: int, n: int = 96) -> SequenceSample:
