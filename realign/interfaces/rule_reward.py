@@ -22,7 +22,8 @@ class RuleRewardInterface(ModelInterface):
     """A verifiable reward; needs no network."""
 
     function: str = "realign.rewards.arithmetic:exact_answer"
-    """Import path of the function, `package.module:name` or `path/to/file.py:name`."""
+    """Import path of the function, `package.module:name` or `path/to/file.py:name`, or a URL that is asked for each
+    response (`realign.rewards.http`)."""
     workers: int = 2
     """Processes; 0 calls the function in this process (a breakpoint works; a hang is not caught)."""
     timeout_s: float = 30.0

@@ -1,4 +1,4 @@
-"""Finding a reward function by its name: `package.module:function` or `path/to/file.py:function`."""
+"""Finding a reward function by its name: `package.module:function`, `path/to/file.py:function`, or a URL."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from realign.rewards.http import HttpReward
+
 RewardFunction: TypeAlias = Callable[[str, str, dict[str, Any]], float | None]
 
-_FORMS = "'package.module:function' or 'path/to/file.py:function'"
+_FORMS = "'package.module:function', 'path/to/file.py:function' or 'http://host:port/path'"
 
 
 def load_function(name: str) -> RewardFunction:
     """Import the reward function called `name`.
 
     A file is imported under a name of its own, once per process, so it needs no package and may be called like an
-    installed module; its folder is appended to `sys.path`, so it can import its neighbours.
+    installed module; its folder is appended to `sys.path`, so it can import its neighbours. A URL becomes an
+    `HttpReward`; nothing is asked yet.
 
     Raises:
         ValueError: no such module, file or function (says what is there and what is near), the import failed, or it
             is not a function of (prompt, response, row).
     """
+    if "://" in name:
+        return HttpReward(name)
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):
         raise ValueError(f"reward function {name!r} must be written as {_FORMS}")

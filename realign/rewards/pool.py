@@ -59,7 +59,7 @@ class RewardPool:
     nothing protects the run from a hang, a crash or a memory blow-up; exceptions are still caught one by one.
 
     Args:
-        function: `package.module:function`, `path/to/file.py:function`, or a callable that can be pickled.
+        function: `package.module:function`, `path/to/file.py:function`, a URL, or a callable that can be pickled.
         workers: number of processes; 0 runs inline.
         timeout_s: seconds that one item may take before its worker is stopped. Kept to within about 0.2 s.
         memory_mb: MiB of address space that a worker may take beyond what it holds once the function is imported;

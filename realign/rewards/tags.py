@@ -1,0 +1,30 @@
+"""Responses in tags, `<think>...</think><answer>...</answer>` (arXiv:2501.12948): their form, and their answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_FORM = re.compile(r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL)
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def well_formed(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """1.0 if the response is one thought and one answer, each tag once and nothing around them, else 0.0.
+
+    A prompt that ends with `<think>` has opened the first tag.
+    """
+    return float(_answer(prompt, response) is not None)
+
+
+def tagged_answer(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """1.0 if the response is well formed and its answer, stripped of blanks, is the text of `row["answer"]`."""
+    return float(_answer(prompt, response) == str(row["answer"]))
+
+
+def _answer(prompt: str, response: str) -> str | None:
+    text = "<think>" + response if prompt.rstrip().endswith("<think>") else response
+    found = _FORM.fullmatch(text)
+    if found is None or any(text.count(tag) != 1 for tag in _TAGS):
+        return None
+    return found["answer"].strip()

@@ -1,0 +1,47 @@
+"""Programs judged by tests: the code of a response runs in a process of its own, with the user's rights.
+
+No sandbox: what a model writes can read and write what the user can, and reach the network. Run it where that does no
+harm. The memory limit and the deadline of the reward workers hold for it too.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 10.0
+"""Seconds that a program and its tests may take; `timeout_s` of the reward workers must be larger."""
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def passes(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """1.0 if the last code block of the response, followed by `row["tests"]`, runs to its end; 0.0 if it does not.
+
+    `row["tests"]` is Python source, such as assertions. A response without a block is taken as code as a whole. A
+    program that takes longer than `TIMEOUT_S`, or ends early with success, has failed.
+    """
+    blocks = _BLOCK.findall(response)
+    code = blocks[-1] if blocks else response
+    done = secrets.token_hex(16)  # a program that ends before its tests cannot say this
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(f"{code}\n\n{row['tests']}\n\nprint({done!r})\n", encoding="utf-8")
+        try:
+            run = subprocess.run(
+                [sys.executable, "-I", str(program)],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return 0.0
+    return float(run.returncode == 0 and run.stdout.decode(errors="replace").rstrip().endswith(done))

@@ -1,0 +1,109 @@
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec, Model
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.rewards import RewardPool, http, load_function
+from tests.tiny import random_sample, tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(http, "_PAUSES_S", (0.0, 0.0))
+
+
+@contextmanager
+def server(answer):
+    """A reward server whose `answer(request)` gives a status and a body; yields its URL and the requests it got."""
+    got = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, body = answer(got[-1])
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+        def log_message(self, *args):
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}/score", got
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+
+
+def test_prompt_response_and_row_are_posted_and_the_reward_comes_back():
+    with server(lambda request: (200, {"reward": 2.5})) as (url, got):
+        assert load_function(url)("2+2=", "4 ü", {"answer": 4, "file": Path("x")}) == 2.5
+    assert got == [{"prompt": "2+2=", "response": "4 ü", "row": {"answer": 4, "file": "x"}}]
+
+
+def test_no_verdict_is_none():
+    with server(lambda request: (200, {"reward": None})) as (url, _):
+        assert load_function(url)("", "", {}) is None
+
+
+def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not():
+    statuses = iter([503, 429, 200])
+    with server(lambda request: (next(statuses), {"reward": 1})) as (url, got):
+        assert load_function(url)("", "", {}) == 1
+        assert len(got) == 3
+    with server(lambda request: (403, b"no")) as (url, got):
+        with pytest.raises(RuntimeError, match="status 403 Forbidden"):
+            load_function(url)("", "", {})
+        assert len(got) == 1
+    with pytest.raises(RuntimeError, match=r"score: .*[Rr]efused"):
+        load_function(url)("", "", {})
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[1]", {"score": 1}])
+def test_another_answer_is_an_error_that_shows_it(body):
+    shown = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with (
+        server(lambda request: (200, body)) as (url, _),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        load_function(url)("", "", {})
+    assert repr(shown) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ftp://host/x", "http://", "http:///path", "file:///etc/passwd"])
+def test_what_is_no_http_url_is_refused(name):
+    with pytest.raises(ValueError, match="is not a URL such as http://host:port/path"):
+        load_function(name)
+
+
+def test_trap_c12_a_failing_request_leaves_its_response_without_reward_and_the_others_alone():
+    def answer(request):
+        return (500, b"") if request["response"] == "b" else (200, {"reward": len(request["row"])})
+
+    with server(answer) as (url, _):
+        pool = RewardPool(url, workers=2, timeout_s=20, memory_mb=None, max_failed_fraction=0.5)
+        with pool:
+            found = pool.score(["", "", ""], ["a", "b", "c"], [{}, {}, {"x": 1}])
+    assert found.values == [0.0, None, 1.0]
+    assert [(f.index, "status 500" in f.message) for f in found.failures] == [(1, True)]
+
+
+def test_a_url_stands_where_a_function_does():
+    with server(lambda request: (200, {"reward": len(request["response"])})) as (url, _):
+        interface = RuleRewardInterface(function=url, workers=0)
+        data = random_sample([[5, 3], [4]]).with_metadata(row=[{}, {}])
+        out = interface.inference(Model("reward", None, tiny_tokenizer()), data, MicroBatchSpec())
+        interface.close()
+    texts = [tiny_tokenizer().decode(ids[2:], skip_special_tokens=True) for ids in data.sequences("input_ids")]
+    assert torch.equal(out["rewards"], torch.tensor([float(len(t)) for t in texts]))
