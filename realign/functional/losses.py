@@ -6,6 +6,7 @@ differentiated; whatever an update compares it with is data.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -28,14 +29,14 @@ __all__ = [
 
 
 class PolicyLoss(NamedTuple):
-    """What `policy_loss` returns: the loss, and what its metrics are made of."""
+    """What `policy_loss` and `objectives.policy_objective` return: the loss, and what its metrics are made of."""
 
     loss_T: Tensor
     """To minimise; differentiable."""
     ratio_T: Tensor
-    """exp(logprobs - old), detached; exactly 1 off the mask."""
+    """exp(logprobs - old), detached; exactly 1 off the mask. In an objective of sequences, the sequence's."""
     clipped_T: Tensor
-    """bool: the clipped branch is the larger, so this token has no gradient."""
+    """bool: the clip is at work. In `policy_loss`: the clipped branch is the larger, so this token has no gradient."""
     dual_clipped_T: Tensor
     """bool: the dual clip bounds the loss, so this token has no gradient."""
     clamped_T: Tensor
@@ -43,12 +44,12 @@ class PolicyLoss(NamedTuple):
 
 
 class CapMode(StrEnum):
-    """What happens to an importance weight above the cap."""
+    """What happens to an importance weight above the cap or below the floor."""
 
     mask = "mask"
     """Its tokens leave the loss and its denominator."""
     truncate = "truncate"
-    """It becomes the cap."""
+    """It becomes the bound."""
 
 
 class ImportanceLevel(StrEnum):
@@ -58,6 +59,8 @@ class ImportanceLevel(StrEnum):
     """Each token has the ratio of its own probabilities."""
     sequence = "sequence"
     """All tokens of a sequence have the product of its tokens' ratios: the ratio of the sequence's probabilities."""
+    geometric = "geometric"
+    """All tokens of a sequence have the geometric mean of its tokens' ratios, which does not grow with length."""
 
 
 class ValueLoss(StrEnum):
@@ -129,41 +132,47 @@ def behaviour_weights(
     mask_T: Tensor,
     cu_seqlens: Tensor,
     *,
+    floor: float | None = None,
     cap: float | None = None,
     mode: CapMode = CapMode.mask,
     level: ImportanceLevel = ImportanceLevel.token,
 ) -> tuple[Tensor, Tensor]:
     """Importance weights exp(proximal - behaviour) that correct for tokens sampled by another policy or engine.
 
-    Source: decoupled PPO, arXiv:2110.00641; capped as in AReaL, arXiv:2505.24298.
+    Source: decoupled PPO, arXiv:2110.00641; capped as in AReaL, arXiv:2505.24298; masked on both sides as in IcePop,
+    truncated as in TIS.
 
     Args:
         proximal_logprobs_T: [T], recomputed by the trainer before the update.
         behaviour_logprobs_T: [T], stated by the sampler.
         mask_T: [T] bool.
         cu_seqlens: int32 [S+1].
+        floor: smallest weight that is trusted; None trusts all.
         cap: largest weight that is trusted; None trusts all.
-        mode: what to do above the cap.
-        level: one weight per token, or per sequence (the product over its masked tokens).
+        mode: what to do outside.
+        level: one weight per token, or per sequence (the product or the geometric mean over its masked tokens).
 
     Returns:
-        `weight_T`, 0 where `keep_T` is False, without gradient; and `keep_T` bool, the mask less what the cap took
+        `weight_T`, 0 where `keep_T` is False, without gradient; and `keep_T` bool, the mask less what the bounds took
         out. Use `keep_T` as the mask of the loss **and** of its denominator.
 
     Raises:
-        ValueError: the cap is not positive.
+        ValueError: the cap is not positive, or the floor is not between 0 and the cap.
     """
-    if cap is not None and not cap > 0:
-        raise ValueError(f"cap must be positive (or None), found {cap}")
+    _check_bounds(floor, cap)
     log_weight_T, _ = log_ratio(proximal_logprobs_T, behaviour_logprobs_T, mask_T)
-    if ImportanceLevel(level) is ImportanceLevel.sequence:
-        log_weight_S = segment_sum(log_weight_T, cu_seqlens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if (level := ImportanceLevel(level)) is not ImportanceLevel.token:
+        log_weight_S = segment_sum(log_weight_T, cu_seqlens)
+        if level is ImportanceLevel.geometric:
+            log_weight_S = log_weight_S / segment_sum(mask_T.to(log_weight_S.dtype), cu_seqlens).clamp(min=1)
+        log_weight_S = log_weight_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         log_weight_T = broadcast_to_tokens(log_weight_S, cu_seqlens)
     weight_T, keep_T = log_weight_T.exp(), mask_T
-    if cap is not None and CapMode(mode) is CapMode.truncate:
-        weight_T = weight_T.clamp(max=cap)
-    elif cap is not None:
-        keep_T = mask_T & ~(weight_T > cap)
+    if CapMode(mode) is CapMode.mask:
+        # A weight that is not a number is neither above nor below: it stays, and shows in the loss.
+        keep_T = mask_T & ~(weight_T > (math.inf if cap is None else cap)) & ~(weight_T < (floor or 0))
+    elif (floor, cap) != (None, None):
+        weight_T = weight_T.clamp(floor, cap)
     return torch.where(keep_T, weight_T, 0), keep_T
 
 
@@ -214,6 +223,13 @@ def nll_loss(logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
     """The negative log-likelihood of the masked tokens, [T] in nats; the loss of supervised fine-tuning."""
     check_shapes(mask_T, logprobs_T=logprobs_T, mask_T=mask_T)
     return torch.where(mask_T, -at_least_fp32(logprobs_T), 0)
+
+
+def _check_bounds(floor: float | None, cap: float | None) -> None:
+    if cap is not None and not cap > 0:
+        raise ValueError(f"cap must be positive (or None), found {cap}")
+    if floor is not None and not 0 < floor <= (math.inf if cap is None else cap):
+        raise ValueError(f"floor must be positive and at most the cap {cap} (or None), found {floor}")
 
 
 def _value_error(error_T: Tensor, kind: ValueLoss, huber_delta: float) -> Tensor:

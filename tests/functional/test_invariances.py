@@ -60,6 +60,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "clip_low": (0.2,),
     "clip_high": (0.3,),
     "dual_clip": (None, 1.5),
+    "floor": (None, 0.7),
     "cap": (None, 1.2),
     "clip": (None, 0.2),
     "huber_delta": (0.5,),

@@ -133,6 +133,19 @@ def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():
     assert weight_T.tolist() == pytest.approx([1.0, math.exp(2), math.exp(-1), 0.0])
 
 
+def test_a_floor_is_the_other_end_of_the_cap():
+    args = (torch.tensor([0.0, 2.0, -1.0]), torch.zeros(3), ones(3), cu_seqlens_of([3]))
+    weight_T, keep_T = behaviour_weights(*args, floor=0.5, cap=2.0, mode=CapMode.mask)  # IcePop
+    assert keep_T.tolist() == [True, False, False]
+    assert weight_T.tolist() == [1, 0, 0]
+    weight_T, keep_T = behaviour_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS on both sides
+    assert keep_T.tolist() == [True] * 3
+    assert weight_T.tolist() == [1, 2, 0.5]
+    weight_T, keep_T = behaviour_weights(*args, floor=0.5)
+    assert keep_T.tolist() == [True, True, False]
+    assert weight_T.tolist() == pytest.approx([1, math.exp(2), 0])
+
+
 def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
     proximal_T = torch.tensor([0.5, -0.25, 0.75, 0.1, -0.2])
     weight_T, keep_T = behaviour_weights(
@@ -142,16 +155,18 @@ def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
     assert weight_T.tolist() == pytest.approx([0, 0, 0, math.exp(-0.1), math.exp(-0.1)])
 
 
-def test_trap_f6_sequence_ratios_equal_a_padded_reference():
+@pytest.mark.parametrize("level", [ImportanceLevel.sequence, ImportanceLevel.geometric])
+def test_trap_f6_sequence_ratios_equal_a_padded_reference(level):
     rng = np.random.default_rng(0)
     lengths = [3, 0, 5, 1]
     rows = [(rng.normal(size=n) * 0.2, rng.normal(size=n) * 0.2, rng.random(n) < 0.7) for n in lengths]
     padded = np.zeros((4, 5))
     for row, (proximal, behaviour, mask) in zip(padded, rows, strict=True):
         row[: len(mask)] = (proximal - behaviour) * mask
-    expected = np.concatenate([np.exp(padded.sum(1))[s] * rows[s][2] for s in range(4)])
+    tokens = [max(1, row[2].sum()) if level is ImportanceLevel.geometric else 1 for row in rows]
+    expected = np.concatenate([np.exp(padded.sum(1) / tokens)[s] * rows[s][2] for s in range(4)])
     packed = [torch.tensor(np.concatenate(column)) for column in zip(*rows, strict=True)]
-    weight_T, keep_T = behaviour_weights(*packed, cu_seqlens_of(lengths), level=ImportanceLevel.sequence)
+    weight_T, keep_T = behaviour_weights(*packed, cu_seqlens_of(lengths), level=level)
     np.testing.assert_allclose(weight_T.numpy(), expected, rtol=1e-12)
     assert torch.equal(keep_T, packed[2])
 
@@ -250,6 +265,10 @@ def test_bad_input_is_named():
         policy_loss(x, x, x, ones(2), dual_clip=1.0)
     with pytest.raises(ValueError, match="cap"):
         behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), cap=0.0)
+    with pytest.raises(ValueError, match=r"floor must be positive and at most the cap 2.0 .* found 3.0"):
+        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), floor=3.0, cap=2.0)
+    with pytest.raises(ValueError, match="floor must be positive"):
+        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), floor=0.0)
     with pytest.raises(ValueError, match="clip and huber_delta"):
         value_loss(x, x, x, ones(2), clip=-0.2)
     with pytest.raises(ValueError, match="advantages_T has shape"):
