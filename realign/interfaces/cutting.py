@@ -51,7 +51,7 @@ class ResponseCut:
     after: int = 0
     """Place in the response (tokens, the first is 0) from which on such a token counts."""
     penalty: float | None = None
-    """Reward of a response without such a token, in place of its own (not added to it); null: it is judged as a whole."""
+    """Reward of a response without such a token, in place of its own, not added to it; null: judge it as a whole."""
 
     def __post_init__(self) -> None:
         if not self.token_ids and not self.texts:
