@@ -176,6 +176,8 @@ class Model:
         seed: the run's root seed; derive others with `call_seed`.
         version: training steps (calls of `train_step`) done so far; advanced by the runtime.
         saved: what the interface of an earlier run kept with these weights (`ModelInterface.adopt`).
+        views: roles that share this model and have no weights of their own; their version follows.
+        saved_views: what the interfaces of such roles kept with these weights, by role.
     """
 
     name: str
@@ -184,6 +186,8 @@ class Model:
     seed: int = 0
     version: int = 0
     saved: Mapping[str, Any] = field(default_factory=dict)
+    views: list[Model] = field(default_factory=list)
+    saved_views: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def machine(self) -> PipelinableEngine:
@@ -195,6 +199,8 @@ class Model:
     def advance(self) -> None:
         """Count one training step, and let the engine's schedules follow."""
         self.version += 1
+        for view in self.views:
+            view.version = self.version
         self.machine.start_step(self.version)
 
     def call_seed(self, purpose: str) -> int:

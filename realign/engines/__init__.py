@@ -2,12 +2,13 @@
 
 `loading` turns a config into an engine; `engine` cuts, packs, runs and steps; `attention` is the one function through
 which every model attends; `output` is what a loss sees of a forward pass; `optim` and `stepping` turn gradients into
-steps; `generation` samples. Transformers itself is imported when a model is loaded.
+steps; `generation` samples; `shared` lets roles share a model. Transformers itself is imported when a model is loaded.
 """
 
 from realign.engines.kernels import Backend
 from realign.engines.loading import DType, Head, HeadInit, TransformersModel
 from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
+from realign.engines.shared import Share, SharedModel
 
 __all__ = [
     "Backend",
@@ -18,6 +19,8 @@ __all__ = [
     "Schedule",
     "ScheduleKind",
     "ScheduleUnit",
+    "Share",
+    "SharedModel",
     "TransformersModel",
     "learning_rate",
 ]

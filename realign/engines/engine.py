@@ -20,7 +20,8 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.engines.attention import CONTEXT, Backend, PackedContext, packed_inputs
-from realign.engines.loading import read_head, save_folder
+from realign.engines.folders import save_folder
+from realign.engines.loading import read_head
 from realign.engines.optim import OptimizerSpec
 from realign.engines.output import PackedOutput, ScalarHead
 from realign.engines.probe import probe

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from realign.api.model import Model, derive_seed
+from realign.engines.folders import check_path, read_states
 from realign.engines.kernels import Backend
 from realign.engines.optim import OptimizerSpec
 from realign.functional.logprobs import LMHead
@@ -120,7 +118,8 @@ class TransformersModel:
             max_nonfinite_in_a_row=self.max_nonfinite_in_a_row,
             seed=seed,
         )
-        return Model(name, engine, tokenizer, seed)
+        saved, saved_views = read_states(self.path)
+        return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
 
     def _read_module(self, name: str, seed: int) -> Any:
         from transformers import (
@@ -216,41 +215,6 @@ def pick_device(device: str) -> torch.device:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch sees no CUDA device; use cpu or auto")
     return torch.device(device)
-
-
-def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
-    """The path of an existing folder, or a hub name; nothing here asks the network.
-
-    Hub names are `name` or `owner/name`; whatever cannot be one, or starts in an existing folder, is meant as local.
-
-    Args:
-        what: name of the setting, for messages.
-        path: its value.
-        patterns: files of which the folder must hold one.
-
-    Raises:
-        ValueError: names the setting and the path, if it is meant for a local folder and is none.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}")
-        return str(folder)
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
-        raise ValueError(f"{what}={path!r} is neither an existing model folder nor a hub name (owner/name)")
-    return path
-
-
-def save_folder(module: Any, tokenizer: Any, path: Path) -> None:
-    """Write a Hugging Face folder beside `path` and rename it, so that `path` never holds half a model."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        new = Path(scratch, "new")
-        module.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-        if path.exists():
-            path.rename(Path(scratch, "old"))
-        new.rename(path)
 
 
 @contextmanager

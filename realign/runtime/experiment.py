@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.engines.shared import check_shared
 from realign.runtime.evaluation import Evaluation
 
 
@@ -97,6 +98,7 @@ class Experiment:
             raise ValueError(
                 f"evaluation.role {self.evaluation.role!r} has no model; roles with one: {', '.join(self.models)}"
             )
+        check_shared(self.models)
         self._check_temperatures()
         for rpc in self.graph.rpcs:
             parts = getattr(self.interfaces[rpc.model], "n_minibatches", 1)

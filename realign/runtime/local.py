@@ -25,6 +25,7 @@ from realign.data import batch_indices
 from realign.runtime.curves import draw_curves
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Dataset, Experiment
+from realign.runtime.models import lead_role, load_models, save_models
 from realign.runtime.tracking import JsonLines, LiveDisplay, Tracker
 
 HEADLINE = (
@@ -226,10 +227,8 @@ class LocalRuntime:
         ]
 
     def save(self, folder: Path) -> None:
-        """Write each trained model as a Hugging Face folder `folder/role`."""
-        for role, model in self.models.items():
-            if model.engine is not None and model.engine.trainable:
-                model.engine.save(folder / role)
+        """Write each trained model, see `save_models`."""
+        save_models(folder, self.models, self.interfaces)
 
     def check_progress(self) -> None:
         """Refuse to call a run done in which nothing was trained."""
@@ -292,28 +291,6 @@ def call(
     if result.keys != set(rpc.outputs):
         raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
     return batch.merge(result), {}
-
-
-def load_models(experiment: Experiment) -> dict[str, Model]:
-    """Load the model of every role that takes part; a role without one gets the tokenizer of the leading role."""
-    used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
-    models = {role: spec.load(role, seed=experiment.seed) for role, spec in used.items()}
-    tokenizer = models[lead_role(experiment)].tokenizer
-    for rpc in experiment.graph.rpcs:
-        if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].machine.trainable:
-            raise ValueError(
-                f"RPC {rpc.name!r} trains models.{rpc.model}, which has no optimizer: "
-                f"set models.{rpc.model}.optimizer.lr"
-            )
-    return {role: models.get(role, Model(role, None, tokenizer, experiment.seed)) for role in experiment.roles}
-
-
-def lead_role(experiment: Experiment) -> str:
-    """The role whose tokenizer reads the data and whose metrics have no prefix: "actor", or else the first model."""
-    with_model = [role for role in experiment.roles if role in experiment.models]
-    if not with_model:
-        raise ValueError("no role of the experiment has a model; give the role that is trained one under models")
-    return "actor" if "actor" in with_model else with_model[0]
 
 
 def check_dataset(dataset: Dataset, experiment: Experiment) -> None:

@@ -1,0 +1,84 @@
+"""Folders of models: names and paths, ordinary Hugging Face folders, and what lies in them beside the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
+    """The path of an existing folder, or a hub name; nothing here asks the network.
+
+    Hub names are `name` or `owner/name`; whatever cannot be one, or starts in an existing folder, is meant as local.
+
+    Args:
+        what: name of the setting, for messages.
+        path: its value.
+        patterns: files of which the folder must hold one.
+
+    Raises:
+        ValueError: names the setting and the path, if it is meant for a local folder and is none.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}")
+        return str(folder)
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
+        raise ValueError(f"{what}={path!r} is neither an existing model folder nor a hub name (owner/name)")
+    return path
+
+
+def save_folder(module: Any, tokenizer: Any, path: Path) -> None:
+    """Write a Hugging Face folder beside `path` and rename it, so that `path` never holds half a model."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        new = Path(scratch, "new")
+        module.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        if path.exists():
+            path.rename(Path(scratch, "old"))
+        new.rename(path)
+
+
+def state_file(role: str | None = None) -> str:
+    """Name of the file with the state of the interface that a model was saved with; `role`: of a view of the model."""
+    return "interface_state.json" if role is None else f"interface_state_{role}.json"
+
+
+def write_state(folder: Path, state: Mapping[str, Any], role: str | None = None) -> None:
+    """Put the `state_dict` of an interface into the folder of its model, as JSON; nothing if it is empty."""
+    if not state:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".{state_file(role)}"
+    new.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    new.replace(folder / state_file(role))
+
+
+def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What `write_state` put into a local folder: for the model's own role, and for each role that shared it.
+
+    Both are empty where nothing was put, and for a hub name.
+
+    Raises:
+        ValueError: a file holds no JSON object.
+    """
+    prefix, suffix = state_file("").split(".")
+    files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}
+    own = Path(path).expanduser() / state_file()
+    return _read_json(own) if own.is_file() else {}, {role: _read_json(file) for role, file in files.items()}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is no JSON: {error}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{str(file)!r} must hold a JSON object, found {type(state).__name__}")
+    return state

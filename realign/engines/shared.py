@@ -1,0 +1,126 @@
+"""Roles that share the model of another role: its weights are in memory once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from torch import Tensor
+
+from realign.api.data import SequenceSample
+from realign.api.microbatch import MicroBatchSpec
+from realign.api.model import (
+    GenerationConfig,
+    LossFn,
+    LossWeightFn,
+    Model,
+    PipelinableEngine,
+    PostHook,
+    StepIf,
+)
+from realign.api.stats import Stats
+
+
+class Share(StrEnum):
+    """What a role sees of the model that it shares."""
+
+    whole = "whole"
+    """The model as it is at the time: its log-probs, its samples, the values of its value head."""
+
+
+@dataclass
+class SharedModel:
+    """The model of another role, as a role of its own. It is never trained or saved as this role.
+
+    Attributes:
+        of: the role whose model is shared.
+        branch: whole.
+    """
+
+    of: str
+    branch: Share = Share.whole
+
+    def __post_init__(self) -> None:
+        self.branch = Share(self.branch)
+
+    def load(self, name: str, *, seed: int, loaded: Mapping[str, Model] | None = None) -> Model:
+        """A view of the model of role `of`; it counts that model's versions.
+
+        Args:
+            name: the role.
+            seed: the run's root seed.
+            loaded: the models of other roles.
+
+        Raises:
+            ValueError: the model of role `of` is not among them, or cannot be seen in this way.
+        """
+        owner = (loaded or {}).get(self.of)
+        if owner is None:
+            raise ValueError(f"models.{name} shares the model of role {self.of!r}, which takes no part in the graph")
+        engine = SharedEngine(name, self.of, owner.machine)
+        view = Model(name, engine, owner.tokenizer, seed, owner.version, owner.saved_views.get(name, {}))
+        owner.views.append(view)
+        return view
+
+    def describe(self) -> str:
+        """What is shared, for people."""
+        return f"the model of {self.of}"
+
+
+def check_shared(models: Mapping[str, object]) -> None:
+    """Check that every shared model is that of a role which has one of its own.
+
+    Raises:
+        ValueError: names the key and the roles that could be meant.
+    """
+    own = [role for role, spec in models.items() if not isinstance(spec, SharedModel)]
+    for role, spec in models.items():
+        if isinstance(spec, SharedModel) and spec.of not in own:
+            raise ValueError(
+                f"models.{role}.of must be a role with a model of its own ({', '.join(own) or 'there is none'}), "
+                f"found {spec.of!r}"
+            )
+
+
+class SharedEngine:
+    """An engine that does what another one does, but does not train. Implements `realign.api.PipelinableEngine`."""
+
+    trainable = False
+
+    def __init__(self, name: str, of: str, engine: PipelinableEngine) -> None:
+        """Share `engine`, which is that of role `of`, with the role `name`."""
+        self.name = name
+        self.of = of
+        self.engine = engine
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`."""
+        return self.engine.forward(data, mb_spec, post_hook)
+
+    def train_batch(
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
+    ) -> Stats:
+        """Refuse: what is shared is trained as the role that it belongs to."""
+        raise ValueError(f"model {self.name!r} shares the model of role {self.of!r} and does not train; train that one")
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `PipelinableEngine.generate`."""
+        return self.engine.generate(data, config, seed=seed)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """See `PipelinableEngine.reduce`."""
+        return self.engine.reduce(x)
+
+    def start_step(self, version: int) -> None:
+        """Nothing: schedules follow the role that trains."""
+
+    def save(self, path: Path) -> None:
+        """See `PipelinableEngine.save`: the whole model of the other role."""
+        self.engine.save(path)

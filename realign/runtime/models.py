@@ -1,0 +1,66 @@
+"""The models of a run: loaded in an order that lets roles share weights, and saved with what their interfaces keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from realign.api import Model, ModelInterface
+from realign.engines import SharedModel
+from realign.engines.folders import write_state
+from realign.runtime.experiment import Experiment
+
+
+def load_models(experiment: Experiment) -> dict[str, Model]:
+    """Load the model of every role that takes part; a role without one gets the tokenizer of the leading role.
+
+    Roles that share the model of another come after it. Each interface adopts what was saved with its model.
+
+    Raises:
+        ValueError: a model cannot be loaded or shared, or one that is trained has no optimizer.
+    """
+    seed = experiment.seed
+    used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
+    models = {role: spec.load(role, seed=seed) for role, spec in used.items() if not isinstance(spec, SharedModel)}
+    for role, spec in used.items():
+        if isinstance(spec, SharedModel):
+            models[role] = spec.load(role, seed=seed, loaded=models)
+    tokenizer = models[lead_role(experiment)].tokenizer
+    for rpc in experiment.graph.rpcs:
+        if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].machine.trainable:
+            spec = used[rpc.model]
+            cure = (
+                f"shares the model of role {spec.of!r}: train that one"
+                if isinstance(spec, SharedModel)
+                else f"has no optimizer: set models.{rpc.model}.optimizer.lr"
+            )
+            raise ValueError(f"RPC {rpc.name!r} trains models.{rpc.model}, which {cure}")
+    models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
+    for role, model in models.items():
+        if role in experiment.interfaces:  # an evaluated role may have none
+            experiment.interfaces[role].adopt(model.saved)
+    return {role: models[role] for role in experiment.roles}
+
+
+def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:
+    """Write each trained model as a Hugging Face folder `folder/role`, and beside its weights the interfaces' state.
+
+    The state of a role that shares the model goes to the same folder, in a file of its own.
+    """
+    for role, model in models.items():
+        if model.engine is None or not model.engine.trainable:
+            continue
+        model.engine.save(folder / role)
+        if role in interfaces:
+            write_state(folder / role, interfaces[role].state_dict())
+        for view in model.views:
+            if view.name in interfaces:
+                write_state(folder / role, interfaces[view.name].state_dict(), view.name)
+
+
+def lead_role(experiment: Experiment) -> str:
+    """The role whose tokenizer reads the data and whose metrics have no prefix: "actor", or else the first model."""
+    with_model = [role for role in experiment.roles if role in experiment.models]
+    if not with_model:
+        raise ValueError("no role of the experiment has a model; give the role that is trained one under models")
+    return "actor" if "actor" in with_model else with_model[0]

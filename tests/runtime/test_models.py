@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, dataflow
+from realign.runtime.local import LocalRuntime
+from realign.runtime.models import load_models, save_models
+from tests.runtime.test_local import CountToken, experiment
+from tests.tiny import save_tiny
+
+GENERATION = GenerationConfig(n=2, max_new_tokens=4, fixed_length=True)
+
+
+@dataclass
+class Keeper(ReferenceInterface):
+    """An interface that keeps a number and takes over what an earlier one kept."""
+
+    kept: float = 0.0
+
+    def state_dict(self):
+        return {"kept": self.kept} if self.kept else {}
+
+    def adopt(self, saved):
+        self.kept = saved.get("kept", -1.0)
+
+
+class Rising(CountToken):
+    """Rewards 0, 1, 2, ..."""
+
+    def inference(self, model, data, mb_spec):
+        rewards = torch.arange(float(data.lengths["input_ids"].flat.size))
+        return data.with_sequences(rewards=rewards).select(["rewards"])
+
+
+def shared(tmp_path, actor, **changes):
+    models = {"actor": TransformersModel(str(actor), optimizer=OptimizerSpec(lr=1e-2)), "ref": SharedModel("actor")}
+    interfaces = {"actor": PPOActorInterface(generation=GENERATION), "ref": Keeper(), "reward": Rising()}
+    settings = {"graph": dataflow(kl=True), "interfaces": interfaces, "models": models, "evaluation": None}
+    return experiment(tmp_path, **(settings | changes))
+
+
+def test_state_of_interfaces_goes_with_the_weights_and_is_adopted(tmp_path):
+    first = shared(tmp_path, save_tiny(tmp_path / "model"))
+    models = load_models(first)
+    assert first.interfaces["ref"].kept == -1.0  # adopt is called, with nothing
+    first.interfaces["ref"].kept = 0.25
+    save_models(tmp_path / "out", models, first.interfaces)
+    folder = tmp_path / "out" / "actor"
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["actor"]  # a role that shares has no folder
+    assert json.loads((folder / "interface_state.json").read_text()) == first.interfaces["actor"].state_dict()
+    assert json.loads((folder / "interface_state_ref.json").read_text()) == {"kept": 0.25}
+    second = shared(tmp_path, folder)
+    again = load_models(second)
+    assert again["actor"].saved == first.interfaces["actor"].state_dict()
+    assert second.interfaces["ref"].kept == 0.25
+    second.interfaces["ref"].kept = 0.0
+    save_models(tmp_path / "out", again, second.interfaces)
+    assert not (folder / "interface_state_ref.json").exists()  # nothing of the earlier save is left
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
+def test_a_state_file_that_holds_no_state_is_named(tmp_path, text):
+    folder = save_tiny(tmp_path / "model")
+    (folder / "interface_state.json").write_text(text)
+    with pytest.raises(ValueError, match=r"interface_state\.json' (is no JSON|must hold a JSON object)"):
+        load_models(shared(tmp_path, folder))
+
+
+def test_a_shared_model_is_the_trained_one_and_counts_its_versions(tmp_path):
+    runtime = LocalRuntime(shared(tmp_path, save_tiny(tmp_path / "model")))
+    actor, ref = runtime.models["actor"], runtime.models["ref"]
+    _, batch = runtime.step(1)
+    mask_T = batch["loss_mask"]
+    assert torch.allclose(batch["ref_logprobs"][mask_T], batch["logprobs"][mask_T], atol=1e-5)
+    assert actor.version == ref.version == 1
+    assert ref.call_seed("generate") != actor.call_seed("generate")
+    scored = [runtime.interfaces["ref"].inference(model, batch, MicroBatchSpec())["logprobs"] for model in (actor, ref)]
+    assert torch.equal(*scored)  # after the step, too
+    assert not torch.allclose(scored[0][mask_T], batch["logprobs"][mask_T], atol=1e-4)
+
+
+def test_a_shared_model_answers_but_does_not_train(tmp_path):
+    models = load_models(shared(tmp_path, save_tiny(tmp_path / "model")))
+    prompts = experiment(tmp_path).data.sample([(0, 0), (0, 1)])
+    greedy = GenerationConfig(max_new_tokens=3, greedy=True)
+    answers = [models[role].machine.generate(prompts, greedy, seed=1)["input_ids"] for role in ("actor", "ref")]
+    assert torch.equal(*answers)
+    assert not models["ref"].machine.trainable
+    with pytest.raises(ValueError, match="model 'ref' shares the model of role 'actor' and does not train"):
+        models["ref"].machine.train_batch(prompts, MicroBatchSpec(), None, None)
+
+
+def test_a_role_that_shares_cannot_be_trained_by_the_graph(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    models = {"ref": TransformersModel(str(folder)), "actor": SharedModel("ref")}
+    with pytest.raises(ValueError, match=r"'actor_train' trains models.actor, which shares the model of role 'ref'"):
+        load_models(shared(tmp_path, folder, models=models))
+
+
+@pytest.mark.parametrize("of", ["ref", "critic", "actr"])
+def test_only_a_role_with_a_model_of_its_own_is_shared(tmp_path, of):
+    models = {"actor": TransformersModel("x"), "ref": SharedModel(of), "critic": SharedModel("actor")}
+    with pytest.raises(ValueError, match=rf"models\.ref\.of must be a role with .* \(actor\), found '{of}'"):
+        shared(tmp_path, "x", models=models)
+
+
+def test_a_model_that_takes_no_part_cannot_be_shared():
+    with pytest.raises(ValueError, match=r"models\.ref shares the model of role 'actor', which takes no part"):
+        SharedModel("actor").load("ref", seed=0)
+
+
+def test_interfaces_ignore_what_was_kept_unless_they_say_otherwise():
+    ModelInterface().adopt({"gain": 2.0})
+    assert Model("x", None).saved == {}
