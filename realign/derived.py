@@ -30,6 +30,11 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         if match := re.match(r"\d+", own.get(OPTIMIZER_STEPS, "")):
             total = f"{int(match[0]) * e.steps:,}"
             rows[f"{role}: optimizer steps in all" if several else "optimizer steps in all"] = total
+    if e.dynamic_sampling is not None:
+        rows["dynamic sampling"] = (
+            f"groups with {e.dynamic_sampling.describe()}, out of up to {e.dynamic_sampling.max_batches} batches of "
+            f"{e.prompts_at_once:,} prompts"
+        )
     limit = e.microbatch.max_tokens_per_microbatch
     rows["tokens per micro-batch"] = "no limit" if limit is None else f"at most {limit:,}"
     if found := e.temperatures:

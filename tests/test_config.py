@@ -21,7 +21,7 @@ from realign.config import (
 )
 from realign.config.composition import config_of
 from realign.config.folders import experiments_dir, list_experiments
-from realign.runtime import Experiment
+from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import DataSpec, ModelSpec
 from tests.config_parts import HERE, Actor, Bigram, Frozen, Length, Norm, Plain, Style, write_experiment
 
@@ -218,7 +218,7 @@ def test_the_schema_and_the_experiment_have_the_same_defaults():
     of_experiment = {f.name: f for f in dataclasses.fields(Experiment)}
     example = Experiment("x", 1, 1, DataflowGraph(()), {}, {}, data=None)
     for field in dataclasses.fields(ExperimentConfig):
-        if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads", "evaluation"):
+        if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads", "evaluation", "dynamic_sampling"):
             continue
         if field.name in ("models", "interfaces", "graph", "data"):
             continue
@@ -366,6 +366,21 @@ def test_evaluation_is_built_with_its_own_defaults(folder):
     assert (made.every_steps, made.data.n, made.generation.greedy, made.generation.max_new_tokens) == (3, 2, True, 5)
 
 
+def test_dynamic_sampling_is_built_with_its_own_defaults_and_off_without_keys(folder):
+    def made(*overrides):
+        config = compose(["experiment=bigram", *overrides], folder)
+        experiment = build_experiment(config)
+        plain = yaml.safe_load(yaml.safe_dump(resolved_config(config, experiment)))
+        assert build_experiment(config_of(plain)) == experiment
+        return experiment.dynamic_sampling
+
+    assert made() is None
+    assert made("dynamic_sampling=null") is None
+    assert made("dynamic_sampling.max_batches=3") == DynamicSampling(max_batches=3)
+    with pytest.raises(ConfigError, match=r"unknown key 'dynamic_sampling\.max_batch'; did you mean 'max_batches'\?"):
+        made("dynamic_sampling.max_batch=3")
+
+
 def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder):
     config = compose(["experiment=bigram", "interfaces.actor.adv_norm.std=none", "seed=3"], folder)
     experiment = build_experiment(config)
@@ -381,6 +396,11 @@ def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder)
 MUST_BE_GIVEN = {
     "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
     "grpo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "raft": [
         "models.actor.path=m",
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",

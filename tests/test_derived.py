@@ -6,7 +6,7 @@ import pytest
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface
 from realign.derived import derived_rows
-from realign.runtime import Evaluation, Experiment
+from realign.runtime import DynamicSampling, Evaluation, Experiment
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
 
 
@@ -84,6 +84,14 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "written but unread keys": "extra",
         "config keys never read": "interfaces.spare, models.idle",
     }
+
+
+def test_the_filter_of_dynamic_sampling_is_a_row():
+    rpcs = (RPC("judge", "judge", "inference", ("prompt_ids",), ("rewards",)),)
+    graph = DataflowGraph(rpcs, dataset_keys=("prompt_ids",))
+    e = experiment(dynamic_sampling=DynamicSampling(max_mean_reward=1.0), graph=graph)
+    expected = "groups with std of rewards > 0, mean reward < 1, out of up to 10 batches of 64 prompts"
+    assert dict(derived_rows(e))["dynamic sampling"] == expected
 
 
 def test_trap_b2_roles_with_different_temperatures_are_refused():

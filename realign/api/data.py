@@ -346,8 +346,11 @@ class SequenceSample:
         return [self._between(start, stop) for start, stop in pairwise(ends)]
 
     def minibatches(self, n: int, rng: np.random.Generator) -> list[SequenceSample]:
-        """Deal the prompts out, in a fresh order, into `n` parts as `chunks` does: one pass of optimizer steps."""
-        return self.take(rng.permutation(len(self.ids))).chunks(n)
+        """Deal the prompts out, in a fresh order, into `n` parts as `chunks` does: one pass of optimizer steps.
+
+        Fewer than `n` prompts (of a step that dynamic sampling could not fill) make one part each.
+        """
+        return self.take(rng.permutation(len(self.ids))).chunks(min(n, len(self.ids)))
 
     def split(self, spec: MicroBatchSpec, key: str = TOKENS) -> MicroBatches:
         """Cut into micro-batches by the token budget of `spec`, counted on `key`."""

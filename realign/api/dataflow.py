@@ -157,6 +157,16 @@ class DataflowGraph:
             sorter.done(ready.pop(0))
         return tuple(out)
 
+    def leading_to(self, key: str) -> tuple[RPC, ...]:
+        """The calls that must be made to have `key`, in their order; none if the dataset gives it."""
+        waiting, found = [self.producers[key]] if key in self.producers else [], set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += self.edges[name]
+        return tuple(rpc for rpc in self.order if rpc.name in found)
+
     def unread(self) -> list[str]:
         """Keys that an RPC writes and nobody reads: most often a misspelt name. `results` are not among them."""
         read = {key for rpc in self.rpcs for key in rpc.inputs} | set(self.results)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "realign.engines.TransformersModel"
 DEFAULT_EVALUATION = "realign.runtime.Evaluation"
+DEFAULT_DYNAMIC_SAMPLING = "realign.runtime.DynamicSampling"
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -29,13 +30,17 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     """
     # Imported here: composing a config must not wait for torch.
     from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface
-    from realign.runtime import Evaluation, Experiment
+    from realign.runtime import DynamicSampling, Evaluation, Experiment
     from realign.runtime.experiment import DataSpec, ModelSpec
 
     graph = build_graph(config.graph, DataflowGraph, "graph")
     interfaces = _roles(config.interfaces, ModelInterface, "interfaces")
     models = _roles(config.models, ModelSpec, "models", DEFAULT_MODEL)
     data: DataSpec = build(config.data, DataSpec, "data")
+    dynamic_sampling: DynamicSampling | None = None
+    if config.dynamic_sampling:
+        node = {TARGET: DEFAULT_DYNAMIC_SAMPLING, **config.dynamic_sampling}
+        dynamic_sampling = build(node, DynamicSampling, "dynamic_sampling")
     evaluation: Evaluation | None = None
     if config.evaluation:
         evaluation = build({TARGET: DEFAULT_EVALUATION, **config.evaluation}, Evaluation, "evaluation")
@@ -54,6 +59,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         models=models,
         data=data,
         shuffle=config.shuffle,
+        dynamic_sampling=dynamic_sampling,
         evaluation=evaluation,
         save_every_steps=config.save_every_steps,
         sample_prompts=config.sample_prompts,
@@ -72,6 +78,7 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
         "interfaces": {role: as_node(interface) for role, interface in experiment.interfaces.items()},
         "graph": {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph},
         "data": as_node(experiment.data),
+        "dynamic_sampling": as_node(experiment.dynamic_sampling),
         "evaluation": as_node(experiment.evaluation),
     }
 

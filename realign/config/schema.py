@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-COMPONENTS = ("models", "interfaces", "graph", "data", "evaluation")
+COMPONENTS = ("models", "interfaces", "graph", "data", "dynamic_sampling", "evaluation")
 """Root keys that hold components: open to any key in Hydra, checked against the classes when they are built."""
 
 
@@ -54,6 +54,8 @@ class ExperimentConfig:
     """Component that loads the training prompts."""
     shuffle: bool = True
     """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
+    dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
+    """Sample until enough prompts have passed a filter; `_target_`: realign.runtime.DynamicSampling; empty: off."""
     evaluation: dict[str, Any] | None = field(default_factory=dict)
     """Held-out prompts, answered and judged now and then; `_target_`: realign.runtime.Evaluation; empty: none."""
     save_every_steps: int | None = None

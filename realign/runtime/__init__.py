@@ -1,7 +1,8 @@
 """What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
 
+from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluation import Evaluation
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, RunResult, run
 
-__all__ = ["Evaluation", "Experiment", "LocalRuntime", "RunResult", "run"]
+__all__ = ["DynamicSampling", "Evaluation", "Experiment", "LocalRuntime", "RunResult", "run"]

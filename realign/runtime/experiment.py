@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.engines.shared import check_shared
+from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluation import Evaluation
 
 
@@ -71,6 +72,8 @@ class Experiment:
     """Token budget of a forward pass, for every role."""
     shuffle: bool = True
     """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Sample until `batch_prompts` prompts have passed a filter on their rewards; None takes every batch as it is."""
     evaluation: Evaluation | None = None
     """Held-out prompts, answered before, every n steps during, and after training."""
     save_every_steps: int | None = None
@@ -100,6 +103,7 @@ class Experiment:
             )
         check_shared(self.models)
         self._check_temperatures()
+        self._check_dynamic_sampling()
         for rpc in self.graph.rpcs:
             parts = getattr(self.interfaces[rpc.model], "n_minibatches", 1)
             if rpc.method == "train_step" and parts > self.batch_prompts:
@@ -118,6 +122,12 @@ class Experiment:
         """Roles that take part: those of the graph, and the evaluated one."""
         evaluated = [self.evaluation.role] if self.evaluation is not None else []
         return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *evaluated]))
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that are sampled together: `batch_prompts`, unless dynamic sampling says otherwise."""
+        sampling = self.dynamic_sampling
+        return self.batch_prompts if sampling is None else sampling.generation_prompts or self.batch_prompts
 
     @property
     def longest_response(self) -> int:
@@ -143,6 +153,25 @@ class Experiment:
                 raise ValueError(
                     f"{first}={expected:g}, but {key}={value:g}: all roles of a graph must use one temperature, or "
                     "their log-probs cannot be compared"
+                )
+
+    def _check_dynamic_sampling(self) -> None:
+        sampling = self.dynamic_sampling
+        if sampling is None:
+            return
+        leading = self.graph.leading_to("rewards")
+        if not leading:
+            raise ValueError("dynamic_sampling filters by key 'rewards', which no RPC of the graph writes")
+        for rpc in leading:
+            if rpc.method == "train_step":
+                raise ValueError(
+                    f"dynamic_sampling repeats the calls that lead to 'rewards', and RPC {rpc.name!r} trains"
+                )
+            config = getattr(self.interfaces[rpc.model], "generation", None) if rpc.method == "generate" else None
+            if isinstance(config, GenerationConfig) and config.n < sampling.min_group_size:
+                raise ValueError(
+                    f"interfaces.{rpc.model}.generation.n={config.n} responses per prompt can never reach "
+                    f"dynamic_sampling.min_group_size={sampling.min_group_size}"
                 )
 
     def refuse_earlier_run(self) -> None:

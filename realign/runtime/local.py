@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from realign.api import (
     Model,
     ModelInterface,
     SequenceSample,
+    derive_seed,
     stat_values,
 )
-from realign.data import batch_indices
 from realign.runtime.curves import draw_curves
+from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Dataset, Experiment
 from realign.runtime.models import lead_role, load_models, save_models
+from realign.runtime.stream import PromptStream
 from realign.runtime.tracking import JsonLines, LiveDisplay, Tracker
 
 HEADLINE = (
@@ -140,6 +142,7 @@ class LocalRuntime:
             self.models = load_models(experiment)
             self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
             check_dataset(self.dataset, experiment)
+            self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             if experiment.evaluation is not None:
                 self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
         except BaseException:
@@ -151,43 +154,77 @@ class LocalRuntime:
         judges = [self.experiment.evaluation.reward] if self.experiment.evaluation is not None else []
         return [*(self.interfaces[role] for role in roles), *judges]
 
-    def batch(self, step: int) -> SequenceSample:
-        """The prompts of a step (from 1): a pure function of seed and step."""
-        e = self.experiment
-        rows = batch_indices(len(self.dataset), e.batch_prompts, step - 1, e.seed, e.shuffle)
-        return self.dataset.sample(rows)
+    def batch(self, number: int) -> SequenceSample:
+        """The prompts drawn as number 1, 2, ...: a pure function of seed and number, which is the step's.
+
+        Under dynamic sampling a step may draw several, and these are they before rows that it has used are left out.
+        """
+        return self.dataset.sample(self.prompts.rows(number - 1))
 
     def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
         """One pass over the graph.
 
-        Of the metrics, `rollout_tokens_per_s` are sampled tokens (no prompts) per second of the generate call, and
-        `train_tokens_per_s` are packed tokens (with prompts, once per epoch) per second of the train_step call.
+        Of the metrics, `rollout_tokens` are sampled tokens (no prompts), `rollout_tokens_per_s` those per second of the
+        generate call, and `train_tokens_per_s` are packed tokens (with prompts, once per epoch) per second of the
+        train_step call. Under dynamic sampling the first two are of all that was sampled, trained on or not.
 
         Returns:
             The metrics of the step, and the batch with every key that was produced.
         """
         started = time.perf_counter()
-        batch = self.batch(step)
         values: dict[str, float] = {}
-        for rpc in self.experiment.graph.order:
+        sampling, order = self.experiment.dynamic_sampling, self.experiment.graph.order
+        if sampling is None:
+            self.prompts.drawn = step - 1  # one batch per step: the position follows from the step
+            batch = self._calls(order, self.prompts.draw(), values)
+        else:
+            leading = self.experiment.graph.leading_to("rewards")
+            batch, found = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
+            values |= found
+            batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
+        if "rewards" in batch:
+            self._rewards_seen += int(batch["rewards"].isfinite().sum())
+        values |= batch_metrics(batch)
+        values["step_s"] = time.perf_counter() - started
+        return values, batch
+
+    def _draws(self, leading: Sequence[RPC], values: dict[str, float]) -> Draw:
+        """For one step: what samples and judges one batch of prompts after another, no row of the dataset twice."""
+        used: set[int] = set()
+
+        def draw(number: int) -> SequenceSample | None:
+            prompts = self.prompts.draw_new(used)
+            return None if prompts is None else self._calls(leading, prompts, values, number)
+
+        return draw
+
+    def _calls(
+        self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
+    ) -> SequenceSample:
+        """Make these calls on `batch`, and add their metrics to `values`; returns it with the keys they wrote.
+
+        `draw` numbers the batches of one step. Each has random numbers of its own, the first those of a step without
+        dynamic sampling.
+        """
+        for rpc in rpcs:
             before = time.perf_counter()
             role = rpc.model
-            batch, stats = call(rpc, self.models[role], self.interfaces[role], batch, self.experiment.microbatch)
+            model = self.models[role]
+            if draw:
+                model = replace(model, seed=derive_seed(model.seed, "draw", draw))
+            batch, stats = call(rpc, model, self.interfaces[role], batch, self.experiment.microbatch)
             seconds = time.perf_counter() - before
-            values[f"time/{rpc.name}_s"] = seconds
+            total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + seconds
             prefix = "" if role == lead_role(self.experiment) else f"{role}/"
             values |= {f"{prefix}{name}": value for name, value in stats.items()}
             if rpc.method == "train_step":
                 self._optimizer_steps += stats.get("optimizer_steps", 0.0)
                 self._check_ratio(rpc, stats)
                 values[f"{prefix}train_tokens_per_s"] = stats.get("tokens", 0.0) / seconds
-            if rpc.method == "generate":
-                values[f"{prefix}rollout_tokens_per_s"] = float(batch["loss_mask"].sum()) / seconds
-        if "rewards" in batch:
-            self._rewards_seen += int(batch["rewards"].isfinite().sum())
-        values |= batch_metrics(batch)
-        values["step_s"] = time.perf_counter() - started
-        return values, batch
+            if rpc.method == "generate" and "loss_mask" in rpc.outputs:
+                values["rollout_tokens"] = values.get("rollout_tokens", 0.0) + float(batch["loss_mask"].sum())
+                values["rollout_tokens_per_s"] = values["rollout_tokens"] / total
+        return batch
 
     def evaluation_due(self, step: int) -> bool:
         """Whether held-out prompts are answered after this step."""
@@ -299,6 +336,11 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
         raise ValueError("the dataset holds no row")
     if missing := sorted(set(experiment.graph.dataset_keys) - set(dataset.keys)):
         raise ValueError(f"the graph reads key {missing[0]!r} of the dataset, which gives {sorted(dataset.keys)}")
+    if experiment.dynamic_sampling is not None and experiment.batch_prompts > len(dataset):
+        raise ValueError(
+            f"batch_prompts={experiment.batch_prompts}, but the dataset has {len(dataset)} rows, and under "
+            "dynamic_sampling no row is used twice in a step"
+        )
     limit = experiment.microbatch.max_tokens_per_microbatch
     report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
     if limit is None or report is None:

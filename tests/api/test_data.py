@@ -443,3 +443,8 @@ def test_minibatches_deal_every_prompt_out_once_in_an_order_that_the_generator_d
     again = data.minibatches(3, np.random.default_rng(0))
     assert [part.ids for part in again] == [part.ids for part in parts]
     assert [part.ids for part in data.minibatches(3, np.random.default_rng(1))] != [part.ids for part in parts]
+
+
+def test_fewer_prompts_than_minibatches_make_one_each():
+    data = SequenceSample.from_sequences(range(2), {"input_ids": [[[i]] for i in range(2)]})
+    assert sorted(part.ids for part in data.minibatches(3, np.random.default_rng(0))) == [(0,), (1,)]

@@ -83,6 +83,16 @@ def test_any_graph_without_a_circle_is_ordered_by_first_come_among_the_ready(n: 
     assert names(graph(*rpcs)) == [str(i) for i in want]
 
 
+def test_the_calls_that_lead_to_a_key() -> None:
+    other = RPC("other", "critic", "inference", inputs=("prompt_ids",), outputs=("critic_values",))
+    found = graph(TRAIN, other, REWARD, GEN, REF)
+    assert [rpc.name for rpc in found.leading_to("rewards")] == ["actor_gen", "reward_inf"]
+    assert [rpc.name for rpc in found.leading_to("critic_values")] == ["other"]
+    assert found.leading_to("prompt_ids") == ()
+    late = graph(replace(GEN, after=("other",)), REWARD, other)
+    assert [rpc.name for rpc in late.leading_to("rewards")] == ["other", "actor_gen", "reward_inf"]
+
+
 def test_a_models_inference_comes_before_its_train_step() -> None:
     train = RPC("train", "actor", "train_step", inputs=("prompt_ids",))
     score = RPC("score", "actor", "inference", inputs=("prompt_ids",), outputs=("values",))
