@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +31,7 @@ Usage
   realign <overrides>          train
   realign check <overrides>    everything but training: graph, data, shapes, rewards, devices, disk
   realign graph <overrides>    show the graph: [--format text|mermaid|svg] [--out FILE]
+  realign chat MODEL           talk to a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
   realign -m <overrides>       one run for each combination of a=1,2 b=x,y
   realign --cfg job <overrides>   print the composed config
 
@@ -140,7 +141,7 @@ def _dispatch(argv: list[str], debug: bool) -> int:
 
         _say(version("realign"))
         return 0
-    commands = {"graph": show_graph, "check": check}
+    commands = {"graph": show_graph, "check": check, "chat": chat}
     command, overrides = None, list(args.words)
     if overrides and "=" not in overrides[0] and not overrides[0].startswith("~"):
         command = overrides.pop(0)
@@ -150,7 +151,7 @@ def _dispatch(argv: list[str], debug: bool) -> int:
         raise ConfigError("--format and --out belong to realign graph")
     if command and (args.multirun or args.cfg or args.info):
         raise ConfigError(f"--multirun, --cfg and --info do not go with realign {command}")
-    if not overrides and not (args.cfg or args.info):
+    if not overrides and command != "chat" and not (args.cfg or args.info):
         raise ConfigError("nothing to do: start from experiment=NAME; realign --help lists them")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a class in a file of the current folder can be a _target_
@@ -215,6 +216,24 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
     _quiet_transformers()
     preflight(experiment, console)
     return 0
+
+
+def chat(args: argparse.Namespace, words: list[str]) -> int:
+    """`realign chat`: a line in, an answer out, until the end of the input."""
+    from realign.chat import chat_of
+
+    if args.config_dir:
+        raise ConfigError("--config-dir does not go with realign chat, which takes no experiment")
+    conversation = chat_of(words)
+    _quiet_transformers()
+    conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), _say)
+    return 0
+
+
+def _typed_lines() -> Iterator[str]:
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
 
 
 def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:

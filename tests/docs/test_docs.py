@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from realign.chat import chat_of
 from realign.config import build_experiment, compose
 from realign.runtime import run
 from tests.docs import pages
@@ -66,6 +67,9 @@ def compositions(arguments: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize(("page", "arguments"), command_lines("realign"))
 def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")  # where some of them are run
+    if arguments[0] == "chat":
+        chat_of(arguments[1:])
+        return
     for overrides in compositions(arguments):
         build_experiment(compose(overrides))
 
