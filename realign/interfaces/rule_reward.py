@@ -3,17 +3,23 @@
 Reads `input_ids`, `prompt_mask` and `row`; writes `rewards` [S]. The response is the text of the tokens that were not
 given, without special tokens. A function that raises, hangs, crashes or returns nonsense gives NaN for that response
 (so does None): it leaves the loss and its group's statistics, and above `max_failed_fraction` the run stops.
+
+With `dense` the function is called as `(prompt, response, row, tokens)` and rewards every token of the response, so
+`dense_rewards` [T] are written too, and `rewards` only say whether there was a verdict: 0, or NaN.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
+from realign.interfaces.cutting import ResponseCut, cut_responses
 from realign.rewards.pool import RewardPool
 
 
@@ -34,10 +40,17 @@ class RuleRewardInterface(ModelInterface):
     """The run stops when more than this fraction of a batch fails."""
     shuffle: bool = False
     """Deal the rewards of a batch out at random: the control under which nothing may be learned."""
+    cut: ResponseCut | None = None
+    """Judge a response only up to its first end mark; null: all of it."""
+    dense: bool = False
+    """Give the function also the text of each token of the response, special tokens too (a character that several
+    tokens make up shows as replacement characters), and take a list with one reward for each."""
 
     needs_engine: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if self.shuffle and self.dense:
+            raise ValueError("shuffle deals one reward out to each response, but dense rewards its tokens; choose one")
         self._pool: RewardPool | None = None
 
     def open(self) -> None:
@@ -56,19 +69,38 @@ class RuleRewardInterface(ModelInterface):
                 timeout_s=self.timeout_s,
                 memory_mb=self.memory_mb,
                 max_failed_fraction=self.max_failed_fraction,
+                dense=self.dense,
             )
         return self._pool
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`rewards` [S] fp32, NaN where there is none."""
-        prompts, responses = texts(model, data)
-        rows = [data.metadata["row"][i] for i in data.group_index().tolist()]
-        values = self._opened().score(prompts, responses, rows).values
-        rewards_S = torch.tensor([float("nan") if v is None else v for v in values], dtype=torch.float32)
-        if self.shuffle:
-            seed = derive_seed(model.seed, "shuffle", *map(str, data.ids))
-            rewards_S = rewards_S[torch.from_numpy(np.random.default_rng(seed).permutation(len(rewards_S)))]
-        return data.select(["input_ids"]).with_sequences(rewards=rewards_S).select(["rewards"])
+        """`rewards` [S] fp32, NaN where there is none; with `dense` also `dense_rewards` [T]."""
+        cut = cut_responses(self.cut, data, model.tokenizer)
+        asked = cut.judged_S.nonzero()[:, 0].tolist()  # who gets the penalty is not judged
+        owners = data.group_index().tolist()
+        prompts, responses = texts(model, cut.data)
+        prompts, responses = [prompts[i] for i in asked], [responses[i] for i in asked]
+        rows = [data.metadata["row"][owners[i]] for i in asked]
+        rewards_S = torch.zeros(len(owners))
+        if not self.dense:
+            values = self._opened().score(prompts, responses, rows).values
+            rewards_S[asked] = torch.tensor([math.nan if v is None else v for v in values])
+            rewards_S = self._shuffled(cut.rewards(rewards_S), model, data)
+            return data.with_sequences(rewards=rewards_S).select(["rewards"])
+        tokens = token_texts(model, cut.data)
+        lists = self._opened().score_tokens(prompts, responses, rows, [tokens[i] for i in asked]).values
+        rewards_S[asked] = torch.tensor([math.nan if v is None else 0.0 for v in lists])
+        found = dict(zip(asked, lists, strict=True))
+        flat = [x for i, own in enumerate(tokens) for x in found.get(i) or [0.0] * len(own)]
+        dense_T = torch.zeros(len(cut.data["input_ids"])).masked_scatter(~cut.data["prompt_mask"], torch.tensor(flat))
+        written = data.with_sequences(rewards=cut.rewards(rewards_S))
+        return written.with_tokens(dense_rewards=cut.dense_rewards(dense_T, data)).select(["rewards", "dense_rewards"])
+
+    def _shuffled(self, rewards_S: Tensor, model: Model, data: SequenceSample) -> Tensor:
+        if not self.shuffle:
+            return rewards_S
+        seed = derive_seed(model.seed, "shuffle", *map(str, data.ids))
+        return rewards_S[torch.from_numpy(np.random.default_rng(seed).permutation(len(rewards_S)))]
 
     def close(self) -> None:
         """Stop the worker processes."""
@@ -85,3 +117,12 @@ def texts(model: Model, data: SequenceSample) -> tuple[list[str], list[str]]:
         responses.append(ids[~given].tolist())
     decode = model.tokenizer.batch_decode
     return decode(prompts, skip_special_tokens=True), decode(responses, skip_special_tokens=True)
+
+
+def token_texts(model: Model, data: SequenceSample) -> list[list[str]]:
+    """The text of each token of the response of every sequence, special tokens too."""
+    known = data["input_ids"].unique().tolist()
+    decoded = model.tokenizer.batch_decode([[i] for i in known], skip_special_tokens=False)
+    text = dict(zip(known, decoded, strict=True))
+    pairs = zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
+    return [[text[i] for i in ids[~given].tolist()] for ids, given in pairs]

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -16,20 +16,27 @@ from typing import Any, TypeAlias
 from realign.rewards.http import HttpReward
 
 RewardFunction: TypeAlias = Callable[[str, str, dict[str, Any]], float | None]
+DenseRewardFunction: TypeAlias = Callable[[str, str, dict[str, Any], list[str]], Sequence[float] | None]
+ARGUMENTS = ("prompt", "response", "row")
+DENSE_ARGUMENTS = (*ARGUMENTS, "tokens")
 
 _FORMS = "'package.module:function', 'path/to/file.py:function' or 'http://host:port/path'"
 
 
-def load_function(name: str) -> RewardFunction:
+def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Callable[..., Any]:
     """Import the reward function called `name`.
 
     A file is imported under a name of its own, once per process, so it needs no package and may be called like an
     installed module; its folder is appended to `sys.path`, so it can import its neighbours. A URL becomes an
     `HttpReward`; nothing is asked yet.
 
+    Args:
+        name: of the function.
+        arguments: names of what it must take; None checks nothing.
+
     Raises:
         ValueError: no such module, file or function (says what is there and what is near), the import failed, or it
-            is not a function of (prompt, response, row).
+            is not a function of `arguments`.
     """
     if "://" in name:
         return HttpReward(name)
@@ -46,12 +53,13 @@ def load_function(name: str) -> RewardFunction:
             there = sorted(n for n, value in vars(function).items() if callable(value) and not n.startswith("_"))
             raise ValueError(f"reward function {name!r}: {place!r} has no {part!r}; {_nearest(part, there)}")
         function = getattr(function, part)
-    check_function(function, name)
+    if arguments is not None:
+        check_function(function, name, arguments)
     return function
 
 
-def check_function(function: Any, name: str) -> None:
-    """Raise ValueError unless `function` can be called as `function(prompt, response, row)`."""
+def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENTS) -> None:
+    """Raise ValueError unless `function` can be called with these arguments, by position."""
     if isinstance(function, type) or not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}, expected a function")
     if inspect.iscoroutinefunction(function):
@@ -61,10 +69,10 @@ def check_function(function: Any, name: str) -> None:
     except (TypeError, ValueError):
         return  # some functions written in C do not tell their signature
     try:
-        signature.bind("", "", {})
+        signature.bind(*arguments)
     except TypeError as error:
         raise ValueError(
-            f"reward function {name!r} takes {signature}, but is called as function(prompt, response, row): {error}"
+            f"reward function {name!r} takes {signature}, but is called as function({', '.join(arguments)}): {error}"
         ) from None
 
 

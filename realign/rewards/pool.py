@@ -12,17 +12,26 @@ import multiprocessing
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from realign.rewards.functions import RewardFunction, check_function, load_function
+from realign.rewards.functions import (
+    ARGUMENTS,
+    DENSE_ARGUMENTS,
+    DenseRewardFunction,
+    RewardFunction,
+    check_function,
+    load_function,
+)
 from realign.rewards.processes import Answers, RewardError, WorkerProcesses
 from realign.rewards.worker import FailureKind, Item, Problem, answer, limits_memory
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,10 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class RewardResults:
+class RewardResults(Generic[Value]):
     """Rewards in the order of the items: None where the function abstained (returned None) or failed."""
 
-    values: list[float | None]
+    values: list[Value | None]
     failures: list[Failure]
 
     @property
@@ -49,6 +58,8 @@ class RewardResults:
 
 class RewardPool:
     """Worker processes for one reward function `(prompt, response, row) -> float | None`.
+
+    With `dense` it is called as `(prompt, response, row, tokens)` and gives a list with one number per token, or None.
 
     The workers start at the first `score` and stay until `close` (or the end of a `with` block, or of this process).
     They import the function anew, but not this process's main script (unless the function is defined in it), so a
@@ -65,6 +76,7 @@ class RewardPool:
         memory_mb: MiB of address space that a worker may take beyond what it holds once the function is imported;
             None sets no limit. Linux only; elsewhere a warning says that it has no effect.
         max_failed_fraction: `score` raises once more than this fraction of its items has failed.
+        dense: the function rewards every token; then `score_tokens` takes the place of `score`.
 
     Raises:
         ValueError: the function is not found or cannot be used, or a setting is out of range.
@@ -72,12 +84,13 @@ class RewardPool:
 
     def __init__(
         self,
-        function: str | RewardFunction,
+        function: str | RewardFunction | DenseRewardFunction,
         *,
         workers: int,
         timeout_s: float,
         memory_mb: int | None,
         max_failed_fraction: float,
+        dense: bool = False,
     ) -> None:
         checks = {
             "workers": (workers >= 0, workers, "at least 0 (0 runs inline)"),
@@ -93,14 +106,15 @@ class RewardPool:
                 "a reward worker tried to start a pool of its own: the file of the reward function starts one when it "
                 "is imported. Put that part under `if __name__ == '__main__':`"
             )
+        arguments = DENSE_ARGUMENTS if dense else ARGUMENTS
         source: str | bytes = b""
         if isinstance(function, str):
             self.name = source = function
-            self._function = load_function(function)
+            self._function = load_function(function, arguments)
         else:
             self.name = getattr(function, "__qualname__", type(function).__qualname__)
             self._function = function
-            check_function(function, self.name)
+            check_function(function, self.name, arguments)
             if workers:
                 source = _pickled_function(function, self.name)
         self.max_failed_fraction = max_failed_fraction
@@ -128,7 +142,7 @@ class RewardPool:
 
     def score(
         self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
-    ) -> RewardResults:
+    ) -> RewardResults[float]:
         """Rewards of all items; each is `prompts[i], responses[i], rows[i]`.
 
         A number is a bool, an int, a float, or a scalar of numpy or torch, finite in float32. Items that shared a
@@ -140,9 +154,30 @@ class RewardPool:
         """
         if not len(prompts) == len(responses) == len(rows):
             raise ValueError(f"found {len(prompts)} prompts, {len(responses)} responses and {len(rows)} rows")
-        values: list[float | None] = [None] * len(prompts)
+        return self._score([(p, r, dict(row)) for p, r, row in zip(prompts, responses, rows, strict=True)])
+
+    def score_tokens(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        tokens: Sequence[list[str]],
+    ) -> RewardResults[list[float]]:
+        """As `score`, of a pool with `dense`: of each item as many rewards as it has `tokens`.
+
+        Raises:
+            ValueError: the four have different lengths.
+            RewardError: as `score`; a list of another length is a failure of its item.
+        """
+        counts = {len(x) for x in (prompts, responses, rows, tokens)}
+        if len(counts) > 1:
+            raise ValueError(f"prompts, responses, rows and tokens are of different lengths: {sorted(counts)}")
+        items = zip(prompts, responses, rows, tokens, strict=True)
+        return self._score([(p, r, dict(row), t) for p, r, row, t in items])
+
+    def _score(self, items: Sequence[Item]) -> RewardResults[Any]:
+        values: list[Any] = [None] * len(items)
         failures: list[Failure] = []
-        items = [(p, r, dict(row)) for p, r, row in zip(prompts, responses, rows, strict=True)]
         with closing(self._processes.answers(items) if self._processes else self._inline(items)) as answers:
             for answered, (index, found) in enumerate(answers, 1):
                 if not isinstance(found, Problem):
@@ -179,7 +214,7 @@ class RewardPool:
             yield index, answer(self._function, item)
 
 
-def _pickled_function(function: RewardFunction, name: str) -> bytes:
+def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
     try:
         pickled = pickle.dumps(function)
     except Exception as error:

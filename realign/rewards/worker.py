@@ -16,16 +16,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from multiprocessing import connection
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from realign.rewards.functions import RewardFunction, load_function
+from realign.rewards.functions import load_function
 
-Item: TypeAlias = tuple[str, str, dict[str, Any]]
+Item: TypeAlias = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[str]]
+"""Prompt, response and row; with the tokens of the response, a list with one number for each is expected."""
 
 # Rewards become fp32 tensors: a number that overflows there is as useless as an infinite one.
 _LARGEST = 3.4028234663852886e38
@@ -48,14 +49,14 @@ class Problem(NamedTuple):
     message: str
 
 
-Answer: TypeAlias = float | Problem | None
+Answer: TypeAlias = float | list[float] | Problem | None
 
 
-def answer(function: RewardFunction, item: Item) -> Answer:
+def answer(function: Callable[..., Any], item: Item) -> Answer:
     """Call the function on one item; whatever it does, short of ending the process, becomes an `Answer`."""
-    prompt, response, row = item
     try:
-        return _as_number(function(prompt, response, row))
+        value = function(*item)
+        return _as_numbers(value, len(item[3])) if len(item) == 4 else _as_number(value)
     except MemoryError as error:
         # What the dead frames hold is freed first, or there is no memory left to describe the error with.
         traceback.clear_frames(error.__traceback__)
@@ -67,7 +68,23 @@ def answer(function: RewardFunction, item: Item) -> Answer:
         return Problem(FailureKind.exception, _describe(error))
 
 
-def _as_number(value: Any) -> Answer:
+def _as_numbers(value: Any, n: int) -> Answer:
+    """`n` finite numbers, as a list, a tuple, or a vector of numpy or torch."""
+    if value is None:
+        return None
+    expected = f"a list of {n} numbers (one per token of the response) | None"
+    found = value.tolist() if getattr(value, "ndim", None) == 1 else value
+    if not isinstance(found, list | tuple):
+        return _nonsense(value, "is not a list", expected)
+    if len(found) != n:
+        return _nonsense(value, f"has {len(found)} elements", expected)
+    numbers = [_as_number(x) for x in found]
+    if bad := [i for i, x in enumerate(numbers) if not isinstance(x, float)]:
+        return _nonsense(value, f"holds {found[bad[0]]!r} for token {bad[0]}, no number finite in float32", expected)
+    return [x for x in numbers if isinstance(x, float)]
+
+
+def _as_number(value: Any) -> float | Problem | None:
     if value is None:
         return None
     found = value
@@ -84,12 +101,10 @@ def _as_number(value: Any) -> Answer:
     return number
 
 
-def _nonsense(value: Any, why: str) -> Problem:
+def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
     text = repr(value)
     text = text if len(text) <= 200 else text[:200] + "..."
-    return Problem(
-        FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected float | None"
-    )
+    return Problem(FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected {expected}")
 
 
 def _describe(error: BaseException) -> str:
@@ -101,9 +116,9 @@ def _describe(error: BaseException) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def resolve(source: str | bytes) -> RewardFunction:
-    """The function by its name, or from its pickle; kept for the life of the worker."""
-    return load_function(source) if isinstance(source, str) else pickle.loads(source)
+def resolve(source: str | bytes) -> Callable[..., Any]:
+    """The function by its name, or from its pickle; kept for the life of the worker. The pool has checked it."""
+    return load_function(source, arguments=None) if isinstance(source, str) else pickle.loads(source)
 
 
 def start_worker(source: str | bytes, memory_mb: int | None) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample
-from realign.interfaces.rule_reward import RuleRewardInterface, texts
+from realign.interfaces.cutting import ResponseCut
+from realign.interfaces.rule_reward import RuleRewardInterface, texts, token_texts
 from realign.rewards.processes import RewardError
 
 LETTERS = "?abcdefgh"
@@ -18,8 +19,7 @@ class Letters:
     """A tokenizer of letters; 0 is a special token."""
 
     def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        assert skip_special_tokens
-        return ["".join(LETTERS[i] for i in ids if i) for ids in sequences]
+        return ["".join(LETTERS[i] for i in ids if i or not skip_special_tokens) for ids in sequences]
 
 
 MODEL = Model("reward", None, Letters(), seed=3)
@@ -104,3 +104,66 @@ def test_closing_stops_the_workers_and_can_be_repeated(function):
     interface.close()
     interface.close()
     assert not multiprocessing.active_children()
+
+
+def test_a_cut_response_is_judged_up_to_its_mark_and_one_without_is_not_judged_at_all(function):
+    data = batch([[3, 7, 4, 5], [3, 4]], [[7, 7], [8]])  # "cgde", "cd", "gg", "h"; the mark is "g"
+    assert rewards(RuleRewardInterface(function, workers=0, cut=ResponseCut([7])), data) == [2, 2, 10.5, None]
+    strict = RuleRewardInterface(function, workers=0, cut=ResponseCut([7], penalty=-1.0), max_failed_fraction=0.0)
+    assert rewards(strict, data) == [2, -1, 10.5, -1]
+    assert rewards(strict, batch([[3], [4]])) == [-1, -1]
+
+
+@pytest.fixture
+def dense_function(tmp_path) -> str:
+    """One reward per token: its place, times the row's price where the token is "c"; too few for "h", none for "e"."""
+    path = tmp_path / "dense.py"
+    path.write_text(
+        "def score(prompt, response, row, tokens):\n"
+        "    if response == 'e':\n"
+        "        return None\n"
+        "    places = [i * (row['price'] if token == 'c' else 1) for i, token in enumerate(tokens, 1)]\n"
+        "    return places[1:] if 'h' in tokens else places\n"
+    )
+    return f"{path}:score"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_dense_rewards_stand_at_their_tokens_and_rewards_say_who_has_a_verdict(dense_function, workers):
+    interface = RuleRewardInterface(dense_function, workers=workers, dense=True)
+    data = batch([[3, 4, 0], []], [[5], [4, 3], [8, 8]])
+    out = interface.inference(MODEL, data, MicroBatchSpec())
+    interface.close()
+    assert out.keys == {"rewards", "dense_rewards"}
+    assert out["rewards"].isfinite().tolist() == [True, True, False, True, False]
+    assert out["rewards"].nan_to_num().tolist() == [0.0] * 5
+    #                                        a  c  d  ?  a  b  e  b  d  c   b  h  h
+    assert out["dense_rewards"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 1, 20, 0, 0, 0]
+    assert out["dense_rewards"].dtype == out["rewards"].dtype == torch.float32
+
+
+def test_dense_rewards_of_a_cut_response(dense_function):
+    cut = ResponseCut([7], penalty=-1.0)
+    data = batch([[3, 7, 4, 5], [3, 4]])
+    out = RuleRewardInterface(dense_function, workers=0, dense=True, cut=cut).inference(MODEL, data, MicroBatchSpec())
+    assert out["rewards"].tolist() == [0.0, -1.0]
+    assert out["dense_rewards"].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+
+
+def test_trap_c12_a_list_of_another_length_is_a_failure(dense_function):
+    interface = RuleRewardInterface(dense_function, workers=0, dense=True, max_failed_fraction=0.0)
+    with pytest.raises(
+        RewardError, match=r"returned \[2\] \(list\), which has 1 elements; expected a list of 2 numbers"
+    ):
+        interface.inference(MODEL, batch([[8, 8]]), MicroBatchSpec())
+
+
+def test_tokens_are_told_one_by_one_with_special_tokens():
+    assert token_texts(MODEL, batch([[3, 0, 3], []])) == [["c", "?", "c"], []]
+
+
+def test_dense_settings_without_meaning_are_refused(function):
+    with pytest.raises(ValueError, match="shuffle deals one reward out"):
+        RuleRewardInterface(function, shuffle=True, dense=True)
+    with pytest.raises(ValueError, match=r"but is called as function\(prompt, response, row, tokens\)"):
+        RuleRewardInterface(function, dense=True).open()

@@ -375,3 +375,38 @@ def test_a_callable_with_state_reaches_the_workers(monkeypatch):
 
     with make(reward_cases.Scaled(0.5), workers=1) as pool:
         assert pool.score(["p", "p"], ["abc", ""], [{}, {}]).values == [1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([1, True, 0.5], [1.0, 1.0, 0.5]),
+        ((1, 2, 3), [1.0, 2.0, 3.0]),
+        (np.array([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]),
+        (None, None),
+        ([1, 2], "has 2 elements; expected a list of 3 numbers"),
+        (2.0, "is not a list"),
+        ("abc", "is not a list"),
+        ([1, None, 2], "holds None for token 1"),
+        ([1, 2, float("nan")], "holds nan for token 2"),
+    ],
+)
+def test_dense_rewards_are_one_finite_number_per_token(value, expected):
+    pool = RewardPool(
+        lambda prompt, response, row, tokens: value,
+        workers=0,
+        timeout_s=1.0,
+        memory_mb=None,
+        max_failed_fraction=1.0,
+        dense=True,
+    )
+    results = pool.score_tokens(["p"], ["r"], [{}], [["a", "b", "c"]])
+    if isinstance(expected, str):
+        assert results.values == [None]
+        assert [f.kind for f in results.failures] == [FailureKind.nonsense]
+        assert expected in results.failures[0].message
+    else:
+        assert results.values == [expected]
+        assert results.failures == []
+    with pytest.raises(ValueError, match=r"are of different lengths: \[1, 2\]"):
+        pool.score_tokens(["p"], ["r"], [{}], [[], []])
