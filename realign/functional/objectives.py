@@ -138,7 +138,7 @@ def policy_objective(
             clipped_T = bounded_T != ratio_T.detach()
             loss_T = -advantages_T * bounded_T * current_T
         case PolicyObjective.sapo:
-            tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
+            tau_T = torch.full_like(ratio_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
             loss_T = -advantages_T * torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T)
         case PolicyObjective.gmpo:
             lowest = -math.inf if clip_low is None else -clip_low

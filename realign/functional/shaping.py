@@ -13,7 +13,7 @@ __all__ = ["keep_best", "overlong_penalty"]
 def overlong_penalty(lengths_S: Tensor, max_tokens: int, buffer: int, penalty: float) -> Tensor:
     """The soft penalty of long responses: 0 up to `max_tokens - buffer`, then linearly down to `-penalty`.
 
-    Source: arXiv:2503.14476 (eq. 13, with `penalty` 1). verl goes on falling beyond the limit, which no response is.
+    Source: arXiv:2503.14476 (eq. 13, where `penalty` is 1).
 
     Args:
         lengths_S: [S] sampled tokens of each response.
@@ -31,8 +31,8 @@ def overlong_penalty(lengths_S: Tensor, max_tokens: int, buffer: int, penalty: f
         raise ValueError(f"buffer must be from 1 to max_tokens={max_tokens}, found {buffer}")
     if not penalty >= 0:
         raise ValueError(f"penalty is subtracted and must not be negative, found {penalty}")
-    inside_S = (lengths_S - (max_tokens - buffer)).clamp(0, buffer)
-    return -penalty * inside_S.float() / buffer
+    room_S = (max_tokens - buffer - lengths_S).clamp(-buffer, 0)
+    return room_S.float() * (penalty / buffer)
 
 
 @torch.no_grad()
