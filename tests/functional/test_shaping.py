@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.functional.shaping import keep_best, overlong_penalty
+
+
+def test_the_penalty_of_dapo_equation_13():
+    # limit 10, buffer 4: nothing up to 6, then a quarter per token, 1 at the limit and beyond
+    lengths_S = torch.tensor([0, 5, 6, 7, 8, 9, 10, 11])
+    expected = [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
+    assert overlong_penalty(lengths_S, 10, 4, 1.0).tolist() == expected
+    assert overlong_penalty(lengths_S, 10, 4, 2.0).tolist() == [2 * x for x in expected]
+    assert overlong_penalty(lengths_S, 10, 10, 1.0).tolist() == pytest.approx([0, -0.5, -0.6, -0.7, -0.8, -0.9, -1, -1])
+    assert overlong_penalty(lengths_S, 10, 1, 1.0).tolist() == [0, 0, 0, 0, 0, 0, -1, -1]
+    assert not overlong_penalty(lengths_S, 10, 4, 0.0).any()
+    assert overlong_penalty(lengths_S, 10, 4, 1.0).dtype == torch.float32
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.integers(1, 50), st.data())
+def test_the_penalty_never_rises_with_length_and_never_leaves_its_range(limit, data):
+    buffer, penalty = data.draw(st.integers(1, limit)), data.draw(st.floats(0, 10))
+    out = overlong_penalty(torch.arange(limit + 3), limit, buffer, penalty)
+    assert (out.diff() <= 0).all()
+    assert (out <= 0).all()
+    assert out[limit].item() == pytest.approx(-penalty)
+    assert not out[: limit - buffer + 1].any()
+
+
+def test_bad_settings_of_the_penalty_are_named():
+    for buffer in (0, 11):
+        with pytest.raises(ValueError, match=f"buffer must be from 1 to max_tokens=10, found {buffer}"):
+            overlong_penalty(torch.ones(1), 10, buffer, 1.0)
+    with pytest.raises(ValueError, match=r"penalty .* found -1\.0"):
+        overlong_penalty(torch.ones(1), 10, 4, -1.0)
+
+
+def best(rewards, groups, valid, k):
+    rewards_S = torch.tensor(rewards, dtype=torch.float32)
+    return keep_best(rewards_S, torch.tensor(groups), torch.tensor(valid, dtype=torch.bool), k).nonzero()[:, 0].tolist()
+
+
+def test_the_best_of_each_group():
+    rewards, groups = [1, 5, 3, 2, 2, 2, 9], [8, 8, 8, 4, 4, 4, 1]
+    everyone = [True] * 7
+    assert best(rewards, groups, everyone, 1) == [1, 3, 6]  # among equals the first
+    assert best(rewards, groups, everyone, 2) == [1, 2, 3, 4, 6]
+    assert best(rewards, groups, everyone, 3) == list(range(7))
+    assert best(rewards, [8, 4, 8, 4, 8, 4, 1], everyone, 1) == [1, 2, 6]  # groups need not stand together
+
+
+def test_trap_e9_rejected_responses_take_no_place():
+    valid = [True, False, True, False, False, True, False]
+    rewards = [1, math.nan, 3, math.inf, math.nan, -math.inf, 0]
+    assert best(rewards, [0, 0, 0, 1, 1, 1, 2], valid, 1) == [2, 5]
+    assert best(rewards, [0, 0, 0, 1, 1, 1, 2], valid, 2) == [0, 2, 5]
+    assert best(rewards, [0] * 7, [False] * 7, 2) == []
+    assert (
+        keep_best(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool), 1).tolist() == []
+    )
+
+
+rows = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3), st.booleans()), max_size=20)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(rows, st.integers(1, 4))
+def test_the_choice_is_that_of_sorting_each_group(rows, k):
+    expected = []
+    for group in {g for _, g, _ in rows}:
+        members = [i for i, (_, g, valid) in enumerate(rows) if g == group and valid]
+        expected += sorted(members, key=lambda i: (-rows[i][0], i))[:k]
+    if rows:
+        assert best(*map(list, zip(*rows, strict=True)), k) == sorted(expected)
+
+
+def test_bad_input_of_the_choice_is_named():
+    with pytest.raises(ValueError, match="k must be at least 1, found 0"):
+        best([1], [0], [True], 0)
+    with pytest.raises(ValueError, match="NaN and cannot be ranked"):
+        best([math.nan], [0], [True], 1)
+    with pytest.raises(ValueError, match="group_S has shape"):
+        best([1], [0, 0], [True], 1)
