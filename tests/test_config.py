@@ -21,8 +21,9 @@ from realign.config import (
 )
 from realign.config.composition import config_of
 from realign.config.folders import experiments_dir, list_experiments
+from realign.data import DataSpec
 from realign.runtime import DynamicSampling, Experiment
-from realign.runtime.experiment import DataSpec, ModelSpec
+from realign.runtime.experiment import ModelSpec
 from tests.config_parts import HERE, Actor, Bigram, Frozen, Length, Norm, Plain, Style, write_experiment
 
 WHERE = "interfaces.actor"

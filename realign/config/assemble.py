@@ -30,8 +30,10 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     """
     # Imported here: composing a config must not wait for torch.
     from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface
+    from realign.data import DataSpec
     from realign.runtime import DynamicSampling, Evaluation, Experiment
-    from realign.runtime.experiment import DataSpec, ModelSpec
+    from realign.runtime.experiment import ModelSpec
+    from realign.runtime.trackers import TrackerSpec
 
     graph = build_graph(config.graph, DataflowGraph, "graph")
     interfaces = _roles(config.interfaces, ModelInterface, "interfaces")
@@ -62,7 +64,11 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         dynamic_sampling=dynamic_sampling,
         evaluation=evaluation,
         save_every_steps=config.save_every_steps,
+        keep_saves=config.keep_saves,
+        save_best=config.save_best,
         sample_prompts=config.sample_prompts,
+        print_samples_every_steps=config.print_samples_every_steps,
+        trackers=_roles(config.trackers, TrackerSpec, "trackers"),
         ratio_tolerance=config.ratio_tolerance,
         strict_ratio=config.strict_ratio,
     )
@@ -80,6 +86,7 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
         "data": as_node(experiment.data),
         "dynamic_sampling": as_node(experiment.dynamic_sampling),
         "evaluation": as_node(experiment.evaluation),
+        "trackers": {name: as_node(spec) for name, spec in experiment.trackers.items()},
     }
 
 

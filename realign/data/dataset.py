@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,29 @@ from torch import Tensor
 
 from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray, Lengths
+
+
+class Dataset(Protocol):
+    """Rows that can be sampled as packed sequences, such as `PromptDataset`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Keys that every sample has."""
+        ...
+
+    def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
+        """The rows at these places, given as (epoch, row)."""
+        ...
+
+
+class DataSpec(Protocol):
+    """What can load a dataset, such as `PromptData`."""
+
+    def load(self, tokenizer: Any) -> Dataset:
+        """Read, check and tokenise the rows."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,11 +31,30 @@ class TooLong(StrEnum):
 
 
 @dataclass
-class DataSource:
-    """A file of rows, and how a prompt is written from one (config node)."""
+class FileSource:
+    """A file of rows, or a part of it."""
 
     path: str
     """A .jsonl, .json or .parquet file, or a folder written by `datasets`' `save_to_disk`."""
+    limit: int | None = None
+    """Read only so many rows from the file's start; null reads all."""
+    split: Split | None = None
+    """Take one of several disjoint parts of these rows, such as `{part: 0, weights: [2, 4, 4]}`; null takes all."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, or None for all rows, found {self.limit}")
+
+    def table(self) -> Table:
+        """The rows of the file that are asked for."""
+        table = read_rows(self.path, self.limit)
+        return table if self.split is None else self.split.apply(table)
+
+
+@dataclass
+class DataSource(FileSource):
+    """A file of rows, and how a prompt is written from one (config node)."""
+
     prompt_column: str = "prompt"
     """Column with a string, or (template=chat) a string or a list of messages with role and content."""
     template: Template = Template.plain
@@ -50,30 +69,23 @@ class DataSource:
     """Further arguments of the chat template, such as `{enable_thinking: false}`."""
     too_long: TooLong = TooLong.drop
     """What to do with a row over the length limit."""
-    limit: int | None = None
-    """Read only so many rows from the file's start; null reads all."""
-    split: Split | None = None
-    """Take one of several disjoint parts of these rows, such as `{part: 0, weights: [2, 4, 4]}`; null takes all."""
     excerpt: Excerpt | None = None
     """Take a part of the prompt column's text, such as `{max_tokens: 64, end: "."}`, which then stands in the row;
     null takes the whole."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, choices in (("template", Template), ("too_long", TooLong)):
             found = getattr(self, name)
             if found not in list(choices):
                 raise ValueError(f"{name} must be one of {[c.value for c in choices]}, found {found!r}")
             setattr(self, name, choices(found))
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be at least 1, or None for all rows, found {self.limit}")
         if self.template is Template.plain and (self.system or self.template_options):
             raise ValueError("system and template_options belong to template=chat, but template is plain")
 
     def read(self, tokenizer: PreTrainedTokenizerBase) -> Table:
         """The rows of the file that are asked for; `excerpt` counts tokens of `tokenizer`."""
-        table = read_rows(self.path, self.limit)
-        if self.split is not None:
-            table = self.split.apply(table)
+        table = self.table()
         return table if self.excerpt is None else self.excerpt.apply(table, self.prompt_column, tokenizer)
 
     def writer(self, tokenizer: PreTrainedTokenizerBase) -> Writer:
@@ -129,23 +141,34 @@ class LengthLimit:
         return prompt[: self.start] + prompt[len(prompt) - keep :]
 
     def report(self, table: Table, tokens: PackedTokens) -> LoadReport:
-        """What became of the rows of `table`, logged if any was changed or left out.
-
-        Raises:
-            ValueError: no row is left.
-        """
+        """What became of the rows of `table`; see `load_report`."""
         too_long = {f"longer than {self.setting}={self.tokens}": self.dropped} if self.dropped else {}
-        report = LoadReport(
-            path=str(table.path),
-            rows_read=len(table) + sum(table.dropped.values()),
-            rows_kept=len(tokens),
-            rows_dropped=table.dropped | too_long,
-            rows_truncated=self.truncated,
-            tokens=len(tokens.ids),
-            longest=int((tokens.starts[1:] - tokens.starts[:-1]).max(initial=0)),
-        )
-        if not len(tokens):
-            raise ValueError(f"no row is left of {report}")
-        if report.rows_dropped or self.truncated:
-            logger.warning("%s", report)
-        return report
+        return load_report(table, tokens, table.dropped | too_long, self.truncated)
+
+
+def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], truncated: int = 0) -> LoadReport:
+    """What became of the rows of `table`, logged if any was changed or left out.
+
+    Args:
+        table: the rows that were asked for.
+        tokens: the rows of the dataset that was made of them.
+        dropped: number of rows by the reason why they were left out.
+        truncated: rows that lost their beginning.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    report = LoadReport(
+        path=str(table.path),
+        rows_read=len(table) + sum(table.dropped.values()),
+        rows_kept=len(tokens),
+        rows_dropped=dropped,
+        rows_truncated=truncated,
+        tokens=len(tokens.ids),
+        longest=int((tokens.starts[1:] - tokens.starts[:-1]).max(initial=0)),
+    )
+    if not len(tokens):
+        raise ValueError(f"no row is left of {report}")
+    if dropped or truncated:
+        logger.warning("%s", report)
+    return report

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from realign.api import SequenceSample
-from realign.data import batch_indices
-from realign.runtime.experiment import Dataset
+from realign.data import Dataset, batch_indices
 
 
 @dataclass

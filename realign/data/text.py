@@ -1,0 +1,99 @@
+"""Plain text to learn from as it is, in blocks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from realign.data.dataset import PackedTokens
+from realign.data.source import FileSource, each_row, load_report
+from realign.data.supervised import SupervisedDataset
+from realign.data.templates import Ending, encode, start_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Blocks(StrEnum):
+    """How texts become blocks of tokens."""
+
+    joined = "joined"
+    """One text after another, cut every `block_tokens` tokens; what is left at the end is dropped."""
+    apart = "apart"
+    """Every text alone, cut every `block_tokens` tokens; its last block may be shorter."""
+
+
+@dataclass
+class TextData(FileSource):
+    """A file of texts (config node), each after the tokenizer's start tokens and, if wanted, ended by EOS.
+
+    A block is a row of the dataset, and trains on all its tokens but the first, which nothing predicts. In joined
+    blocks the tokens of a text also see the text before it, as in the pretraining of GPT-2 and in DeepSpeed-Chat.
+    """
+
+    text_column: str = "text"
+    """Column with a string."""
+    block_tokens: int = 1024
+    """Tokens of a block. DeepSpeed-Chat takes the longest prompt and the longest answer together."""
+    blocks: Blocks = Blocks.joined
+    """joined | apart."""
+    append_eos: bool = True
+    """End each text with the tokenizer's EOS, unless one stands there already."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.blocks = Blocks(self.blocks)
+        if self.block_tokens < 2:
+            raise ValueError(f"block_tokens must be at least 2, of which one can be learned, found {self.block_tokens}")
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
+        """Read the file and tokenize it.
+
+        Raises:
+            ValueError: names the file and line of a bad row, or says that no block can be made.
+        """
+        end, start = Ending(tokenizer, self.append_eos), start_tokens(tokenizer)
+        table = self.table()
+        values = table.column(self.text_column)
+        texts = each_row(table, lambda i: _text(values[i]))
+        ended = map(end, encode(tokenizer, texts, start))
+        left_over = 0
+
+        def kept() -> Iterator[list[int]]:
+            nonlocal left_over
+            for block in cut(ended, self.block_tokens, self.blocks):
+                if len(block) == self.block_tokens or (self.blocks is Blocks.apart and len(block) > 1):
+                    yield block
+                else:
+                    left_over += 1
+
+        tokens = PackedTokens.pack(kept())
+        shortest = self.block_tokens if self.blocks is Blocks.joined else 2
+        dropped = {f"blocks shorter than {shortest} tokens": left_over} if left_over else {}
+        report = load_report(table, tokens, table.dropped | dropped)
+        return SupervisedDataset(tokens, report, np.zeros(len(tokens), dtype=np.int64), train_on_prompt=True)
+
+
+def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[int]]:
+    """Blocks of `size` tokens, and behind the last text (joined) or each text (apart) what is left of it."""
+    rest: list[int] = []
+    for ids in texts:
+        rest = rest + ids
+        whole = len(rest) - len(rest) % size
+        yield from (rest[begin : begin + size] for begin in range(0, whole, size))
+        rest = rest[whole:]
+        if blocks is Blocks.apart and rest:
+            yield rest
+            rest = []
+    if rest:
+        yield rest
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"the text is a {type(value).__name__}, expected a string")
+    return value

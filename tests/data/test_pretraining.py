@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import SequenceSample
+from realign.config import ConfigError, build
+from realign.data import DataSpec, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
+from realign.data.pretraining import PromptsWithPretraining
+from tests.data.text_tokenizer import EOS, characters, make_tokenizer
+
+
+@dataclass
+class Numbers:
+    """Row i holds the number i in a sequence of i + 1 tokens."""
+
+    n: int
+    keys: tuple[str, ...] = ("input_ids", "loss_mask")
+
+    def load(self, tokenizer):
+        return self
+
+    def __len__(self) -> int:
+        return self.n
+
+    def sample(self, rows) -> SequenceSample:
+        ids = [f"{row}@{epoch}" for epoch, row in rows]
+        tokens = SequenceSample.from_sequences(ids, {"input_ids": [[[row] * (row + 1)] for _, row in rows]})
+        return tokens.with_tokens(loss_mask=tokens["input_ids"] > 0)
+
+
+@dataclass
+class Prompts(Numbers):
+    keys: tuple[str, ...] = ("prompt_ids",)
+
+    def sample(self, rows) -> SequenceSample:
+        return super().sample(rows).select(["input_ids"]).rename({"input_ids": "prompt_ids"})
+
+
+def both(prompts: int, texts: int, per_prompt: int = 1, seed: int = 0) -> PromptsWithPretraining:
+    return WithPretraining(Prompts(prompts), Numbers(texts), per_prompt, seed).load(None)
+
+
+def test_texts_come_along_with_lengths_of_their_own():
+    data = both(3, 5, per_prompt=2)
+    assert data.keys == ("prompt_ids", "ptx_input_ids", "ptx_loss_mask")
+    rows = [(0, 2), (1, 0)]
+    sample = data.sample(rows)
+    assert sample.keys == set(data.keys)
+    assert sample["prompt_ids"].tolist() == [2, 2, 2, 0]
+    brought = [row for _, row in data.texts_of(rows)]
+    assert sample.lengths["ptx_input_ids"].nested() == tuple((a + 1, b + 1) for a, b in (brought[:2], brought[2:]))
+    assert sample["ptx_input_ids"].tolist() == [row for row in brought for _ in range(row + 1)]
+    assert sample["ptx_loss_mask"].tolist() == (sample["ptx_input_ids"] > 0).tolist()
+
+
+unhurried = settings(deadline=None)
+sizes = st.integers(1, 7)
+
+
+@unhurried
+@given(sizes, sizes, st.integers(1, 3), st.integers(1, 4), st.integers(0, 9))
+def test_trap_c17_both_datasets_are_used_evenly_whatever_their_sizes(prompts, texts, per_prompt, epochs, seed):
+    data = both(prompts, texts, per_prompt, seed)
+    used = [pair for e in range(epochs) for p in range(prompts) for pair in data.texts_of([(e, p)])]
+    assert len(set(used)) == len(used) == epochs * prompts * per_prompt
+    times = Counter(row for _, row in used)
+    assert max(times.values()) - min(times[row] for row in range(texts)) <= 1
+
+
+@unhurried
+@given(st.permutations([(e, p) for e in range(2) for p in range(3)]), st.integers(1, 3))
+def test_what_a_prompt_brings_depends_on_nothing_but_its_place(order, per_prompt):
+    data = both(3, 4, per_prompt)
+    alone = [data.texts_of([place]) for place in order]
+    assert data.texts_of(order) == [pair for pairs in alone for pair in pairs]
+    assert both(3, 4, per_prompt).texts_of(order) == data.texts_of(order)
+
+
+def test_the_order_of_texts_follows_its_seed():
+    everything = [(epoch, row) for epoch in range(3) for row in range(8)]
+    assert len({tuple(both(8, 8, seed=seed).texts_of(everything)) for seed in range(5)}) == 5
+    rows = [row for _, row in both(8, 8).texts_of(everything)]
+    assert rows[:8] != rows[8:16] != list(range(8))
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(name, *rows):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    return {
+        "prompts": write("prompts.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="}),
+        "texts": write("texts.jsonl", {"text": "abcdef"}),
+        "pairs": write("pairs.jsonl", {"prompt": "a", "response": "b"}),
+        "preferences": write("preferences.jsonl", {"prompt": "a", "chosen": "b", "rejected": "cd"}),
+    }
+
+
+def test_a_config_node_takes_any_two_data_nodes(files):
+    node = {
+        "_target_": "realign.data.WithPretraining",
+        "prompts": {"_target_": "realign.data.PromptData", "path": files["prompts"]},
+        "pretraining": {"_target_": "realign.data.TextData", "path": files["texts"], "block_tokens": 3},
+    }
+    made = build(node, DataSpec, "data")
+    texts = TextData(files["texts"], block_tokens=3)
+    assert made == WithPretraining(PromptData(files["prompts"]), texts)
+    dataset = made.load(make_tokenizer())
+    sample = dataset.sample([(0, 0), (0, 1)])
+    assert sorted(x.tolist() for x in sample.sequences("ptx_input_ids")) == [characters("abc"), characters("def")]
+    assert (dataset.report.longest, dataset.longest_text) == (4, 3)
+    assert sample.metadata["row"] == ({"prompt": "1+1="}, {"prompt": "2+2="})
+    with pytest.raises(ConfigError, match=r"data\.pretraining\._target_: Table is not a DataSpec"):
+        build({**node, "pretraining": {"_target_": "realign.data.Table"}}, DataSpec, "data")
+
+
+def test_demonstrations_and_rows_of_several_sequences_come_along_too(files):
+    prompts = PromptData(files["prompts"])
+    sample = WithPretraining(prompts, SupervisedData(files["pairs"])).load(make_tokenizer()).sample([(0, 0), (3, 1)])
+    assert sample["ptx_input_ids"].tolist() == [*characters("ab"), EOS] * 2
+    assert sample["ptx_loss_mask"].tolist() == [False, True, True] * 2
+    several = WithPretraining(prompts, PreferenceData(files["preferences"]), 2).load(make_tokenizer()).sample([(0, 0)])
+    assert several.lengths["ptx_input_ids"].nested() == ((3, 4, 3, 4),)
+
+
+def test_datasets_that_do_not_fit_are_named(files):
+    with pytest.raises(ValueError, match="sequences_per_prompt must be at least 1, found 0"):
+        both(1, 1, per_prompt=0)
+    with pytest.raises(ValueError, match="pretraining: the dataset holds no row"):
+        both(1, 0)
+    with pytest.raises(ValueError, match=r"pretraining: the dataset has no key 'input_ids', only \['prompt_ids'\]"):
+        WithPretraining(Prompts(1), Prompts(1)).load(None)
