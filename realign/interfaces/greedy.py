@@ -1,0 +1,27 @@
+"""The baseline of ReMax (arXiv:2310.10505): the reward of the policy's most likely answer to the same prompt.
+
+Reads `prompt_ids`; writes `input_ids` and `prompt_mask` with one sequence per prompt, which the graph calls
+`greedy_input_ids` and `greedy_prompt_mask` (`dataflow(greedy_baseline=True)`). The role shares the actor's model
+(`realign.engines.SharedModel`), so that the answer is that of the weights which sampled the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
+
+
+@dataclass
+class GreedyInterface(ModelInterface):
+    """A policy that takes the most likely token every time."""
+
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How the actor samples (`${interfaces.actor.generation}`): the greedy answer ends by the same rules. Its `n` is
+    taken as 1 and its `greedy` as true; a temperature changes no most likely token."""
+
+    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """One greedy answer per prompt: `input_ids`, `prompt_mask`."""
+        one = replace(self.generation, n=1, greedy=True)
+        out = model.machine.generate(data.select(["prompt_ids"]), one, seed=model.call_seed("greedy"))
+        return out.select(["input_ids", "prompt_mask"])
