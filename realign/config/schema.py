@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-COMPONENTS = ("models", "interfaces", "graph", "data", "dynamic_sampling", "evaluation")
+COMPONENTS = ("models", "interfaces", "graph", "data", "dynamic_sampling", "evaluation", "trackers")
 """Root keys that hold components: open to any key in Hydra, checked against the classes when they are built."""
 
 
@@ -60,8 +60,17 @@ class ExperimentConfig:
     """Held-out prompts, answered and judged now and then; `_target_`: realign.runtime.Evaluation; empty: none."""
     save_every_steps: int | None = None
     """Write the trained models every n steps; they are written at the end in any case."""
+    keep_saves: int | None = None
+    """How many of the folders that `save_every_steps` made stay, the latest ones; null keeps all."""
+    save_best: str | None = None
+    """Metric, such as eval/reward, at whose largest value so far the models are written to `best`; a `-` in front
+    (-eval/nll) takes the smallest."""
     sample_prompts: int = 1
-    """Prompts per step whose responses and rewards go to samples.jsonl."""
+    """Prompts per step whose responses and rewards go to samples.jsonl (`batch_prompts`: those of all)."""
+    print_samples_every_steps: int | None = None
+    """Show three of a step's responses, with reward and KL, every n steps; null: never."""
+    trackers: dict[str, Any] = field(default_factory=dict)
+    """Where metrics go besides metrics.jsonl: any name -> component such as `_target_: realign.runtime.TensorBoard`."""
     ratio_tolerance: float = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False

@@ -4,5 +4,6 @@ from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluation import Evaluation
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, RunResult, run
+from realign.runtime.trackers import TensorBoard, WandB
 
-__all__ = ["DynamicSampling", "Evaluation", "Experiment", "LocalRuntime", "RunResult", "run"]
+__all__ = ["DynamicSampling", "Evaluation", "Experiment", "LocalRuntime", "RunResult", "TensorBoard", "WandB", "run"]

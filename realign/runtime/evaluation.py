@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from realign.api import (
 )
 from realign.functional import segment_sum
 
+SEQUENCE_METRICS = frozenset({"reward", "missing_rewards", "response_tokens", "truncated_fraction"})
+
 
 @dataclass
 class Evaluation:
@@ -40,11 +43,41 @@ class Evaluation:
     """Whose model answers."""
     batch_prompts: int = 256
     """Prompts answered at once."""
+    metrics: dict[str, ModelInterface] = field(default_factory=dict)
+    """Further judges, by the name of their metric: `eval/<name>` is the mean of what they write as `rewards`."""
+    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    """One field of `generation` and values to try besides its own, such as `{max_new_tokens: [16, 64]}`; their metrics
+    are called `eval/reward@max_new_tokens=16`."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "batch_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"evaluation.{name} must be at least 1, found {getattr(self, name)}")
+        if taken := sorted(self.metrics.keys() & SEQUENCE_METRICS):
+            raise ValueError(
+                f"evaluation.metrics.{taken[0]}: eval/{taken[0]} has a meaning already; choose another name"
+            )
+        self._variants = self._checked_sweep()
+
+    @property
+    def judges(self) -> list[ModelInterface]:
+        """The interfaces that judge, to be opened and closed with the run."""
+        return [self.reward, *self.metrics.values()]
+
+    def _checked_sweep(self) -> dict[str, GenerationConfig]:
+        """The sampler behind each ending of a metric's name."""
+        if len(self.sweep) > 1:
+            raise ValueError(f"evaluation.sweep takes one setting, found {', '.join(self.sweep)}")
+        variants = {"": self.generation}
+        for name, values in self.sweep.items():
+            known = [field.name for field in dataclasses.fields(GenerationConfig)]
+            if name not in known:
+                raise ValueError(f"evaluation.sweep.{name} is no field of generation; there are {', '.join(known)}")
+            if self.generation.greedy and name in ("temperature", "top_k", "top_p"):
+                raise ValueError(f"evaluation.sweep.{name} has no effect on evaluation.generation.greedy=true")
+            for value in values:
+                variants[f"@{name}={value}"] = dataclasses.replace(self.generation, **{name: value})
+        return variants
 
     def run(self, model: Model, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """Answer and judge every prompt of `dataset` once.
@@ -52,27 +85,38 @@ class Evaluation:
         Returns:
             The metrics `eval/...`, and the judged responses of the first batch.
         """
-        stats: list[Stats] = []
-        first: SequenceSample | None = None
-        for number, prompts in enumerate(self._batches(dataset)):
-            judged = self._judge(model, prompts, number)
-            first = first or judged
-            stats.append(sequence_stats(judged))
-        if first is None:
+        if not len(dataset):
             raise ValueError("the evaluation data holds no prompt")
-        return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first
+        values: dict[str, float] = {}
+        shown: SequenceSample | None = None
+        for ending, generation in self._variants.items():
+            stats: list[Stats] = []
+            for number, prompts in enumerate(self._batches(dataset)):
+                judged, found = self._judge(model, prompts, generation, number)
+                shown = shown or judged
+                stats.append(sequence_stats(judged) | found)
+            values |= {f"eval/{name}{ending}": value for name, value in stat_values(merge_stats(stats)).items()}
+        assert shown is not None
+        return values, shown
 
     def _batches(self, dataset: Any) -> Iterator[SequenceSample]:
         for start in range(0, len(dataset), self.batch_prompts):
             rows = range(start, min(start + self.batch_prompts, len(dataset)))
             yield dataset.sample([(0, row) for row in rows])
 
-    def _judge(self, model: Model, prompts: SequenceSample, number: int) -> SequenceSample:
+    def _judge(
+        self, model: Model, prompts: SequenceSample, generation: GenerationConfig, number: int
+    ) -> tuple[SequenceSample, Stats]:
+        """The responses with their rewards, and what the further judges say."""
         seed = model.call_seed(f"evaluation/{number}")
-        answered = model.machine.generate(prompts.select(["prompt_ids"]), self.generation, seed=seed)
+        answered = model.machine.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
         answered = answered.merge(prompts.select(["row"]))
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
-        return answered.merge(self.reward.inference(judge, answered, MicroBatchSpec()))
+        stats: Stats = {}
+        for name, interface in self.metrics.items():
+            found_S = interface.inference(judge, answered, MicroBatchSpec())["rewards"]
+            stats[name] = masked_mean(found_S, found_S.isfinite())
+        return answered.merge(self.reward.inference(judge, answered, MicroBatchSpec())), stats
 
 
 def sequence_stats(batch: SequenceSample) -> Stats:

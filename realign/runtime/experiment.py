@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface
+from realign.data import DataSpec
 from realign.engines.shared import check_shared
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluation import Evaluation
+from realign.runtime.trackers import TrackerSpec
 
 
 class ModelSpec(Protocol):
@@ -20,29 +22,6 @@ class ModelSpec(Protocol):
 
     def load(self, name: str, *, seed: int) -> Model:
         """Load the model that plays the role `name`."""
-        ...
-
-
-class Dataset(Protocol):
-    """Rows that can be sampled as packed prompts, such as `realign.data.PromptDataset`."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Keys that every sample has."""
-        ...
-
-    def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
-        """The rows at these places, given as (epoch, row)."""
-        ...
-
-
-class DataSpec(Protocol):
-    """What can load a dataset, such as `realign.data.PromptData`."""
-
-    def load(self, tokenizer: Any) -> Dataset:
-        """Read, check and tokenise the rows."""
         ...
 
 
@@ -78,8 +57,17 @@ class Experiment:
     """Held-out prompts, answered before, every n steps during, and after training."""
     save_every_steps: int | None = None
     """Write the trained models every n steps; they are written at the end in any case."""
+    keep_saves: int | None = None
+    """How many of the folders that `save_every_steps` made stay, the latest ones; None keeps all."""
+    save_best: str | None = None
+    """Metric, such as eval/reward, at whose largest value so far the models are written to `best`; a `-` in front
+    (-eval/nll) takes the smallest."""
     sample_prompts: int = 1
-    """Prompts per step whose responses and rewards go to samples.jsonl."""
+    """Prompts per step whose responses and rewards go to samples.jsonl (`batch_prompts`: those of all)."""
+    print_samples_every_steps: int | None = None
+    """Show three of a step's responses, with reward and KL, every n steps; None: never."""
+    trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)
+    """Where metrics go besides metrics.jsonl, by any name, such as `realign.runtime.TensorBoard`."""
     ratio_tolerance: float = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False
@@ -92,8 +80,13 @@ class Experiment:
         for name in ("steps", "batch_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.save_every_steps is not None and self.save_every_steps < 1:
-            raise ValueError(f"save_every_steps must be at least 1 or null, found {self.save_every_steps}")
+        for name in ("save_every_steps", "keep_saves", "print_samples_every_steps"):
+            if (found := getattr(self, name)) is not None and found < 1:
+                raise ValueError(f"{name} must be at least 1 or null, found {found}")
+        if self.keep_saves is not None and self.save_every_steps is None:
+            raise ValueError(f"keep_saves={self.keep_saves} has no effect without save_every_steps")
+        if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and self.evaluation is None:
+            raise ValueError(f"save_best={self.save_best} is measured by an evaluation, and there is none")
         if self.sample_prompts < 0:
             raise ValueError(f"sample_prompts must be at least 0, found {self.sample_prompts}")
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
@@ -185,7 +178,8 @@ class Experiment:
         """Remove what an earlier run left in `output_dir`, so that nothing of it can pass for this run's."""
         for name in ("metrics.jsonl", "samples.jsonl", "curves.png"):
             (self.output_dir / name).unlink(missing_ok=True)
-        for folder in (self.output_dir / "final", *self.output_dir.glob("step_*")):
+        made = [self.output_dir / name for name in ("final", "best", "tensorboard")]
+        for folder in (*made, *self.output_dir.glob("step_*")):
             if folder.is_dir():
                 shutil.rmtree(folder)
 

@@ -22,11 +22,14 @@ from realign.api import (
     derive_seed,
     stat_values,
 )
+from realign.data import Dataset
 from realign.runtime.curves import draw_curves
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
-from realign.runtime.experiment import Dataset, Experiment
+from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role, load_models, save_models
+from realign.runtime.samples import SHOWN, readable, show
+from realign.runtime.saving import Saves
 from realign.runtime.stream import PromptStream
 from realign.runtime.tracking import JsonLines, LiveDisplay, Tracker
 
@@ -45,6 +48,10 @@ HEADLINE = (
     "train_tokens_per_s",
     "step_s",
 )
+
+
+REWARD_MEMORY = 0.9
+"""Weight of the past in `reward_ema`, a smoothed `reward` for people (SEEDS C19)."""
 
 
 @dataclass
@@ -89,9 +96,13 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         stack.callback(metrics.close)
         stack.callback(samples.close)
         receivers: list[Tracker] = [metrics, *trackers]
+        for spec in experiment.trackers.values():
+            receivers.append(spec.open(experiment.name, out))
+            stack.callback(receivers[-1].close)
         if console is not None:
             receivers.append(stack.enter_context(LiveDisplay(console, experiment.name, experiment.steps, HEADLINE)))
         result = RunResult(out)
+        saves = Saves(out, runtime.save, experiment.save_every_steps, experiment.keep_saves, experiment.save_best)
         stack.callback(_draw, experiment.name, result)  # an interrupted run leaves its curves too
 
         def log(step: int, values: dict[str, float]) -> None:
@@ -99,7 +110,9 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
             for receiver in receivers:
                 receiver.log(step, values)
 
-        log(0, runtime.evaluate()[0])
+        before = runtime.evaluate()[0]
+        log(0, before)
+        saves.after_step(0, before, last=False)
         for step in range(1, experiment.steps + 1):
             values, batch = runtime.step(step)
             try:
@@ -110,8 +123,9 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
                 log(step, values)
             for record in runtime.readable(batch, experiment.sample_prompts):
                 samples.write({"step": step, **record})
-            if experiment.save_every_steps and step % experiment.save_every_steps == 0 and step < experiment.steps:
-                runtime.save(out / f"step_{step:06d}")
+            if console is not None and step % (experiment.print_samples_every_steps or step + 1) == 0:
+                show(console, step, runtime.readable(batch, SHOWN))
+            saves.after_step(step, values, last=step == experiment.steps)
         runtime.check_progress()
         runtime.save(out / "final")
     return result
@@ -135,6 +149,7 @@ class LocalRuntime:
         self.held_out: Dataset | None = None
         self._optimizer_steps = 0.0
         self._rewards_seen = 0
+        self._reward_ema: float | None = None
         self._ratio_checked: set[str] = set()
         try:
             for interface in self._used_interfaces():
@@ -151,7 +166,7 @@ class LocalRuntime:
 
     def _used_interfaces(self) -> list[ModelInterface]:
         roles = dict.fromkeys(rpc.model for rpc in self.experiment.graph.rpcs)
-        judges = [self.experiment.evaluation.reward] if self.experiment.evaluation is not None else []
+        judges = self.experiment.evaluation.judges if self.experiment.evaluation is not None else []
         return [*(self.interfaces[role] for role in roles), *judges]
 
     def batch(self, number: int) -> SequenceSample:
@@ -185,6 +200,9 @@ class LocalRuntime:
         if "rewards" in batch:
             self._rewards_seen += int(batch["rewards"].isfinite().sum())
         values |= batch_metrics(batch)
+        if math.isfinite(reward := values.get("reward", math.nan)):
+            before = reward if self._reward_ema is None else self._reward_ema
+            self._reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
         values["step_s"] = time.perf_counter() - started
         return values, batch
 
@@ -241,27 +259,8 @@ class LocalRuntime:
         return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(judged, 8)
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
-        """The first prompts of a batch with responses and rewards as text, for people; none if nothing was judged."""
-        if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
-            return []
-        part = batch.take(range(min(prompts, len(batch))))
-        decode = self.models[lead_role(self.experiment)].tokenizer.decode
-        rows = zip(
-            part.group_index().tolist(),
-            part.sequences("input_ids"),
-            part.sequences("prompt_mask"),
-            part["rewards"].tolist(),
-            strict=True,
-        )
-        return [
-            {
-                "id": part.ids[owner],
-                "prompt": decode(ids[given], skip_special_tokens=True),
-                "response": decode(ids[~given], skip_special_tokens=True),
-                "reward": reward if math.isfinite(reward) else None,
-            }
-            for owner, ids, given, reward in rows
-        ]
+        """The first prompts of a batch with responses and rewards as text, see `samples.readable`."""
+        return readable(batch, prompts, self.models[lead_role(self.experiment)].tokenizer.decode)
 
     def save(self, folder: Path) -> None:
         """Write each trained model, see `save_models`."""
@@ -342,11 +341,16 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
             "dynamic_sampling no row is used twice in a step"
         )
     limit = experiment.microbatch.max_tokens_per_microbatch
-    report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
-    if limit is None or report is None:
+    if limit is None:
         return
+    if (text := getattr(dataset, "longest_text", 0)) > limit:
+        raise ValueError(
+            f"microbatch.max_tokens_per_microbatch={limit} cannot hold a text of data.pretraining: the longest has "
+            f"{text} tokens; raise the budget, or limit the lengths"
+        )
+    report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
     response = experiment.longest_response
-    if report.longest + response > limit:
+    if report is not None and report.longest + response > limit:
         raise ValueError(
             f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: the longest row has "
             f"{report.longest} tokens and a response up to {response}; raise the budget, or limit the lengths"

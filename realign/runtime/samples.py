@@ -1,0 +1,55 @@
+"""Responses as text, for people: `samples.jsonl`, and now and then a few on the screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from realign.api import SequenceSample
+from realign.functional import KLEstimator, kl_estimate, segment_sum
+
+SHOWN = 3
+
+
+def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
+    """The first `prompts` prompts of a batch with all their responses; none if nothing was judged.
+
+    Each record has the prompt's `id`, `prompt`, `response`, `reward` (None: no verdict) and, where the batch has a
+    reference, `kl`: the sum of log-prob differences over the response (nats).
+    """
+    if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
+        return []
+    part = batch.take(range(min(prompts, len(batch))))
+    rows = zip(
+        part.group_index().tolist(),
+        part.sequences("input_ids"),
+        part.sequences("prompt_mask"),
+        part["rewards"].tolist(),
+        strict=True,
+    )
+    records = [
+        {
+            "id": part.ids[owner],
+            "prompt": decode(ids[given], skip_special_tokens=True),
+            "response": decode(ids[~given], skip_special_tokens=True),
+            "reward": reward if math.isfinite(reward) else None,
+        }
+        for owner, ids, given, reward in rows
+    ]
+    if {"logprobs", "ref_logprobs", "loss_mask"} <= part.keys:
+        kl_T = kl_estimate(part["logprobs"], part["ref_logprobs"], part["loss_mask"], KLEstimator.k1)
+        for record, kl in zip(records, segment_sum(kl_T, part.cu_seqlens()).tolist(), strict=True):
+            record["kl"] = kl
+    return records
+
+
+def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None:
+    """Print the first response to each of the first `SHOWN` prompts."""
+    first = {record["id"]: record for record in reversed(records)}
+    for record in list(reversed(first.values()))[:SHOWN]:
+        numbers = [f"{name} {record[name]:.4g}" for name in ("reward", "kl") if record.get(name) is not None]
+        line = f"step {step}: {record['prompt']!r} -> {record['response']!r}  {', '.join(numbers) or 'no reward'}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
