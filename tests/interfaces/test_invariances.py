@@ -41,6 +41,15 @@ SETTINGS: dict[str, list[dict]] = {
     ],
     "GRPOActorInterface": PPO_SETTINGS,
     "PPOActorInterface": [*PPO_SETTINGS, {"gamma": 0.9, "lam": 0.5}],
+    "RAFTActorInterface": [
+        {"epochs": 2, "n_minibatches": 2},
+        {"keep_best": 2, "skip_equal_rewards": True},
+        {"keep_best": None, "keep_share": 0.4, "min_reward": 0.5},
+    ],
+    "RFTActorInterface": [
+        {"epochs": 2, "n_minibatches": 2},
+        {"n_improve_steps": 2, "start_percentile": 0.0, "min_reward": 0.5},
+    ],
     "RewardModelInterface": [
         {"n_minibatches": 2},
         {"use_margin": True, "per_prompt_weighting": True},

@@ -1,0 +1,208 @@
+"""RFT: fine-tune on a growing pool of samples, above a rising threshold (trlX's `accelerate_rft_trainer.py`).
+
+Every step grows the pool of its own prompts, then improves on it `n_improve_steps` times: choose the distinct responses
+above a percentile of their prompt's rewards, which rises from one improvement to the next, and maximise their
+likelihood. (Grow and improve: ReST, arXiv:2308.08998. Distinct responses: arXiv:2308.01825.) The loss, and what never
+trains, are RAFT's. Generation writes what RAFT's does; training reads the same.
+
+With all prompts in one batch a step is trlX's loop of one growth and its improvements. It differs in that the
+percentile reaches `end_percentile`, which trlX's stops short of; that a response sampled twice counts once in it; that
+prompts are not learned; and in how rewards of few values are treated (`above_percentile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realign.api import (
+    GenerationConfig,
+    Mean,
+    MicroBatchSpec,
+    Model,
+    SequenceSample,
+    Stats,
+    Sum,
+    masked_mean,
+    merge_stats,
+)
+from realign.interfaces.raft import dataflow, describe_selection, fit, sample_responses, trainable
+from realign.interfaces.sft import SFTInterface
+
+Tokens: TypeAlias = tuple[int, ...]
+
+__all__ = ["RFTActorInterface", "dataflow"]
+
+
+@dataclass
+class RFTActorInterface(SFTInterface):
+    """The policy of RFT: likelihood of pooled responses above a percentile of their prompt's rewards."""
+
+    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=32))
+    """How responses are sampled, with any settings; `generation.n` is how many a step adds per prompt, at most."""
+    epochs: int = 1
+    """Passes over the chosen responses in each improvement."""
+    n_improve_steps: int = 4
+    """Improvements per step, each with a threshold of its own."""
+    start_percentile: float = 0.7
+    """Percentile, as a fraction, of a prompt's pooled rewards that a response must reach in the first improvement."""
+    end_percentile: float = 0.95
+    """The same in the last one; between them it rises linearly."""
+    min_reward: float | None = None
+    """Responses with a lower reward are not chosen, even above the threshold; null: no limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = {
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "n_improve_steps": (self.n_improve_steps >= 1, "at least 1"),
+            "start_percentile": (0 <= self.start_percentile <= 1, "from 0 to 1"),
+            "end_percentile": (self.start_percentile <= self.end_percentile <= 1, "from start_percentile to 1"),
+        }
+        for name, (ok, valid) in checks.items():
+            if not ok:
+                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        self.pool = Pool()
+
+    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """Sample `generation.n` responses per prompt."""
+        return sample_responses(model, data, self.generation)
+
+    def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
+        """Grow the pool, then improve `n_improve_steps` times on what it holds of this batch's prompts."""
+        valid_S = trainable(data)
+        n_new = self.pool.add(data, valid_S)
+        pooled = self.pool.take(data)
+        rng = np.random.default_rng(model.call_seed("minibatches"))
+        stats: list[Stats] = [
+            {
+                "pool_size": Sum(torch.tensor(len(self.pool))),
+                "new_fraction": Mean(torch.tensor(float(n_new)), valid_S.sum()),
+            }
+        ]
+        for percentile in self.percentiles() if len(pooled) else ():
+            threshold_S, chosen_S = above_percentile(pooled, percentile)
+            if self.min_reward is not None:
+                chosen_S = chosen_S & (pooled["rewards"] >= self.min_reward)
+            first_S = torch.cat([chosen_S.new_ones(1), pooled.group_index().diff() > 0])
+            stats.append(
+                {
+                    "threshold": masked_mean(threshold_S, first_S),
+                    "selected_reward": masked_mean(pooled["rewards"], chosen_S),
+                    "selected_fraction": masked_mean(chosen_S, torch.ones_like(chosen_S)),
+                }
+            )
+            chosen = pooled.take_sequences(np.flatnonzero(chosen_S.cpu().numpy()))
+            stats.extend(fit(self, model, chosen, mb_spec, self.epochs, rng))
+        return merge_stats(stats)
+
+    def percentiles(self) -> list[float]:
+        """The percentile of each improvement."""
+        return np.linspace(self.start_percentile, self.end_percentile, self.n_improve_steps).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pool, as lists."""
+        return {"pool": self.pool.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the pool."""
+        self.pool.load_state_dict(state["pool"])
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """Rows of the table that is shown at launch."""
+        percentiles = ", ".join(f"{100 * p:g}" for p in self.percentiles())
+        kept = f"pooled responses above percentile {percentiles} of their prompt"
+        kept += "" if self.min_reward is None else f", with a reward of at least {self.min_reward:g}"
+        return describe_selection(self, batch_prompts, self.epochs * self.n_improve_steps, kept)
+
+
+class Pool:
+    """Distinct judged responses by prompt, both known by their tokens, so that a prompt is found again in any epoch."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[Tokens, dict[Tokens, tuple[Tokens, float]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._prompts.values()))
+
+    def add(self, data: SequenceSample, valid_S: Tensor) -> int:
+        """Add the responses of `valid_S`; one that is known takes its new reward. Returns how many were not known."""
+        before, prompts = len(self), prompts_of(data)
+        columns = (data.group_index(), valid_S, data["rewards"])
+        per_sequence = zip(*(x.tolist() for x in columns), strict=True)
+        tokens = zip(data.sequences("input_ids"), data.sequences("loss_mask"), strict=True)
+        for (owner, valid, reward), (ids, mask) in zip(per_sequence, tokens, strict=True):
+            if valid:
+                responses = self._prompts.setdefault(prompts[owner], {})
+                responses[tuple(ids.tolist())] = (tuple(mask.int().tolist()), reward)
+        return len(self) - before
+
+    def take(self, data: SequenceSample) -> SequenceSample:
+        """All responses to the prompts of `data`, each prompt once: `input_ids`, `loss_mask` and `rewards`."""
+        found: dict[Tokens, Hashable] = {}
+        for i, prompt in zip(data.ids, prompts_of(data), strict=True):
+            if prompt in self._prompts:
+                found.setdefault(prompt, i)
+        groups = [self._prompts[prompt] for prompt in found]
+        sample = SequenceSample.from_sequences(
+            list(found.values()),
+            {
+                "input_ids": [[torch.tensor(ids) for ids in group] for group in groups],
+                "loss_mask": [[torch.tensor(mask, dtype=torch.bool) for mask, _ in group.values()] for group in groups],
+            },
+        )
+        rewards = [reward for group in groups for _, reward in group.values()]
+        sample = sample.with_sequences(rewards=torch.tensor(rewards, dtype=data["rewards"].dtype))
+        return sample.to(data["input_ids"].device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every response, as lists of whole numbers and its reward."""
+        return {
+            "responses": [
+                [list(prompt), list(ids), list(mask), reward]
+                for prompt, responses in self._prompts.items()
+                for ids, (mask, reward) in responses.items()
+            ]
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; what the pool held before is gone."""
+        self._prompts = {}
+        for prompt, ids, mask, reward in state["responses"]:
+            self._prompts.setdefault(tuple(prompt), {})[tuple(ids)] = (tuple(mask), float(reward))
+
+
+def prompts_of(data: SequenceSample) -> list[Tokens]:
+    """The prompt of each id: the tokens that its first sequence begins with and that were given."""
+    firsts = data.lengths["input_ids"].sequence_starts[:-1].tolist()
+    ids, given = data.sequences("input_ids"), data.sequences("prompt_mask")
+    return [tuple(ids[s][given[s].int().cumprod(0).bool()].tolist()) for s in firsts]
+
+
+def above_percentile(pooled: SequenceSample, percentile: float) -> tuple[Tensor, Tensor]:
+    """The threshold of each response's prompt, and which responses reach it.
+
+    The threshold is the linearly interpolated percentile of the prompt's rewards. As rewards often take few values, a
+    response must also be better than the worst of its prompt: where all are equal, none is chosen.
+
+    Args:
+        pooled: with `rewards` [S], all finite.
+        percentile: a fraction.
+
+    Returns:
+        [S] thresholds, and [S] bool.
+    """
+    rewards_S = pooled["rewards"].double().cpu().numpy()
+    groups = np.split(rewards_S, pooled.lengths["input_ids"].sequence_starts[1:-1])
+    # Interpolation must not round the threshold to above the best reward.
+    threshold = [np.full(len(r), min(np.quantile(r, percentile), r.max())) for r in groups]
+    worst = [np.full(len(r), r.min()) for r in groups]
+    threshold_S = np.concatenate(threshold)
+    chosen_S = (rewards_S >= threshold_S) & (rewards_S > np.concatenate(worst))
+    device = pooled["rewards"].device
+    return torch.from_numpy(threshold_S).to(device), torch.from_numpy(chosen_S).to(device)

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.config import build_experiment, compose
+from realign.functional import Aggregation
+from realign.interfaces.raft import RAFTActorInterface, dataflow
+from realign.interfaces.sft import SFTInterface
+from realign.runtime import run
+from realign.testing import BigramEngine, random_batch
+from tests.tiny import save_tiny
+
+NAN = math.nan
+READ = ("input_ids", "prompt_mask", "loss_mask", "rewards")
+
+
+class Watching(BigramEngine):
+    """Remembers what each optimizer step was given."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.seen: list[SequenceSample] = []
+
+    def train_batch(self, data, *args, **kwargs):
+        self.seen.append(data)
+        return super().train_batch(data, *args, **kwargs)
+
+
+def judged(rewards: list[list[float]], *, empty: tuple[int, ...] = ()) -> SequenceSample:
+    """Prompts "a", "b", ... of one token with responses of two; those in `empty` have no sampled token."""
+    n = sum(map(len, rewards))
+    ids = [[3, s % 5, (s + 1) % 5] for s in range(n)]
+    starts = np.cumsum([0, *map(len, rewards)])
+    nested = [ids[a:b] for a, b in pairwise(starts)]
+    data = SequenceSample.from_sequences([chr(97 + i) for i in range(len(rewards))], {"input_ids": nested})
+    given_T = torch.arange(3 * n) % 3 == 0
+    mask_T = ~given_T & ~torch.isin(torch.arange(3 * n) // 3, torch.tensor(empty, dtype=torch.long))
+    flat = torch.tensor([r for group in rewards for r in group], dtype=torch.float64)
+    return data.with_tokens(prompt_mask=given_T, loss_mask=mask_T).with_sequences(rewards=flat)
+
+
+def chosen(data: SequenceSample, version: int = 0, **settings) -> list[int]:
+    interface = RAFTActorInterface(**settings)
+    return interface.choose(Model("actor", None, version=version), data).nonzero().flatten().tolist()
+
+
+def likelihood(table: torch.Tensor, sequences, aggregation: Aggregation) -> torch.Tensor:
+    """Mean negative log-likelihood in float64, one token after another; `sequences` of (ids, mask)."""
+    losses = []
+    for ids, mask in sequences:
+        trained = [t for t in range(len(ids)) if mask[t]]
+        losses.append([-table[ids[t - 1]].log_softmax(-1)[ids[t]] for t in trained])
+    if aggregation is Aggregation.token_mean:
+        return sum(map(sum, losses)) / sum(map(len, losses))
+    return sum(sum(x) / (len(x) if aggregation is Aggregation.seq_mean_token_mean else 1) for x in losses) / len(losses)
+
+
+@pytest.mark.parametrize("aggregation", [a for a in Aggregation if a is not Aggregation.constant])
+def test_loss_and_gradient_are_the_likelihood_of_the_best_responses(aggregation):
+    data, engine = random_batch(3).select(READ), BigramEngine(lr=0.5)
+    before = engine.logits_VV.clone()
+    table = before.clone().requires_grad_()
+    rows = list(zip(*(data.sequences(k) for k in ("input_ids", "loss_mask")), data["rewards"].tolist(), strict=True))
+    best = []
+    for group in range(len(data)):
+        mine = [rows[s] for s in data.group_index().eq(group).nonzero().flatten().tolist()]
+        mine = [row for row in mine if row[1].any() and not math.isnan(row[2])]
+        best += [max(mine, key=lambda row: row[2])[:2]] if mine else []  # max keeps the first of equal ones
+    loss = likelihood(table, best, aggregation)
+    loss.backward()
+    interface = RAFTActorInterface(aggregation=aggregation, generation=GenerationConfig(n=4, temperature=0.3, top_k=2))
+    stats = stat_values(interface.train_step(Model("actor", engine), data, MicroBatchSpec(n_microbatches=3)))
+    assert stats["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(engine.logits_VV, before - 0.5 * table.grad, rtol=0, atol=1e-12)
+
+
+def test_the_best_of_each_prompt_are_chosen_by_hand():
+    data = judged([[0.0, 2.0, 2.0], [NAN, NAN], [NAN, -1.0, -2.0], [5.0, 4.0]], empty=(8,))
+    assert chosen(data) == [1, 6, 9]  # the first of equal ones; never NaN; never without tokens
+    assert chosen(data, keep_best=2) == [1, 2, 6, 7, 9]
+    assert chosen(data, keep_best=8) == [0, 1, 2, 6, 7, 9]
+    assert chosen(data, min_reward=2.0) == [1, 9]
+    assert chosen(judged([[math.inf, 1.0], [-math.inf, 0.0]])) == [1, 3]
+
+
+def test_prompts_of_equal_rewards_are_left_out_where_asked_for():
+    data = judged([[1.0, 1.0], [NAN, 3.0], [NAN, NAN], [0.0, 1.0]])
+    assert chosen(data) == [0, 3, 7]
+    assert chosen(data, skip_equal_rewards=True) == [7]
+
+
+def test_a_share_of_the_batch_is_chosen_whatever_its_prompt():
+    data = judged([[0.0, 9.0, 8.0, 7.0], [1.0, NAN, 6.0, 2.0]])
+    kept = {share: chosen(data, keep_best=None, keep_share=share) for share in (0.01, 0.28, 3 / 7, 1.0)}
+    assert kept == {0.01: [1], 0.28: [1, 2], 3 / 7: [1, 2, 3], 1.0: [0, 1, 2, 3, 4, 6, 7]}
+    assert chosen(data, keep_best=None, keep_share=1.0, min_reward=7.0) == [1, 2, 3]
+
+
+def test_equal_rewards_at_the_cut_of_a_share_are_drawn_by_prompt_and_anew_in_each_step():
+    data = judged([[1.0]] * 40)
+    settings = {"keep_best": None, "keep_share": 0.25, "generation": GenerationConfig(n=1)}
+    first, again, next_step = (chosen(data, version, **settings) for version in (0, 0, 1))
+    assert first == again != next_step
+    assert len(first) == len(next_step) == 10
+    order = np.random.default_rng(0).permutation(40)
+    assert sorted(order[chosen(data.take(order), **settings)].tolist()) == first
+
+
+def test_sequences_that_do_not_train_cost_no_forward_pass():
+    engine, data = Watching(), judged([[0.0, 1.0], [NAN, NAN], [1.0, 0.0]])
+    stats = stat_values(RAFTActorInterface(epochs=2).train_step(Model("actor", engine), data, MicroBatchSpec()))
+    assert [set(part.ids) for part in engine.seen] == [{"a", "c"}] * 2
+    assert [part.n_sequences for part in engine.seen] == [2, 2]
+    assert stats["optimizer_steps"] == 2
+    assert stats["selected_reward"] == 1.0
+    assert stats["selected_fraction"] == pytest.approx(1 / 3)
+    assert stats["selected_prompts"] == pytest.approx(2 / 3)
+    alone = data.take_sequences([1])
+    by_hand = stat_values(SFTInterface().train_step(Model("actor", BigramEngine()), alone, MicroBatchSpec()))["nll"]
+    of_raft = RAFTActorInterface().train_step(Model("actor", BigramEngine()), data.take([0]), MicroBatchSpec())
+    assert stat_values(of_raft)["nll"] == pytest.approx(by_hand)
+
+
+def test_minibatches_are_as_many_as_there_are_prompts_to_fill_them():
+    for rewards, steps in (([[1.0], [2.0], [3.0]], 3), ([[1.0], [NAN], [3.0]], 2), ([[NAN], [NAN], [NAN]], 0)):
+        engine = Watching()
+        before = engine.logits_VV.clone()
+        interface = RAFTActorInterface(n_minibatches=3, generation=GenerationConfig(n=1))
+        stats = stat_values(interface.train_step(Model("actor", engine), judged(rewards), MicroBatchSpec()))
+        assert len(engine.seen) == stats.get("optimizer_steps", 0) == steps
+        assert torch.equal(engine.logits_VV, before) == (steps == 0)
+
+
+def test_generation_takes_any_sampler_and_keeps_nothing_for_a_ratio():
+    prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[1]], [[2]]]})
+    interface = RAFTActorInterface(generation=GenerationConfig(n=3, max_new_tokens=4, temperature=0.5, top_p=0.9))
+    out = interface.generate(Model("actor", BigramEngine()), prompts, MicroBatchSpec())
+    assert out.keys == {"input_ids", "prompt_mask", "loss_mask", "truncated"}
+    assert out.n_sequences == 6
+
+
+def liked(data: SequenceSample) -> torch.Tensor:
+    """[S] how many of a response's tokens are 3."""
+    return torch.tensor([float(ids[1:].eq(3).sum()) for ids in data.sequences("input_ids")])
+
+
+def rewards_of_training(interface, *, shuffle: bool, steps: int = 12) -> tuple[float, float]:
+    """Mean reward before and after on a bigram model; people like token 3. Shuffled: any response gets any reward."""
+    model, rng = Model("actor", BigramEngine(vocabulary=6, lr=4.0)), np.random.default_rng(0)
+    prompts = SequenceSample.from_sequences(list("abcdef"), {"prompt_ids": [[[i]] for i in range(6)]})
+    means = []
+    for _ in range(steps):
+        batch = interface.generate(model, prompts, MicroBatchSpec())
+        rewards_S = liked(batch)
+        means.append(float(rewards_S.mean()))
+        if shuffle:
+            rewards_S = rewards_S[torch.from_numpy(rng.permutation(len(rewards_S)))]
+        interface.train_step(model, batch.with_sequences(rewards=rewards_S).select(READ), MicroBatchSpec())
+        model.advance()
+    return sum(means[:3]) / 3, sum(means[-3:]) / 3
+
+
+TOY = GenerationConfig(n=8, max_new_tokens=5, fixed_length=True)
+
+
+@pytest.mark.parametrize("choice", [{"keep_best": 1}, {"keep_best": None, "keep_share": 0.125}], ids=str)
+def test_trap_g9_raft_learns_a_toy_reward_and_nothing_from_shuffled_ones(choice):
+    interface = RAFTActorInterface(generation=TOY, n_minibatches=2, **choice)
+    before, after = rewards_of_training(interface, shuffle=False)
+    assert after > before + 2  # of 5
+    before, after = rewards_of_training(interface, shuffle=True)
+    assert after < before + 1.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"keep_best": None}, "keep_best=None with keep_share=None: give one"),
+        ({"keep_share": 0.5}, "keep_best=1 with keep_share=0.5: give one"),
+        ({"keep_best": 9}, "keep_best must be from 1 to generation.n=8, found 9"),
+        ({"keep_best": 0}, "keep_best must be from 1 to generation.n=8, found 0"),
+        ({"keep_best": None, "keep_share": 1.5}, "keep_share must be above 0 and at most 1, found 1.5"),
+        ({"epochs": 0}, "epochs must be at least 1, found 0"),
+        ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
+        ({"generation": GenerationConfig(n=1), "skip_equal_rewards": True}, "skip_equal_rewards must be false with"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        RAFTActorInterface(**setting)
+
+
+def test_the_launch_table_says_what_trains():
+    table = RAFTActorInterface(epochs=4, n_minibatches=8, min_reward=0.5, skip_equal_rewards=True).describe(128)
+    assert table["optimizer steps per step"] == "32 at most (4 passes x 8 mini-batches)"
+    kept = "the best 1 of 8 of each prompt, with a reward of at least 0.5, of prompts whose rewards differ"
+    assert table["responses that train"] == kept
+    share = replace(RAFTActorInterface(), keep_best=None, keep_share=0.2).describe(10)
+    assert share["responses that train"] == "the best 0.2 of the batch's 80 responses"
+
+
+def test_the_graph_samples_judges_and_trains():
+    assert [(r.name, r.model, r.method) for r in dataflow().order] == [
+        ("actor_gen", "actor", "generate"),
+        ("reward_inf", "reward", "inference"),
+        ("actor_train", "actor", "train_step"),
+    ]
+    assert dataflow().unread() == []
+
+
+def test_the_shipped_experiment_runs_on_a_tiny_model(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
+    (tmp_path / "reward.py").write_text("def score(prompt, response, row):\n    return response.count('a')\n")
+    settings = [f"models.actor.path={save_tiny(tmp_path / 'model')}", f"data.path={tmp_path / 'prompts.jsonl'}"]
+    settings += [f"interfaces.reward.function={tmp_path / 'reward.py'}:score", "interfaces.reward.workers=0"]
+    settings += [f"output_dir={tmp_path / 'run'}", "steps=4", "batch_prompts=8", "models.actor.optimizer.lr=1e-2"]
+    settings += ["interfaces.actor.generation.max_new_tokens=8", "interfaces.actor.n_minibatches=2"]
+    result = run(build_experiment(compose(["experiment=raft", *settings])))
+    rewards = result.series("reward")
+    assert rewards[-1] > rewards[0] + 1
+    assert all(a >= b for a, b in zip(result.series("selected_reward"), rewards, strict=True))
+    assert (tmp_path / "run" / "final" / "actor" / "model.safetensors").is_file()
