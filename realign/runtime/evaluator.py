@@ -1,0 +1,64 @@
+"""`Evaluator`: what every kind of evaluation on held-out rows has; `Evaluation` and `LossEvaluation` are two."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from realign.api import DataflowGraph, ModelInterface, SequenceSample
+
+if TYPE_CHECKING:
+    from realign.runtime.local import LocalRuntime
+
+
+@dataclass
+class Evaluator(ABC):
+    """Measures a role's model on held-out rows, now and then; no part of the training graph."""
+
+    data: Any
+    """Held-out rows: a data node such as `realign.data.PromptData`."""
+    every_steps: int = field(default=10, kw_only=True)
+    """Steps between evaluations; there is always one before and one after training."""
+    role: str = field(default="actor", kw_only=True)
+    """Whose model is measured."""
+    batch_prompts: int = field(default=256, kw_only=True)
+    """Prompts taken at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "batch_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluation.{name} must be at least 1, found {getattr(self, name)}")
+
+    @property
+    def judges(self) -> list[ModelInterface]:
+        """Interfaces that belong to the evaluation alone, to be opened and closed with the run."""
+        return []
+
+    def check(self, graph: DataflowGraph) -> None:
+        """Raise a ValueError if this cannot be measured in a run of this graph."""
+
+    @abstractmethod
+    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+        """Take every row of `dataset` once.
+
+        Returns:
+            The metrics `eval/...`, and the first batch with what was made of it.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A few words for the table that is shown at launch."""
+
+    def batches(self, dataset: Any) -> Iterator[SequenceSample]:
+        """The rows of `dataset` in their order, `batch_prompts` at a time.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not len(dataset):
+            raise ValueError("the evaluation data holds no row")
+        for start in range(0, len(dataset), self.batch_prompts):
+            rows = range(start, min(start + self.batch_prompts, len(dataset)))
+            yield dataset.sample([(0, row) for row in rows])
