@@ -177,6 +177,8 @@ def random_batch(
 ) -> SequenceSample:
     """A batch with every key of the data layout: ragged groups, tool tokens inside, an empty and a missing response.
 
+    Keys of other lengths are there too: one baseline reward and one pretraining text per prompt.
+
     Returns:
         A sample whose second prompt has a response without tokens, and whose last response has no reward (NaN).
     """
@@ -202,17 +204,27 @@ def random_batch(
         "prox_logprobs": base + noise(0.1),
         "ref_logprobs": base + noise(0.3),
         "values": noise(1.0),
-        "old_values": noise(1.0),
         "returns": noise(1.0),
+        "dense_rewards": noise(0.2),
         "advantages": noise(1.0),
         "versions": torch.zeros(lengths.total, dtype=torch.int32),
     }
     rewards_S = torch.from_numpy(rng.integers(0, 2, len(lengths.flat)).astype(np.float64))
     rewards_S[-1] = math.nan
     sample = SequenceSample(tuple(f"q{i}" for i in range(n_prompts)), keys, dict.fromkeys(keys, lengths))
-    return sample.with_sequences(
-        rewards=rewards_S, truncated=torch.from_numpy(rng.random(len(lengths.flat)) < 0.2)
-    ).with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
+    sample = sample.with_sequences(
+        rewards=rewards_S,
+        truncated=torch.from_numpy(rng.random(len(lengths.flat)) < 0.2),
+        bootstrap_values=torch.from_numpy(rng.normal(0, 1, len(lengths.flat))),
+    )
+    text = Lengths(np.ones_like(counts), rng.integers(2, max_tokens + 1, n_prompts))
+    sample = sample.with_data(
+        {"ptx_input_ids": torch.from_numpy(rng.integers(0, vocabulary, text.total))}, lengths=text
+    )
+    sample = sample.with_data({"ptx_loss_mask": torch.from_numpy(rng.random(text.total) < 0.8)}, lengths=text)
+    one = Lengths(np.ones_like(counts), np.ones_like(counts))
+    sample = sample.with_data({"baseline_rewards": torch.from_numpy(rng.normal(0, 1, n_prompts))}, lengths=one)
+    return sample.with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
 
 
 def random_preferences(

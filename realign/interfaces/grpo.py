@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from realign.api import GenerationConfig, Model, SequenceSample, Stats, masked_mean
+from realign.api import GenerationConfig, Model, ModelInterface, SequenceSample, Stats, masked_mean
 from realign.functional import (
     Level,
     Normalization,
@@ -38,6 +38,8 @@ class GRPOActorInterface(PPOActorInterface):
     min_group_size: int = 2
     """A group with fewer rewarded responses than this is left out of the loss."""
 
+    credit = ModelInterface.credit  # a critic would learn nothing here
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.generation.n < 2 and Scope.group in (self.adv_norm.mean, self.adv_norm.std):
@@ -51,6 +53,19 @@ class GRPOActorInterface(PPOActorInterface):
                     f"{name}={getattr(self, name):g} has no effect: GRPO gives every token its response's advantage; "
                     "leave it out, or use PPOActorInterface"
                 )
+        norms = (self.reward_norm.mean, self.reward_norm.std)
+        unused = {
+            "reward_norm": norms != (Scope.none, Scope.none),
+            "reward.whiten": self.reward.whiten,
+            "truncation.bootstrap": self.truncation.bootstrap,
+            "value": self.value is not None,
+        }
+        for name, found in unused.items():
+            if found:
+                raise ValueError(
+                    f"{name} has no place in GRPO, which compares the rewards of whole responses by adv_norm; leave it "
+                    "out, or use PPOActorInterface"
+                )
         if not 1 <= self.min_group_size <= self.generation.n:
             raise ValueError(
                 f"min_group_size must be from 1 to generation.n={self.generation.n}, found {self.min_group_size}"
@@ -61,6 +76,8 @@ class GRPOActorInterface(PPOActorInterface):
         cu_seqlens, group_S = data.cu_seqlens(), data.group_index()
         mask_T = data["loss_mask"]
         scores_S = data["rewards"]
+        if "dense_rewards" in data:
+            scores_S = scores_S + segment_sum(torch.where(mask_T, data["dense_rewards"], 0), cu_seqlens)
         if self.kl.place is KLPlace.reward:
             scores_S = scores_S - self.kl_controller.value * segment_sum(self.reward_kl(data), cu_seqlens)
         valid_S = data["rewards"].isfinite() & (segment_sum(mask_T, cu_seqlens) > 0)

@@ -5,6 +5,11 @@ reads them with `rewards` and, where the graph has them, `ref_logprobs` (KL), `v
 (the policy recomputed by the training engine; then ratios are taken against it). A response trains on its sampled
 tokens only; one whose reward is missing (NaN) trains on none. Without a critic the values are 0: with `lam = 1` the
 advantage of a token is then the reward still to come, as in REINFORCE++ (arXiv:2501.03262).
+
+Credit is assigned once per rollout batch, here and nowhere else. With a critic of its own (`critic.py`) that is a call
+of the graph, from which both learn; otherwise it is the first thing that `train_step` does. The order: scores are
+shaped (`reward`), truncation is judged (`truncation`), the baseline is taken off, filters take responses out of
+`loss_mask`; then `reward_norm`, the KL penalty and dense rewards, whitening, GAE, `adv_norm`.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from realign.api import (
     masked_mean,
     merge_stats,
     part_sizes,
+    stat_values,
 )
 from realign.functional import (
     AdaptiveKLController,
@@ -43,18 +49,24 @@ from realign.functional import (
     KLEstimator,
     Level,
     Normalization,
+    PolicyObjective,
     Scope,
     aggregate,
     aggregation_weight,
     broadcast_to_tokens,
     gae,
+    keep_best,
     kl_estimate,
+    nll_loss,
     normalize,
-    policy_loss,
+    policy_objective,
     segment_sum,
     sequence_index,
     token_rewards,
 )
+from realign.interfaces.critic import ValueObjective, trained, value_stats
+from realign.interfaces.pretraining import mix_pretraining
+from realign.interfaces.shaping import RewardShaping, Truncation
 
 
 class KLPlace(StrEnum):
@@ -98,6 +110,39 @@ class KLPenalty:
 
 
 @dataclass
+class EarlyStop:
+    """Bounds on how far one rollout batch may move the policy.
+
+    The mini-batch that is found beyond a bound makes no optimizer step (no weight, moment or schedule moves), and the
+    rest of the batch's mini-batches and epochs are left out.
+    """
+
+    kl: float | None = None
+    """Nats per token: bound on `approx_kl` (k3 of the old policy against the present one); null: none."""
+    ratio: float | None = None
+    """Bound on the mean probability ratio `ratio_mean` (realhf: 5); null: none."""
+
+    def __post_init__(self) -> None:
+        if self.kl is not None and not self.kl > 0:
+            raise ValueError(f"early_stop.kl must be positive, or null, found {self.kl}")
+        if self.ratio is not None and not self.ratio > 1:
+            raise ValueError(f"early_stop.ratio must be above 1, or null, found {self.ratio}")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound."""
+        return (self.kl, self.ratio) != (None, None)
+
+    def allows(self, stats: Stats) -> bool:
+        """Whether the mini-batch with these metrics (over all ranks) may make its step."""
+        if not self.bounded:
+            return True  # without reading metrics, which waits for the device
+        values = stat_values(stats)
+        bounds = {"approx_kl": self.kl, "ratio_mean": self.ratio}
+        return all(bound is None or values.get(name, 0.0) <= bound for name, bound in bounds.items())
+
+
+@dataclass
 class PPOActorInterface(ModelInterface):
     """The policy of PPO. Override `compute_advantages` for credit, `loss` for the objective, `adv_norm` by flags."""
 
@@ -111,6 +156,12 @@ class PPOActorInterface(ModelInterface):
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high (larger than clip_low: DAPO, arXiv:2503.14476)."""
+    objective: PolicyObjective = PolicyObjective.clip
+    """clip (PPO) | reinforce | cispo | gspo | sapo | gmpo: what is made of ratio and advantage."""
+    tau_pos: float = 1.0
+    """Temperature of objective=sapo where the advantage is positive."""
+    tau_neg: float = 1.05
+    """Temperature of objective=sapo where it is negative."""
     dual_clip: float | None = None
     """For negative advantages the ratio counts for this much at most, > 1 (arXiv:1912.09729); null: off."""
     kl: KLPenalty = field(default_factory=KLPenalty)
@@ -121,8 +172,31 @@ class PPOActorInterface(ModelInterface):
     """Discount per sampled token."""
     lam: float = 0.95
     """Lambda of generalised advantage estimation (arXiv:1506.02438)."""
+    reward: RewardShaping = field(default_factory=RewardShaping)
+    """What is made of a score before credit is assigned: affine map, clip, scale, whitening."""
+    truncation: Truncation = field(default_factory=Truncation)
+    """What is made of responses that hit the length limit."""
+    reward_norm: Normalization = field(default_factory=lambda: Normalization(mean=Scope.none, std=Scope.none))
+    """Normalisation of shaped scores, one per response, before they become rewards of tokens. With `adv_norm` as well,
+    two normalisations follow each other: a mean over the group here and whitening there is REINFORCE++-baseline."""
     adv_norm: Normalization = field(default_factory=lambda: Normalization(level=Level.token))
     """Normalisation of advantages: whose mean is subtracted, whose deviation divides."""
+    credit_per_minibatch: bool = False
+    """Assign credit anew in every mini-batch, so that whitening and normalisation use its statistics and not those of
+    the rollout batch (openai/lm-human-preferences). Not with a critic of its own, which learns from one credit."""
+    min_response_tokens: int = 0
+    """Shorter responses leave the loss (DeepSpeed-Chat drops those of 1 token: 2)."""
+    keep_best: int | None = None
+    """Of the responses to a prompt only this many, with the highest scores, train (realhf's best-of-k); null: all."""
+    value: ValueObjective | None = None
+    """Adds the loss of values to the policy's, for a model with a value head; null: values are no business of this
+    model."""
+    ptx_coef: float = 0.0
+    """Weight of the mean negative log-likelihood of pretraining text, added to the loss (PPO-ptx, arXiv:2203.02155)."""
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
+    """Bounds beyond which a rollout batch is not learned from any further."""
+    critic_warmup_steps: int = 0
+    """Training steps at the start in which only the critic learns."""
     aggregation: Aggregation = Aggregation.token_mean
     """How tokens and sequences weigh in the loss."""
     aggregation_constant: float | None = None
@@ -143,6 +217,18 @@ class PPOActorInterface(ModelInterface):
             "gamma": (0 <= self.gamma <= 1, "from 0 to 1"),
             "lam": (0 <= self.lam <= 1, "from 0 to 1"),
             "aggregation_constant": (self.aggregation_constant is None or self.aggregation_constant > 0, "positive"),
+            "tau_pos": (self.tau_pos > 0, "positive"),
+            "tau_neg": (self.tau_neg > 0, "positive"),
+            "min_response_tokens": (
+                0 <= self.min_response_tokens <= self.generation.max_new_tokens,
+                f"from 0 to generation.max_new_tokens={self.generation.max_new_tokens}",
+            ),
+            "keep_best": (
+                self.keep_best is None or 1 <= self.keep_best <= self.generation.n,
+                f"from 1 to generation.n={self.generation.n}, or null",
+            ),
+            "ptx_coef": (self.ptx_coef >= 0, "at least 0"),
+            "critic_warmup_steps": (self.critic_warmup_steps >= 0, "at least 0"),
         }
         for name, (ok, valid) in checks.items():
             if not ok:
@@ -153,12 +239,25 @@ class PPOActorInterface(ModelInterface):
                 f"aggregation={self.aggregation.value} with aggregation_constant={self.aggregation_constant}: "
                 "aggregation=constant, and only it, needs a number of tokens per sequence"
             )
+        if self.truncation.overlong_buffer > self.generation.max_new_tokens:
+            raise ValueError(
+                f"truncation.overlong_buffer={self.truncation.overlong_buffer} is longer than a response can be: "
+                f"generation.max_new_tokens={self.generation.max_new_tokens}"
+            )
         self.kl_controller = self.kl.controller()
 
     def required_inputs(self, method: str) -> frozenset[str]:
-        """`ref_logprobs` to train with a KL penalty (`graph.kl=true` provides it)."""
-        penalised = method == "train_step" and self.kl.place is not KLPlace.none
-        return frozenset({"ref_logprobs"} if penalised else ())
+        """Keys without which a setting would have no effect: `ref_logprobs` for a KL penalty, and so on."""
+        needs = {
+            "ref_logprobs": self.kl.place is not KLPlace.none,
+            "truncated": self.truncation.looks,
+            "bootstrap_values": self.truncation.bootstrap,
+            "values": self.value is not None,
+        }
+        if method == "train_step":
+            needs["ptx_input_ids"] = self.ptx_coef > 0
+        assigns = method in ("credit", "train_step")
+        return frozenset(key for key, needed in needs.items() if assigns and needed)
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt; `versions` says which policy sampled each token."""
@@ -169,39 +268,101 @@ class PPOActorInterface(ModelInterface):
         """`logprobs` [T] of the sampled tokens under the present weights."""
         return score_logprobs(model, data, mb_spec, self.generation.temperature)
 
+    def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """`advantages` and `returns` [T], and the `loss_mask` [T] that is left after every filter."""
+        return self.compute_advantages(model, self.prepare(model, data)).select(["advantages", "returns", "loss_mask"])
+
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Assign credit once, then take `epochs * n_minibatches` optimizer steps, shuffled anew in each pass."""
-        data = self.compute_advantages(model, drop_missing_rewards(data))
-        rng = np.random.default_rng(model.call_seed("minibatches"))
+        """Take `epochs * n_minibatches` optimizer steps, shuffled anew in each pass.
+
+        Credit that the graph did not assign (`advantages`) is assigned first, once.
+        """
+        if "advantages" not in data:
+            data = self.prepare(model, data)
+            if not self.credit_per_minibatch:
+                data = self.compute_advantages(model, data)
         stats: list[Stats] = [self.batch_stats(data)]
-        for _ in range(self.epochs):
-            for part in data.minibatches(self.n_minibatches, rng):
-                stats.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight))
+        if self.value is not None and "returns" in data:
+            stats.append(value_stats(data, model))
+        if model.version < self.critic_warmup_steps:
+            return merge_stats(stats)
+        steps, further = self._optimize(model, data, mb_spec)
         # Before the first step the policy is the one that sampled: this must be 0 up to rounding.
-        first = {"first_logprob_diff_max": stats[1]["logprob_diff_max"]} if "logprob_diff_max" in stats[1] else {}
-        merged = merge_stats([*stats, first])
+        if "logprob_diff_max" in steps[0]:
+            further.append({"first_logprob_diff_max": steps[0]["logprob_diff_max"]})
+        merged = merge_stats([*stats, *steps, *further])
         self._update_kl(model, data, merged)
         return merged
+
+    def _optimize(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> tuple[list[Stats], list[Stats]]:
+        """Make the optimizer steps of a rollout batch, all of them or until `early_stop` ends them.
+
+        Returns:
+            The metrics of each optimizer step, and further ones.
+        """
+        allowed = True
+
+        def step_if(stats: Stats) -> bool:
+            nonlocal allowed
+            allowed = self.early_stop.allows(stats)
+            return allowed
+
+        if "ptx_input_ids" not in data:
+            data = trained(data)
+        rng = np.random.default_rng(model.call_seed("minibatches"))
+        steps, further = list[Stats](), list[Stats]()
+        for _ in range(self.epochs):
+            for part in data.minibatches(self.n_minibatches, rng):
+                if not allowed:
+                    continue
+                if self.credit_per_minibatch:
+                    part = self.compute_advantages(model, part)
+                    further.append(self.credit_stats(part))
+                if self.ptx_coef:
+                    part = mix_pretraining(part, self.ptx_coef, self.loss_weight, model.machine.reduce)
+                steps.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight, step_if))
+        if self.early_stop.bounded:
+            further.append({"early_stopped": Max(torch.tensor(float(not allowed)))})
+        return steps, further
+
+    def prepare(self, model: Model, data: SequenceSample) -> SequenceSample:
+        """Shape the scores in `rewards` and take what must not train out of `loss_mask`; once per rollout batch."""
+        cu_seqlens, truncated_S = data.cu_seqlens(), data.get("truncated")
+        tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
+        valid_S = data["rewards"].isfinite() & (tokens_S >= max(1, self.min_response_tokens))
+        self.reward.observe(data["rewards"], valid_S, model.machine.reduce)
+        scores_S = self.reward.shape(data["rewards"])
+        scores_S = self.truncation.scores(scores_S, truncated_S, tokens_S, self.generation.max_new_tokens)
+        if self.truncation.mask and truncated_S is not None:
+            valid_S = valid_S & ~truncated_S
+        if "baseline_rewards" in data:
+            scores_S = scores_S - self._baseline(data)
+            valid_S = valid_S & scores_S.isfinite()
+        if self.keep_best is not None:
+            valid_S = keep_best(scores_S, data.group_index(), valid_S, self.keep_best)
+        mask_T = data["loss_mask"] & broadcast_to_tokens(valid_S, cu_seqlens)
+        return data.with_sequences(rewards=scores_S).with_tokens(loss_mask=mask_T)
 
     def compute_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Add `advantages` [T] and `returns` [T]: GAE over the sampled tokens, then `adv_norm`."""
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
+        reduce, group_S = model.machine.reduce, data.group_index()
+        scores_S = data["rewards"]
+        if (self.reward_norm.mean, self.reward_norm.std) != (Scope.none, Scope.none):
+            scores_S = normalize(scores_S, group_S, segment_sum(mask_T, cu_seqlens) > 0, self.reward_norm, reduce)
         kl_T, coef = None, 0.0
         if self.kl.place is KLPlace.reward:
             kl_T, coef = self.reward_kl(data), self.kl_controller.value
-        rewards_T = token_rewards(data["rewards"], mask_T, cu_seqlens, kl_T=kl_T, kl_coef=coef)
+        rewards_T = token_rewards(scores_S, mask_T, cu_seqlens, kl_T=kl_T, kl_coef=coef)
+        if "dense_rewards" in data:
+            rewards_T = rewards_T + torch.where(mask_T, data["dense_rewards"], 0)
+        rewards_T = self.reward.tokens(rewards_T, mask_T, reduce)
         values_T = data["values"] if "values" in data else torch.zeros_like(rewards_T)
+        bootstrap_S = data["bootstrap_values"] * data["truncated"] if self.truncation.bootstrap else None
         advantages_T, returns_T = gae(
-            rewards_T,
-            values_T,
-            mask_T,
-            cu_seqlens,
-            gamma=self.gamma,
-            lam=self.lam,
-            bootstrap_S=data.get("bootstrap_values"),
+            rewards_T, values_T, mask_T, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap_S=bootstrap_S
         )
-        group_T = data.group_index()[sequence_index(cu_seqlens)]
-        advantages_T = normalize(advantages_T, group_T, mask_T, self.adv_norm, model.machine.reduce)
+        advantages_T = normalize(advantages_T, group_S[sequence_index(cu_seqlens)], mask_T, self.adv_norm, reduce)
         return data.with_tokens(advantages=advantages_T, returns=returns_T)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
@@ -209,14 +370,18 @@ class PPOActorInterface(ModelInterface):
         mask_T, cu_seqlens = minibatch["loss_mask"], minibatch.cu_seqlens()
         logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=self.generation.temperature, where_T=mask_T)
         old_T = old_logprobs(minibatch)
-        clip = policy_loss(
+        clip = policy_objective(
             logprobs_T,
             old_T,
             minibatch["advantages"],
             mask_T,
+            cu_seqlens,
+            objective=self.objective,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
+            tau_pos=self.tau_pos,
+            tau_neg=self.tau_neg,
         )
         loss_T = clip.loss_T
         stats: Stats = {
@@ -238,7 +403,15 @@ class PPOActorInterface(ModelInterface):
             stats["ref_kl"] = masked_mean(kl_T, mask_T)
         if self.entropy_coef:
             loss_T = loss_T - self.entropy_coef * entropy_T
-        return aggregate(loss_T, mask_T, cu_seqlens, self.aggregation), stats
+        if self.value is not None:
+            value_loss_T, value = self.value(output.values(), minibatch)
+            loss_T, stats = loss_T + self.value.coef * value_loss_T, stats | value
+        loss = aggregate(loss_T, mask_T, cu_seqlens, self.aggregation)
+        if self.ptx_coef:
+            weight_T = minibatch["ptx_weight"]
+            nll_T = nll_loss(output.logprobs(where_T=weight_T > 0), weight_T > 0)
+            loss, stats["ptx_nll"] = loss + (weight_T * nll_T).sum(), masked_mean(nll_T, weight_T > 0)
+        return loss, stats
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """What the engine divides the sum by, after every filter on `loss_mask`."""
@@ -254,18 +427,24 @@ class PPOActorInterface(ModelInterface):
         """Metrics of the rollout batch itself."""
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
         trained_S = segment_sum(mask_T, cu_seqlens) > 0
-        advantages_T = data["advantages"]
-        stats: Stats = {
-            "advantage_mean": masked_mean(advantages_T, mask_T),
-            "advantage_max": masked_max(advantages_T, mask_T),
-            "advantage_min": Min(-masked_max(-advantages_T, mask_T).value),
-            "trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S)),
-        }
+        stats: Stats = {"trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S))}
+        if "advantages" in data:
+            stats |= self.credit_stats(data)
         if "ref_logprobs" in data:
             kl_S = segment_sum(self.reward_kl(data), cu_seqlens)
             stats["ref_kl_per_sequence"] = masked_mean(kl_S, trained_S)
             if self.kl.place is KLPlace.reward:
                 stats["ref_kl"] = masked_mean(self.reward_kl(data), mask_T)
+        return stats
+
+    def credit_stats(self, data: SequenceSample) -> Stats:
+        """Metrics of advantages, over the tokens that train; of values and returns where there is a critic."""
+        mask_T, advantages_T = data["loss_mask"], data["advantages"]
+        stats: Stats = {
+            "advantage_mean": masked_mean(advantages_T, mask_T),
+            "advantage_max": masked_max(advantages_T, mask_T),
+            "advantage_min": Min(-masked_max(-advantages_T, mask_T).value),
+        }
         return stats
 
     def _update_kl(self, model: Model, data: SequenceSample, stats: Stats) -> None:
@@ -282,13 +461,23 @@ class PPOActorInterface(ModelInterface):
         if n_sequences:
             self.kl_controller.update(kl / n_sequences, int(n_sequences))
 
+    def _baseline(self, data: SequenceSample) -> Tensor:
+        """[S] shaped score of the one response that each prompt is compared with (`baseline_rewards`)."""
+        rewards_P = data["baseline_rewards"]
+        if len(rewards_P) != len(data):
+            raise ValueError(
+                f"baseline_rewards holds {len(rewards_P)} rewards for {len(data)} prompts; a baseline is one per prompt"
+            )
+        return self.reward.shape(rewards_P)[data.group_index()]
+
     def state_dict(self) -> dict[str, Any]:
-        """The KL controller's state."""
-        return {"kl_controller": self.kl_controller.state_dict()}
+        """The state of the KL controller and of the running scale of scores."""
+        return {"kl_controller": self.kl_controller.state_dict(), "reward": self.reward.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the KL controller's state."""
+        """Take back what `state_dict` gave."""
         self.kl_controller.load_state_dict(state["kl_controller"])
+        self.reward.load_state_dict(state["reward"])
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Rows of the table that is shown at launch."""
@@ -321,33 +510,78 @@ class ReferenceInterface(ModelInterface):
         return score_logprobs(model, data, mb_spec, self.temperature)
 
 
-def dataflow(*, kl: bool = False, recompute: bool = False) -> DataflowGraph:
+class CriticPlace(StrEnum):
+    """Which model says what states are worth."""
+
+    none = "none"
+    """None: values are 0."""
+    own = "own"
+    """The role `critic`, trained beside the actor."""
+    shared = "shared"
+    """The role `critic` is a view of the actor's value head, and the actor's loss trains it (`value`)."""
+
+
+def dataflow(
+    *,
+    kl: bool = False,
+    recompute: bool = False,
+    critic: CriticPlace = CriticPlace.none,
+    dense: bool = False,
+    greedy_baseline: bool = False,
+    ptx: bool = False,
+) -> DataflowGraph:
     """The graph of PPO and of its kin.
 
     Args:
         kl: a role `ref` scores the responses (needed by `kl.place`).
         recompute: the actor scores its responses once more with the training engine, and ratios are taken against
             that; costs a forward pass, and takes differences between sampler and trainer out of the ratio.
+        critic: none | own | shared: who says what states are worth.
+        dense: the reward gives every token its own (`dense_rewards`) beside the one of the response.
+        greedy_baseline: a role `baseline` answers each prompt greedily, and the reward of that answer is taken off
+            (ReMax, arXiv:2310.10505).
+        ptx: the dataset adds pretraining text to each prompt (needed by `ptx_coef`).
     """
     sampled = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
-    scored = ("input_ids", "loss_mask")
-    train: tuple[str, ...] = (*scored, "logprobs", "rewards")
+    scored, judged = ("input_ids", "loss_mask"), ("input_ids", "prompt_mask", "row")
+    rewards = ("rewards", "dense_rewards") if dense else ("rewards",)
+    assigning: list[str] = [*scored, "logprobs", "truncated", *rewards]
     rpcs = [
         RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=sampled),
-        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=("rewards",)),
+        RPC("reward_inf", "reward", "inference", inputs=judged, outputs=rewards),
     ]
-    if kl:
+    if greedy_baseline:
+        greedy = {"input_ids": "greedy_input_ids", "prompt_mask": "greedy_prompt_mask"}
+        answer, verdict = tuple(greedy.values()), {"rewards": "baseline_rewards"}
+        rpcs.append(RPC("baseline_gen", "baseline", "generate", ("prompt_ids",), answer, rename=greedy))
         rpcs.append(
-            RPC("ref_inf", "ref", "inference", scored, outputs=("ref_logprobs",), rename={"logprobs": "ref_logprobs"})
+            RPC("baseline_inf", "reward", "inference", (*answer, "row"), ("baseline_rewards",), rename=greedy | verdict)
         )
-        train = (*train, "ref_logprobs")
+        assigning.append("baseline_rewards")
+    if kl:
+        rpcs.append(RPC("ref_inf", "ref", "inference", scored, ("ref_logprobs",), rename={"logprobs": "ref_logprobs"}))
+        assigning.append("ref_logprobs")
     if recompute:
         rpcs.append(
             RPC("actor_inf", "actor", "inference", scored, ("prox_logprobs",), rename={"logprobs": "prox_logprobs"})
         )
-        train = (*train, "prox_logprobs")
-    rpcs.append(RPC("actor_train", "actor", "train_step", inputs=train))
-    return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row"), results=("versions", "truncated"))
+        assigning.append("prox_logprobs")
+    if critic is not CriticPlace.none:
+        rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
+        assigning += ["values", "bootstrap_values"]
+    training, masked = assigning, {}
+    if critic is CriticPlace.own:
+        masked = {"loss_mask": "train_mask"}
+        credited = ("advantages", "returns", "train_mask")
+        rpcs.append(RPC("actor_credit", "actor", "credit", tuple(assigning), credited, rename=masked))
+        training = [key for key in assigning if key != "loss_mask"] + [*credited]
+        learned = ("input_ids", "train_mask", "values", "returns")
+        rpcs.append(RPC("critic_train", "critic", "train_step", learned, rename=masked))
+    if ptx:
+        training = [*training, "ptx_input_ids", "ptx_loss_mask"]
+    rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
+    dataset_keys = ("prompt_ids", "row", *(("ptx_input_ids", "ptx_loss_mask") if ptx else ()))
+    return DataflowGraph(tuple(rpcs), dataset_keys=dataset_keys, results=("versions", "truncated"))
 
 
 def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
@@ -362,12 +596,6 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
 def old_logprobs(data: SequenceSample) -> Tensor:
     """[T] log-probs that ratios are taken against: the recomputed ones where the graph has them, else behaviour."""
     return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
-
-
-def drop_missing_rewards(data: SequenceSample) -> SequenceSample:
-    """Take responses without a reward (NaN) out of the loss: their `loss_mask` becomes False throughout."""
-    present_T = broadcast_to_tokens(data["rewards"].isfinite(), data.cu_seqlens())
-    return data.with_tokens(loss_mask=data["loss_mask"] & present_T)
 
 
 def normalization_formula(spec: Normalization) -> str:

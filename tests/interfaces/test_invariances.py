@@ -7,15 +7,28 @@ import importlib
 import inspect
 import itertools
 import pkgutil
+from enum import Enum
 
 import pytest
 
 import realign.interfaces
-from realign.api import ModelInterface
+from realign.api import GenerationConfig, ModelInterface
 from realign.api.model import implements
-from realign.functional import Aggregation, DPOLoss, KLEstimator, Level, Normalization, Scope
-from realign.interfaces.ppo import KLPenalty, KLPlace
+from realign.functional import (
+    Aggregation,
+    DPOLoss,
+    KLEstimator,
+    Level,
+    Normalization,
+    PolicyObjective,
+    Scope,
+    ValueLoss,
+)
+from realign.interfaces import ppo
+from realign.interfaces.critic import ValueNormalization, ValueObjective, ValueScale
+from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace
 from realign.interfaces.reward_model import RewardLoss
+from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 from realign.testing import check_train_step, random_preferences
 
 # Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
@@ -31,6 +44,33 @@ PPO_SETTINGS = [
         for mean, std, loo, level in itertools.product(Scope, Scope, (False, True), Level)
         if not (loo and mean is Scope.none)
     ),
+    *({"objective": objective} for objective in PolicyObjective),
+    {"reward": RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale=RewardScale.running)},
+    {"reward": RewardShaping(scale=RewardScale.ref)},
+    *(
+        {"truncation": Truncation(reward=reward, penalty=penalty)}
+        for reward, penalty in [
+            (TruncatedReward.zero, None),
+            (TruncatedReward.add, -0.5),
+            (TruncatedReward.set, -1.0),
+        ]
+    ),
+    {"truncation": Truncation(mask=True)},
+    {"truncation": Truncation(overlong_buffer=3), "generation": GenerationConfig(n=4, max_new_tokens=8)},
+    {"min_response_tokens": 2},
+    {"keep_best": 1, "generation": GenerationConfig(n=4)},
+    {"ptx_coef": 0.5, "n_minibatches": 2},
+    {"early_stop": EarlyStop(kl=1e-6), "epochs": 2},
+    {"early_stop": EarlyStop(ratio=5.0), "epochs": 2},
+    {"credit_per_minibatch": True, "n_minibatches": 2},
+]
+PPO_ONLY = [
+    {"gamma": 0.9, "lam": 0.5},
+    {"reward": RewardShaping(whiten=True)},
+    {"reward_norm": Normalization(Scope.group, Scope.none), "adv_norm": Normalization(level=Level.token)},
+    {"truncation": Truncation(bootstrap=True)},
+    {"value": ValueObjective(coef=0.1), "epochs": 2},
+    {"value": ValueObjective(clip=None, kind=ValueLoss.huber, huber_delta=0.5), "credit_per_minibatch": True},
 ]
 SETTINGS: dict[str, list[dict]] = {
     "DPOInterface": [
@@ -40,15 +80,12 @@ SETTINGS: dict[str, list[dict]] = {
         {"length_normalized": True, "sft_coef": 0.5},
     ],
     "GRPOActorInterface": PPO_SETTINGS,
-    "PPOActorInterface": [*PPO_SETTINGS, {"gamma": 0.9, "lam": 0.5}],
-    "RAFTActorInterface": [
+    "PPOActorInterface": [*PPO_SETTINGS, *PPO_ONLY],
+    "PPOCriticInterface": [
         {"epochs": 2, "n_minibatches": 2},
-        {"keep_best": 2, "skip_equal_rewards": True},
-        {"keep_best": None, "keep_share": 0.4, "min_reward": 0.5},
-    ],
-    "RFTActorInterface": [
-        {"epochs": 2, "n_minibatches": 2},
-        {"n_improve_steps": 2, "start_percentile": 0.0, "min_reward": 0.5},
+        {"objective": ValueObjective(clip=None)},
+        {"objective": ValueObjective(kind=ValueLoss.huber, huber_delta=0.5)},
+        *({"normalization": ValueNormalization(scale)} for scale in ValueScale),
     ],
     "RewardModelInterface": [
         {"n_minibatches": 2},
@@ -81,19 +118,35 @@ def trainers() -> list[type[ModelInterface]]:
     return sorted(found, key=lambda cls: cls.__name__)
 
 
-def graphs(module):
-    flags = [name for name, p in inspect.signature(module.dataflow).parameters.items() if isinstance(p.default, bool)]
-    for values in itertools.product((False, True), repeat=len(flags)):
-        yield module.dataflow(**dict(zip(flags, values, strict=True)))
+def graphs(dataflow):
+    """The graph without flags, with each value of each flag alone, and with all of them at their last value."""
+    choices = {}
+    for name, parameter in inspect.signature(dataflow).parameters.items():
+        kind = type(parameter.default)
+        assert kind is bool or issubclass(kind, Enum), f"flag {name} of {dataflow.__module__}: say what its values are"
+        choices[name] = (False, True) if kind is bool else tuple(kind)
+    alone = [{name: value} for name, values in choices.items() for value in values]
+    together = [{name: values[-1 - back] for name, values in choices.items()} for back in (0, 1)]
+    mixed = [{**together[0], name: value} for name, values in choices.items() if len(values) > 2 for value in values]
+    for flags in ({}, *alone, together[0], *mixed):
+        yield dataflow(**flags)
 
 
 def input_sets(cls: type[ModelInterface]) -> list[tuple[str, ...]]:
-    """What the train_step RPCs of the class's own file read; the role's name stands in the class's name."""
-    module = importlib.import_module(cls.__module__)
-    rpcs = [r for graph in graphs(module) for r in graph.rpcs if r.method == "train_step"]
+    """What the train_step RPCs of the class's own file read, by the interface's names of the keys.
+
+    The role's name stands in the class's name. The critic is wired by the graph of PPO.
+    """
+    dataflow = getattr(importlib.import_module(cls.__module__), "dataflow", ppo.dataflow)
+    rpcs = [r for graph in graphs(dataflow) for r in graph.rpcs if r.method == "train_step"]
     mine = [r for r in rpcs if r.model in cls.__name__.lower()] or rpcs
-    assert mine, f"{cls.__module__}.dataflow declares no train_step for {cls.__name__}"
-    return sorted({r.inputs for r in mine})
+    assert mine, f"{dataflow.__module__}.dataflow declares no train_step for {cls.__name__}"
+    return sorted({tuple(interface_names(r)) for r in mine})
+
+
+def interface_names(rpc):
+    ours = {graph: interface for interface, graph in rpc.rename.items()}
+    return (ours.get(key, key) for key in rpc.inputs)
 
 
 def settings(cls: type[ModelInterface]) -> list[dict]:
@@ -108,11 +161,15 @@ def settings(cls: type[ModelInterface]) -> list[dict]:
 
 
 def cases():
-    """Every setting on the richest inputs that suit it, and the defaults on every set of inputs."""
+    """The defaults on every set of inputs, and every setting on the richest ones: with credit assigned and without."""
     for cls in trainers():
         input_list = sorted(input_sets(cls), key=len)
+        credited = [inputs for inputs in input_list if "advantages" in inputs]
+        crediting = [inputs for inputs in input_list if "advantages" not in inputs]
         for kwargs in settings(cls):
-            for inputs in input_list if not kwargs else input_list[-1:]:
+            per_minibatch = kwargs.get("credit_per_minibatch")  # then no call of the graph may assign it
+            richest = [*crediting[-1:], *([] if per_minibatch else credited[-1:])]
+            for inputs in input_list if not kwargs else richest:
                 yield cls, kwargs, inputs
 
 

@@ -8,15 +8,16 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.functional import Aggregation, KLEstimator, Normalization, Scope, aggregate, kl_estimate
+from realign.interfaces.critic import trained
 from realign.interfaces.ppo import (
     KLPenalty,
     KLPlace,
     PPOActorInterface,
     ReferenceInterface,
     dataflow,
-    drop_missing_rewards,
     normalization_formula,
 )
+from realign.interfaces.shaping import Truncation
 from realign.testing import BigramEngine, random_batch, train_once
 
 RAW = Normalization(Scope.none, Scope.none)
@@ -172,7 +173,8 @@ def test_metrics_of_a_step_are_the_plain_means_they_are_named_after():
     data = random_batch(3).select(["input_ids", "loss_mask", "logprobs", "rewards"])
     engine = BigramEngine()
     metrics = train_once(PPOActorInterface(), data, MicroBatchSpec(n_microbatches=2)).metrics
-    credited = PPOActorInterface().compute_advantages(Model("actor", engine), drop_missing_rewards(data))
+    model, interface = Model("actor", engine), PPOActorInterface()
+    credited = interface.compute_advantages(model, interface.prepare(model, data))
     mask = credited["loss_mask"]
     now = engine.output(data).logprobs(where_T=mask)[mask]
     old, gain = credited["logprobs"][mask], credited["advantages"][mask]
@@ -230,10 +232,14 @@ def test_trap_c2_a_cut_response_takes_the_value_of_the_state_where_it_was_cut():
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3], [1, 2, 3]]]}).with_tokens(
         loss_mask=torch.tensor([False, True, True] * 2), values=torch.zeros(6)
     )
-    data = data.with_sequences(rewards=torch.tensor([1.0, 1.0]), bootstrap_values=torch.tensor([0.0, 0.6]))
-    interface = PPOActorInterface(gamma=0.5, lam=1.0, adv_norm=RAW)
-    out = interface.compute_advantages(Model("actor", BigramEngine()), data)
-    assert out["returns"].tolist() == pytest.approx([0, 0.5, 1, 0, 0.65, 1.3])
+    data = data.with_sequences(
+        rewards=torch.ones(2), truncated=torch.tensor([False, True]), bootstrap_values=torch.tensor([0.4, 0.6])
+    )
+    model, setting = Model("actor", BigramEngine()), {"gamma": 0.5, "lam": 1.0, "adv_norm": RAW}
+    on = PPOActorInterface(truncation=Truncation(bootstrap=True), **setting).compute_advantages(model, data)
+    assert on["returns"].tolist() == pytest.approx([0, 0.5, 1, 0, 0.65, 1.3])
+    off = PPOActorInterface(**setting).compute_advantages(model, data)
+    assert off["returns"].tolist() == pytest.approx([0, 0.5, 1, 0, 0.5, 1])
 
 
 def test_trap_b1_ratio_is_one_before_the_first_update():
@@ -390,7 +396,8 @@ def test_trap_d6_rejected_rows_leave_the_denominator():
         loss_mask=torch.tensor([False, True, True, True, True, False, True]), logprobs=torch.zeros(7)
     ).with_sequences(rewards=torch.tensor([1.0, math.nan]))
     interface = PPOActorInterface()
-    out = interface.compute_advantages(Model("actor", BigramEngine()), drop_missing_rewards(data))
+    model = Model("actor", BigramEngine())
+    out = interface.compute_advantages(model, interface.prepare(model, data))
     assert interface.loss_weight(out) == 4
 
 
@@ -408,13 +415,16 @@ def test_trap_d11_every_prompt_is_used_once_per_epoch():
     seen: list[str] = []
 
     class Watching(BigramEngine):
-        def train_batch(self, data, mb_spec, loss_fn, loss_weight_fn):
+        def train_batch(self, data, *rest):
             seen.extend(data.ids)
-            return super().train_batch(data, mb_spec, loss_fn, loss_weight_fn)
+            return super().train_batch(data, *rest)
 
     PPOActorInterface(epochs=2, n_minibatches=3).train_step(Model("actor", Watching()), data, MicroBatchSpec())
-    assert sorted(seen[:7]) == sorted(seen[7:]) == sorted(data.ids)
-    assert seen[:7] != seen[7:]
+    teaching = sorted(trained(PPOActorInterface().prepare(Model("actor", BigramEngine()), data)).ids)
+    half = len(seen) // 2
+    assert 5 <= len(teaching) < len(data)  # of one prompt nothing trains
+    assert sorted(seen[:half]) == sorted(seen[half:]) == teaching
+    assert seen[:half] != seen[half:]
 
 
 def test_trap_f10_recomputed_log_probs_that_equal_the_samplers_change_nothing():
