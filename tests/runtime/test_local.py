@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from realign.api import (
     RPC,
@@ -539,3 +541,39 @@ def test_a_graph_of_another_shape_runs(tmp_path):
     values, batch = runtime.step(1)
     assert batch.keys == {"prompt_ids", "row"}
     assert "time/t_s" in values
+
+
+def test_a_run_keeps_its_best_and_last_saves_shows_samples_and_feeds_trackers(tmp_path):
+    @dataclass
+    class Listener:
+        heard: list = field(default_factory=list)
+
+        def open(self, name, output_dir):
+            self.heard.append((name, output_dir))
+            return SimpleNamespace(
+                log=lambda step, metrics: self.heard.append(step), close=lambda: self.heard.append(".")
+            )
+
+    listener, console = Listener(), Console(file=io.StringIO(), width=200)
+    settings = {"save_every_steps": 1, "keep_saves": 1, "save_best": "eval/reward", "print_samples_every_steps": 2}
+    result = run(experiment(tmp_path, steps=4, trackers={"mine": listener}, **settings), console=console)
+    assert sorted(p.name for p in result.output_dir.iterdir() if p.is_dir()) == ["best", "final", "step_000003"]
+    assert listener.heard == [("toy", result.output_dir), 0, 1, 2, 3, 4, "."]
+    shown = [line for line in console.file.getvalue().splitlines() if " -> " in line]
+    assert [line.split(":")[0] for line in shown] == ["step 2"] * 3 + ["step 4"] * 3
+    rewards, smooth = result.series("reward"), result.series("reward_ema")
+    assert smooth[0] == pytest.approx(rewards[0])
+    assert smooth[2] == pytest.approx(0.81 * rewards[0] + 0.09 * rewards[1] + 0.1 * rewards[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_saves": 2}, "keep_saves=2 has no effect without save_every_steps"),
+        ({"keep_saves": 0, "save_every_steps": 1}, "keep_saves must be at least 1 or null, found 0"),
+        ({"save_best": "-eval/reward", "evaluation": None}, "is measured by an evaluation, and there is none"),
+    ],
+)
+def test_settings_of_saves_without_effect_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        experiment(tmp_path, **settings)

@@ -1,0 +1,64 @@
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, ModelInterface
+from realign.runtime import Evaluation
+from tests.config_parts import Bigram, CountThrees, Prompts
+
+LONG = GenerationConfig(n=2, max_new_tokens=6, fixed_length=True)
+
+
+@dataclass
+class Length(ModelInterface):
+    """Tokens of each response; none for the first."""
+
+    closed: list[bool] = field(default_factory=list)
+
+    def inference(self, model, data, mb_spec):
+        lengths = [float((~given).sum()) for given in data.sequences("prompt_mask")]
+        lengths[0] = float("nan")
+        return data.select(["input_ids"]).with_sequences(rewards=torch.tensor(lengths)).select(["rewards"])
+
+
+def run(**settings):
+    evaluation = Evaluation(Prompts(5), CountThrees(), LONG, batch_prompts=2, **settings)
+    return evaluation.run(Bigram().load("actor", seed=0), Prompts(5))
+
+
+def test_a_further_judge_has_a_metric_of_its_own_over_the_responses_it_judged():
+    values, judged = run(metrics={"length": Length()})
+    plain, _ = run()
+    assert values == plain | {"eval/length": 6.0}
+    assert len(judged) == 2
+
+
+def test_a_sweep_adds_the_metrics_of_each_value():
+    values, judged = run(sweep={"max_new_tokens": [1, 3]}, metrics={"length": Length()})
+    plain, _ = run()
+    assert {name: values[name] for name in plain} == plain
+    assert [values[f"eval/response_tokens{end}"] for end in ("", "@max_new_tokens=1", "@max_new_tokens=3")] == [6, 1, 3]
+    assert values["eval/length@max_new_tokens=3"] == 3.0
+    assert "eval/reward@max_new_tokens=1" in values
+    assert judged["prompt_mask"].numel() == 2 * 2 * (2 + 6)  # what is shown was sampled as `generation` says
+
+
+def test_all_judges_are_opened_and_closed_with_the_run():
+    reward, length = CountThrees(), Length()
+    assert Evaluation(Prompts(5), reward, metrics={"length": length}).judges == [reward, length]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sweep": {"n": [1], "top_k": [1]}}, r"sweep takes one setting, found n, top_k"),
+        ({"sweep": {"temprature": [1]}}, r"sweep\.temprature is no field of generation; there are n, "),
+        ({"sweep": {"temperature": [1.0]}}, r"sweep\.temperature has no effect on evaluation\.generation\.greedy=true"),
+        ({"sweep": {"n": [0]}}, "n must be at least 1, found 0"),
+        ({"metrics": {"reward": Length()}}, r"eval/reward has a meaning already"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Evaluation(Prompts(5), CountThrees(), **settings)

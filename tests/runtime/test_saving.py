@@ -1,0 +1,51 @@
+import json
+import math
+
+import pytest
+
+from realign.runtime.saving import Saves
+
+
+def saves(tmp_path, **settings):
+    def write(folder):
+        (folder / "actor").mkdir(parents=True, exist_ok=True)
+
+    return Saves(tmp_path, write, **settings)
+
+
+def names(tmp_path):
+    return sorted(p.name for p in tmp_path.iterdir())
+
+
+def test_the_last_ones_stay(tmp_path):
+    kept = saves(tmp_path, every_steps=2, keep=2)
+    for step in range(9):
+        kept.after_step(step, {}, last=step == 8)
+    assert names(tmp_path) == ["step_000004", "step_000006"]
+
+
+def test_without_a_limit_all_stay_and_without_an_interval_there_is_none(tmp_path):
+    for step in range(5):
+        saves(tmp_path / "none").after_step(step, {}, last=False)
+    assert not (tmp_path / "none").exists()
+    kept = saves(tmp_path, every_steps=1)
+    for step in range(4):
+        kept.after_step(step, {}, last=False)
+    assert names(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize(("best", "step", "value"), [("eval/reward", 2, 3.0), ("-eval/reward", 4, 0.5)])
+def test_the_best_is_kept_and_says_what_it_was(tmp_path, best, step, value):
+    kept = saves(tmp_path, best=best)
+    for number, reward in enumerate([9.0, 2.0, 3.0, math.nan, 0.5, 3.0, None]):
+        kept.after_step(number, {} if reward is None else {"eval/reward": reward}, last=False)
+    assert names(tmp_path) == ["best"]
+    record = json.loads((tmp_path / "best" / "best.json").read_text())
+    assert record == {"step": step, "metric": "eval/reward", "value": value}
+
+
+def test_a_metric_that_nobody_measures_is_refused_after_the_first_step(tmp_path):
+    kept = saves(tmp_path, best="eval/rewards")
+    kept.after_step(0, {"eval/reward": 1.0}, last=False)
+    with pytest.raises(ValueError, match=r"no metric 'eval/rewards' was measured .*; did you mean 'eval/reward'\?"):
+        kept.after_step(1, {"loss": 1.0}, last=False)
