@@ -219,9 +219,9 @@ def test_the_schema_and_the_experiment_have_the_same_defaults():
     of_experiment = {f.name: f for f in dataclasses.fields(Experiment)}
     example = Experiment("x", 1, 1, DataflowGraph(()), {}, {}, data=None)
     for field in dataclasses.fields(ExperimentConfig):
-        if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads", "evaluation", "dynamic_sampling"):
+        if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads"):
             continue
-        if field.name in ("models", "interfaces", "graph", "data"):
+        if field.name in ("models", "interfaces", "graph", "data", "evaluation", "calibration", "dynamic_sampling"):
             continue
         default = getattr(ExperimentConfig, field.name, None)
         default = field.default_factory() if default is None and callable(field.default_factory) else default
@@ -401,6 +401,7 @@ MUST_BE_GIVEN = {
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
+    "ppo": ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"],
     "raft": [
         "models.actor.path=m",
         "data.path=p.jsonl",
