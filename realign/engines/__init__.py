@@ -5,16 +5,20 @@ which every model attends; `output` is what a loss sees of a forward pass; `opti
 steps; `generation` samples; `shared` lets roles share a model. Transformers itself is imported when a model is loaded.
 """
 
+from realign.engines.heads import Head, HeadInit
 from realign.engines.kernels import Backend
-from realign.engines.loading import DType, Head, HeadInit, TransformersModel
+from realign.engines.loading import DType, TransformersModel
+from realign.engines.lora import LoRA
 from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
 from realign.engines.shared import Share, SharedModel
+from realign.engines.value_head import ValueHead, ValueHidden
 
 __all__ = [
     "Backend",
     "DType",
     "Head",
     "HeadInit",
+    "LoRA",
     "OptimizerSpec",
     "Schedule",
     "ScheduleKind",
@@ -22,5 +26,7 @@ __all__ = [
     "Share",
     "SharedModel",
     "TransformersModel",
+    "ValueHead",
+    "ValueHidden",
     "learning_rate",
 ]

@@ -7,26 +7,35 @@ and the gradient of all micro-batches is divided once, by the weight of the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.engines.attention import CONTEXT, Backend, PackedContext, packed_inputs
+from realign.engines.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.engines.ema import WeightAverage
 from realign.engines.folders import save_folder
-from realign.engines.loading import read_head
+from realign.engines.heads import read_head
+from realign.engines.lora import LoRA, adapters_off, merged_state, save_adapters
 from realign.engines.optim import OptimizerSpec
-from realign.engines.output import PackedOutput, ScalarHead
-from realign.engines.probe import probe
+from realign.engines.output import PackedOutput, ScalarBranch, ScalarHead
+from realign.engines.probe import probe, probe_branch
 from realign.engines.stepping import Stepper, counted, single
+from realign.engines.value_head import ValueNetwork
 from realign.functional.logprobs import LMHead
+
+Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
+Run: TypeAlias = Callable[[SequenceSample, SequenceSample], PackedOutput]
+"""From a micro-batch where it is, and the same one on the device of the model, to the output of a forward pass."""
 
 
 class TransformersEngine:
@@ -45,6 +54,9 @@ class TransformersEngine:
         gradient_checkpointing: bool = False,
         dropout: bool = False,
         max_nonfinite_in_a_row: int = 5,
+        value_head: ValueNetwork | None = None,
+        lora: LoRA | None = None,
+        ema_decay: float | None = None,
     ) -> None:
         """Take over a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`, and probe it.
 
@@ -53,18 +65,25 @@ class TransformersEngine:
             module: the model, on its device.
             tokenizer: saved with the model; its end token ends responses.
             seed: the run's root seed.
-            optimizer: None freezes the model.
+            optimizer: trains the parameters that require a gradient; None freezes the model.
             dtype: of matrix products; bfloat16 is autocast.
             attention: kernel of packed attention.
             gradient_checkpointing: recompute layers in the backward pass.
             dropout: apply the model's dropout in `train_batch`.
             max_nonfinite_in_a_row: skipped optimizer steps in a row that end the run.
+            value_head: of this model, on its device.
+            lora: the adapters that `module` already has.
+            ema_decay: keep a moving average of the trained weights, and save it, too.
 
         Raises:
             ValueError: the model family cannot run packed.
         """
         self.name = name
-        self.module = module.eval().requires_grad_(optimizer is not None)
+        self.module = module
+        self.value_head = value_head
+        self._networks = nn.ModuleList([module] if value_head is None else [module, value_head]).eval()
+        if optimizer is None:
+            self._networks.requires_grad_(False)
         self.tokenizer = tokenizer
         self.head = read_head(module)
         self.device: torch.device = next(module.parameters()).device
@@ -72,16 +91,18 @@ class TransformersEngine:
         self._seed = seed
         self._attention = attention
         self._dropout = dropout
+        self._lora = lora
         self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )
         probe(module, self.head, attention=attention, autocast=self._autocast if dtype == torch.bfloat16 else None)
         self._checkpointed = _enable_checkpointing(module, dropout) if gradient_checkpointing else []
         self._stepper = (
-            Stepper(name, optimizer, module.parameters(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
+            Stepper(name, optimizer, self._networks.parameters(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
             if optimizer
             else None
         )
+        self._average = WeightAverage(self._networks.parameters(), ema_decay) if ema_decay is not None else None
 
     @property
     def trainable(self) -> bool:
@@ -103,16 +124,53 @@ class TransformersEngine:
         Raises:
             ValueError: the hook added no key, or one of another number of sequences.
         """
+        return self._forward(data, mb_spec, post_hook, partial(self._run, head=self.head))
+
+    def reference(self, layers: int | None = None) -> Forward:
+        """`forward` of the policy as it is now, whatever is trained later; without values.
+
+        With LoRA it is the base model. Otherwise the model's lower layers must be frozen: a frozen copy of the top
+        `layers` layers, by default of all that train, stands beside the trained ones and shares what is below. A call
+        runs the trained ones, too.
+
+        Raises:
+            ValueError: the model has a scalar head, or more of it is trained than is copied.
+        """
+        if not isinstance(self.head, LMHead):
+            raise ValueError(f"model {self.name!r} has a scalar head; branch=reference is of a language model")
+        if self._lora is not None:
+            if layers is not None:
+                raise ValueError(f"layers={layers} has no effect: the reference of a model with lora is its base model")
+            return self._forward_of_base
+        needed = layers_that_train(self.module)
+        if needed is None:
+            raise ValueError(
+                f"model {self.name!r} trains all of its weights, so that no branch of it stays as it is: "
+                f"set models.{self.name}.trained_layers or lora"
+            )
+        if layers is not None:
+            check_layers("layers", layers, read_stack(self.module))
+            if layers < needed:
+                raise ValueError(f"layers={layers} of the reference are fewer than the {needed} that are trained")
+        frozen = ReferenceBranch(self.module, layers or needed)
+        probe_branch(self.module, frozen.branch)
+        return partial(self._forward, run=partial(self._run_reference, reference=frozen))
+
+    def _forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Run) -> SequenceSample:
         batches = data.split(mb_spec)
         results = []
         with torch.no_grad():
             for part in batches:
                 moved = part.to(self.device)
-                results.append(_added(post_hook(self._run(part, moved, self.head), moved), moved))
+                results.append(_added(post_hook(run(part, moved), moved), moved))
         whole = batches.restore(results).to(data[TOKENS].device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
         return whole
+
+    def _forward_of_base(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        with adapters_off(self.module):
+            return self._forward(data, mb_spec, post_hook, partial(self._run, head=self.head, with_values=False))
 
     def train_batch(
         self,
@@ -153,7 +211,10 @@ class TransformersEngine:
                 metrics.append(stats)
         merged = merge_stats(metrics)
         vetoed = step_if is not None and not step_if(merged)
+        steps = stepper.optimizer_steps
         own = stepper.step(torch.stack(losses).sum(), weight, vetoed=vetoed)
+        if self._average is not None and stepper.optimizer_steps > steps:
+            self._average.update()
         own["tokens"] = counted(data.lengths[TOKENS].total, self.device)
         own["n_microbatches"] = single(len(batches), self.device)
         return {**merged, **own}
@@ -191,49 +252,97 @@ class TransformersEngine:
     def save(self, path: Path) -> None:
         """See `PipelinableEngine.save`. The folder appears, or is replaced, only when it is complete.
 
+        The averaged weights, where there are any, go to a folder of the same name with `_ema` behind it.
+
         Raises:
             ValueError: a weight is not finite.
         """
-        for name, x in self.module.state_dict().items():
+        for name, x in chain.from_iterable(network.state_dict().items() for network in self._networks):
             if x.is_floating_point() and not bool(x.isfinite().all()):
                 raise ValueError(f"model {self.name!r} is not saved: weight {name!r} is not finite")
-        save_folder(self.module, self.tokenizer, Path(path))
+        path = Path(path)
+        save_folder(path, self._write)
+        if self._average is not None:
+            with self._average.in_place():
+                save_folder(path.with_name(f"{path.name}_ema"), self._write)
+
+    def _write(self, folder: Path) -> None:
+        if self._lora is None:
+            self.module.save_pretrained(folder)
+        elif self._lora.merge_on_save:
+            self.module.save_pretrained(folder, state_dict=merged_state(self.module))
+        else:
+            save_adapters(self.module, folder)
+        if self.value_head is not None:
+            self.value_head.save(folder)
+        self.tokenizer.save_pretrained(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments and counts: what `load_state_dict` needs to go on as if never interrupted."""
-        return {"module": self.module.state_dict(), "stepper": self._stepper.state_dict() if self._stepper else None}
+        parts = self._parts()
+        return {name: None if part is None else part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave.
 
         Raises:
-            ValueError: the state is of a frozen model and this one is not, or the other way round.
+            ValueError: the state has a part (an optimizer, a value head, averaged weights) that this engine has not,
+                or the other way round.
         """
-        if (state["stepper"] is not None) != self.trainable:
-            frozen, trained = ("saved state", "engine") if self.trainable else ("engine", "saved state")
-            raise ValueError(f"model {self.name!r}: the {frozen} has no optimizer, but the {trained} has one")
-        self.module.load_state_dict(state["module"])
-        if self._stepper is not None:
-            self._stepper.load_state_dict(state["stepper"])
+        for name, part in self._parts().items():
+            if (state[name] is None) != (part is None):
+                lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
+                raise ValueError(f"model {self.name!r}: the {lacks} has no {name}, but the {has} has one")
+            if part is not None:
+                part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "module": self.module,
+            "value_head": self.value_head,
+            "optimizer": self._stepper,
+            "ema": self._average,
+        }
 
     def _trained(self) -> Stepper:
         if self._stepper is None:
             raise ValueError(f"model {self.name!r} has no optimizer and cannot be trained; give it one under optimizer")
         return self._stepper
 
-    def _run(self, part: SequenceSample, moved: SequenceSample, head: LMHead | ScalarHead) -> PackedOutput:
+    def _run(
+        self, part: SequenceSample, moved: SequenceSample, head: LMHead | ScalarHead, with_values: bool = True
+    ) -> PackedOutput:
         """The packed forward pass of a micro-batch; `moved` is `part` on the engine's device."""
-        ids_T, cu_seqlens = moved[TOKENS], part.cu_seqlens()  # where the data is: usually on the host
-        if len(ids_T):
-            there = cu_seqlens.to(self.device, non_blocking=True)
-            context = PackedContext(there, self._attention, part.lengths[TOKENS].flat.tolist())
+        value = self.value_head if with_values else None
+        listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
+        with listening as heard:
+            hidden_TH = self._hidden(part, moved)
+        branch = None
+        if value is not None:
+            branch = ScalarBranch(partial(value.hidden, hidden_TH, heard) if heard else lambda: hidden_TH, value)
+        return PackedOutput(hidden_TH, head, moved[TOKENS], part.cu_seqlens(), self._autocast, branch)
+
+    def _run_reference(self, part: SequenceSample, moved: SequenceSample, reference: ReferenceBranch) -> PackedOutput:
+        """The same, of the policy that `reference` keeps."""
+        with reference.branch.listening() as heard:
+            hidden_TH = self._hidden(part, moved)
+        if heard:
             with self._autocast():
-                out = self.module.base_model(**packed_inputs(ids_T, cu_seqlens), **{CONTEXT: context})
-            hidden_TH = out.last_hidden_state[0]
-        else:
-            weight = head.weight_VH if isinstance(head, LMHead) else head.weight_1H
-            hidden_TH = weight.new_zeros(0, weight.shape[1])
-        return PackedOutput(hidden_TH, head, ids_T, cu_seqlens, self._autocast)
+                hidden_TH = reference.branch(heard)
+        return PackedOutput(hidden_TH, reference.head, moved[TOKENS], part.cu_seqlens(), self._autocast)
+
+    def _hidden(self, part: SequenceSample, moved: SequenceSample) -> Tensor:
+        """[T, H] last hidden states; the model is not called where there is no token."""
+        ids_T, cu_seqlens = moved[TOKENS], part.cu_seqlens()  # where the data is: usually on the host
+        if not len(ids_T):
+            weight = self.head.weight_VH if isinstance(self.head, LMHead) else self.head.weight_1H
+            return weight.new_zeros(0, weight.shape[1])
+        there = cu_seqlens.to(self.device, non_blocking=True)
+        context = PackedContext(there, self._attention, part.lengths[TOKENS].flat.tolist())
+        with self._autocast():
+            out = self.module.base_model(**packed_inputs(ids_T, cu_seqlens), **{CONTEXT: context})
+        hidden_TH: Tensor = out.last_hidden_state[0]
+        return hidden_TH
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -243,11 +352,11 @@ class TransformersEngine:
         `train_batch` and `forward` compute the same.
         """
         with ExitStack() as stack:
-            stack.callback(self.module.eval)
+            stack.callback(self._networks.eval)
             if self._dropout:
                 stack.enter_context(torch.random.fork_rng())
                 torch.manual_seed(derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps))
-                self.module.train()
+                self._networks.train()
             for layer in self._checkpointed:
                 layer.training = True
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,12 @@ def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",
     return path
 
 
-def save_folder(module: Any, tokenizer: Any, path: Path) -> None:
-    """Write a Hugging Face folder beside `path` and rename it, so that `path` never holds half a model."""
+def save_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a folder beside `path` and rename it, so that `path` never holds half a model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch, "new")
-        module.save_pretrained(new)
-        tokenizer.save_pretrained(new)
+        write(new)
         if path.exists():
             path.rename(Path(scratch, "old"))
         new.rename(path)

@@ -6,38 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from realign.api.model import Model, derive_seed
+from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.folders import check_path, read_states
+from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
 from realign.engines.kernels import Backend
+from realign.engines.lora import LoRA, add_adapters
 from realign.engines.optim import OptimizerSpec
-from realign.functional.logprobs import LMHead
-
-if TYPE_CHECKING:
-    from realign.engines.output import ScalarHead
-
-
-class Head(StrEnum):
-    """What a model says about tokens: next-token logits, a score per sequence, or a value per token."""
-
-    causal = "causal"
-    score = "score"
-    value = "value"
-
-
-class HeadInit(StrEnum):
-    """How a scalar head starts; normal and zero replace a head that the folder has."""
-
-    keep = "keep"
-    """As in the folder; where it has none, as transformers initialises one."""
-    normal = "normal"
-    """Weights drawn with deviation 1 / sqrt(hidden size + 1), bias 0 (arXiv:1909.08593)."""
-    zero = "zero"
-    """Weights and bias 0: a critic that starts without an opinion."""
+from realign.engines.value_head import ValueHead, ValueNetwork
 
 
 class DType(StrEnum):
@@ -65,6 +45,13 @@ class TransformersModel:
         max_nonfinite_in_a_row: optimizer steps in a row that may be skipped for a non-finite loss or gradient; the last
             of them ends the run.
         trust_remote_code: run model code that comes with the weights.
+        value_head: values beside the log-probs of a head=causal, from the same forward pass; null: none. It is saved
+            in the folder of the model and read from there.
+        lora: train adapters over the frozen model (extra `peft`); null trains the model itself.
+        trained_layers: train only so many top layers, the final norm and the head (unless it is tied to the
+            embeddings); null trains everything. A `SharedModel` with branch=reference then costs only these layers.
+        ema_decay: keep ema = ema_decay * ema + (1 - ema_decay) * weights after each optimizer step, and save it as a
+            folder of its own, `<role>_ema` (DeepSpeed-Chat: 0.992); null: none.
     """
 
     path: str
@@ -79,14 +66,38 @@ class TransformersModel:
     max_nonfinite_in_a_row: int = 5
     trust_remote_code: bool = False
     head_init: HeadInit = HeadInit.keep
+    value_head: ValueHead | None = None
+    lora: LoRA | None = None
+    trained_layers: int | None = None
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
         self.head_init = HeadInit(self.head_init)
         if self.head is Head.causal and self.head_init is not HeadInit.keep:
             raise ValueError(f"head_init={self.head_init.value} belongs to head=score or value, but head is causal")
+        if self.head is not Head.causal and self.value_head is not None:
+            raise ValueError(f"value_head belongs to head=causal, but head is {self.head.value}")
+        for name in ("lora", "trained_layers", "ema_decay"):
+            if getattr(self, name) is not None and self.optimizer is None:
+                raise ValueError(f"{name} has no effect on a model without optimizer; set optimizer.lr")
+        self._check_lora()
+        if self.trained_layers is not None and self.trained_layers < 1:
+            raise ValueError(f"trained_layers must be at least 1, or null, found {self.trained_layers}")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be between 0 and 1, or null, found {self.ema_decay}")
         if self.max_nonfinite_in_a_row < 1:
             raise ValueError(f"max_nonfinite_in_a_row must be at least 1, found {self.max_nonfinite_in_a_row}")
+
+    def _check_lora(self) -> None:
+        if self.lora is None:
+            return
+        if self.trained_layers is not None:
+            raise ValueError("lora and trained_layers exclude each other: lora freezes all layers of the model")
+        if self.lora.dropout and not self.dropout:
+            raise ValueError(f"lora.dropout={self.lora.dropout:g} has no effect with dropout=false")
+        if self.head is not Head.causal and not self.lora.merge_on_save:
+            raise ValueError(f"lora.merge_on_save=false would not save the trained head of head={self.head.value}")
 
     def load(self, name: str, *, seed: int) -> Model:
         """Read weights and tokenizer, probe the model, and build its engine.
@@ -106,9 +117,17 @@ class TransformersModel:
         words = module.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > words:
             raise ValueError(f"models.{name}: the tokenizer has {len(tokenizer)} tokens, the model only {words}")
+        module = module.to(pick_device(self.device)).eval()
+        value_head = self._read_value_head(name, module, seed)
+        if self.trained_layers is not None:
+            check_layers(f"models.{name}.trained_layers", self.trained_layers, read_stack(module))
+            train_top(module, self.trained_layers)
+        if self.lora is not None:
+            with _readable(f"models.{name}: lora"):
+                add_adapters(module, self.lora, path=self.path, seed=derive_seed(seed, name, "lora"))
         engine = TransformersEngine(
             name,
-            module.to(pick_device(self.device)),
+            module,
             tokenizer,
             dtype=torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32,
             attention=self.attention,
@@ -117,6 +136,9 @@ class TransformersModel:
             dropout=self.dropout,
             max_nonfinite_in_a_row=self.max_nonfinite_in_a_row,
             seed=seed,
+            value_head=value_head,
+            lora=self.lora,
+            ema_decay=self.ema_decay,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
@@ -141,20 +163,46 @@ class TransformersModel:
         }
         labels = {} if self.head is Head.causal else {"num_labels": 1}
         what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head.value}"
-        with torch.random.fork_rng(), _readable(what):
-            torch.manual_seed(derive_seed(seed, name, "init"))
-            try:
+
+        def read(**more: Any) -> tuple[Any, dict[str, Any]]:
+            with torch.random.fork_rng():
+                torch.manual_seed(derive_seed(seed, name, "init"))
                 return classes[self.head].from_pretrained(
                     path,
                     dtype=torch.float32,
                     attn_implementation=ATTENTION,
                     trust_remote_code=self.trust_remote_code,
+                    output_loading_info=True,
                     **labels,
+                    **more,
                 )
+
+        with _readable(what):
+            try:
+                module, info = read()
+                mapping = head_mapping(info["missing_keys"], info["unexpected_keys"])
+                return read(key_mapping=mapping)[0] if mapping else module
             except KeyError as error:
                 if error.args != (ATTENTION,):
                     raise
                 raise ValueError("it cannot run packed, since it chooses among attention classes of its own") from error
+
+    def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
+        """The value head of the folder, or a new one, beside the model `module`."""
+        from realign.engines.probe import probe_branch
+
+        if self.value_head is None:
+            return None
+        what = f"models.{name}.value_head"
+        head: Any = read_head(module)
+        network = ValueNetwork(
+            self.value_head, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
+        )
+        network.to(module.device).eval()
+        if network.branch is not None:
+            probe_branch(module, network.branch)
+        network.load(self.path, what)
+        return network
 
     def _read_tokenizer(self, name: str) -> Any:
         from transformers import AutoTokenizer
@@ -164,44 +212,6 @@ class TransformersModel:
         path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, files)
         with _readable(f"models.{name}: cannot load a tokenizer from {path!r}"):
             return AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
-
-
-def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
-    """What the last layer of a transformers model computes, as a value that shares its parameters.
-
-    Args:
-        module: the model.
-        dropout: keep the dropout that transformers puts before the head of a token classifier.
-
-    Raises:
-        ValueError: names the family, if no such layer is found.
-    """
-    from realign.engines.output import ScalarHead
-
-    config = module.config.get_text_config()
-    scalar: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
-    if isinstance(scalar, nn.Linear) and scalar.out_features == 1:
-        before = getattr(module, "dropout", None)
-        rate = before.p if dropout and isinstance(before, nn.Dropout) else 0.0
-        return ScalarHead(scalar.weight, scalar.bias, rate)
-    last: Any = module.get_output_embeddings()
-    if not isinstance(last, nn.Linear) or module.base_model is module:
-        raise ValueError(f"model family {config.model_type!r} has no linear last layer over a base model")
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return LMHead(last.weight, last.bias, scale, getattr(config, "final_logit_softcapping", None))
-
-
-@torch.no_grad()
-def init_head(module: Any, init: HeadInit, *, seed: int) -> None:
-    """Start the scalar head of a transformers model anew, in place; `keep` leaves it."""
-    if init is HeadInit.keep:
-        return
-    head: Any = read_head(module)
-    deviation = 0.0 if init is HeadInit.zero else (head.weight_1H.shape[1] + 1) ** -0.5
-    drawn_1H = torch.randn(head.weight_1H.shape, generator=torch.Generator().manual_seed(seed))
-    head.weight_1H.copy_(deviation * drawn_1H)
-    if head.bias_1 is not None:
-        head.bias_1.zero_()
 
 
 def pick_device(device: str) -> torch.device:

@@ -37,6 +37,16 @@ class ScalarHead:
 
 
 @dataclass(frozen=True, eq=False)
+class ScalarBranch:
+    """A scalar head beside a language-model head."""
+
+    hidden: Callable[[], Tensor]
+    """Gives the [T, H] that the head reads; called once, if anybody asks for a scalar."""
+    head: Callable[[Tensor], Tensor]
+    """[N, H] to [N] fp32."""
+
+
+@dataclass(frozen=True, eq=False)
 class PackedOutput:
     """Implements `realign.api.ModelOutput` over the hidden states of a packed forward pass.
 
@@ -45,7 +55,8 @@ class PackedOutput:
         head: what turns them into logits (`LMHead`) or into one number (`ScalarHead`).
         input_ids_T: the tokens that were read.
         cu_seqlens: int32 [S + 1] boundaries of the sequences; best on the host, where they make nobody wait.
-        autocast: gives the context in which the language-model head computes; what follows it is in fp32.
+        autocast: gives the context in which branches and the language-model head compute; what follows is in fp32.
+        branch: gives values and scores of a language model that has a value head.
     """
 
     hidden_TH: Tensor
@@ -53,6 +64,7 @@ class PackedOutput:
     input_ids_T: Tensor
     cu_seqlens: Tensor
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    branch: ScalarBranch | None = None
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
         """See `ModelOutput.logprobs`. Only the tokens of `where_T` cost anything.
@@ -75,19 +87,20 @@ class PackedOutput:
 
     def values(self) -> Tensor:
         """See `ModelOutput.values`."""
-        if not len(self.hidden_TH):
-            return self.hidden_TH.new_zeros(0, dtype=torch.float32)
-        after_T = self._scalar_head("values")(self.hidden_TH)
+        read_TH, head = self._scalar("values")
+        if not len(read_TH):
+            return read_TH.new_zeros(0, dtype=torch.float32)
+        after_T = head(read_TH)
         return after_T.roll(1).masked_fill(self._here(self._first_T), 0.0)
 
     def scores(self) -> Tensor:
         """See `ModelOutput.scores`. The last token is found by lengths, never by looking for a token id."""
-        head = self._scalar_head("scores")
+        read_TH, head = self._scalar("scores")
         empty_S = self._here(self.cu_seqlens.diff() == 0)
-        if not len(self.hidden_TH):
-            return self.hidden_TH.new_zeros(len(empty_S), dtype=torch.float32)
+        if not len(read_TH):
+            return read_TH.new_zeros(len(empty_S), dtype=torch.float32)
         last_S = self._here((self.cu_seqlens[1:].long() - 1).clamp(min=0))
-        return head(self.hidden_TH[last_S]).masked_fill(empty_S, 0.0)
+        return head(read_TH[last_S]).masked_fill(empty_S, 0.0)
 
     def _here(self, x: Tensor) -> Tensor:
         return x.to(self.hidden_TH.device, non_blocking=True)
@@ -129,7 +142,18 @@ class PackedOutput:
             raise ValueError(f"{asked} needs a language model (head=causal); this one has a scalar head")
         return self.head
 
-    def _scalar_head(self, asked: str) -> ScalarHead:
-        if not isinstance(self.head, ScalarHead):
-            raise ValueError(f"{asked} needs a model with a scalar head (head=score or value), this one has none")
-        return self.head
+    def _scalar(self, asked: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What a scalar head reads [T, H], and the head."""
+        if isinstance(self.head, ScalarHead):
+            return self.hidden_TH, self.head
+        if self.branch is None:
+            raise ValueError(
+                f"{asked} needs a model with a scalar head (head=score or value, or a value_head); this one has none"
+            )
+        return self._branch_TH, self.branch.head
+
+    @cached_property
+    def _branch_TH(self) -> Tensor:
+        assert self.branch is not None
+        with self.autocast():
+            return self.branch.hidden()

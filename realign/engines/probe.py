@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from realign.engines.attention import ATTENTION, CONTEXT, Backend, PackedContext, packed_inputs
+from realign.engines.branches import Branch
 from realign.engines.output import ScalarHead
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of
@@ -42,11 +43,7 @@ def probe(model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast
         ValueError: names the family and what differs.
     """
     family = f"model family {model.config.model_type!r}"
-    device = next(model.parameters()).device
-    words = model.get_input_embeddings().weight.shape[0]
-    ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
-    ids_T[ids_T == (model.config.get_text_config().pad_token_id or 0)] = 1  # a score is read before the first pad token
-
+    ids_T = _random_ids(model)
     with _own_attention(model):
         alone_TH = torch.cat([_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)])
         own = torch.cat([model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)])
@@ -70,6 +67,37 @@ def probe(model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast
         raise ValueError(
             f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32"
         )
+
+
+@torch.no_grad()
+def probe_branch(model: Any, branch: Branch) -> None:
+    """Check that a branch that is still a copy of the trunk's top computes, packed, what the trunk does.
+
+    Args:
+        model: the trunk, in eval mode and fp32, that passed `probe`.
+        branch: made from it.
+
+    Raises:
+        ValueError: names the family and what differs.
+    """
+    family = f"model family {model.config.model_type!r}"
+    ids_T = _random_ids(model)
+    with branch.listening() as heard:
+        trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
+    error = _relative(branch(heard), trunk_TH).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ValueError(
+            f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from them"
+        )
+
+
+def _random_ids(model: Any) -> Tensor:
+    """[T] tokens of sequences of `LENGTHS`, without pad tokens: a score is read before the first one."""
+    words = model.get_input_embeddings().weight.shape[0]
+    device = next(model.parameters()).device
+    ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
+    ids_T[ids_T == (model.config.get_text_config().pad_token_id or 0)] = 1
+    return ids_T
 
 
 def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tensor:

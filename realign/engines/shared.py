@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -22,12 +23,17 @@ from realign.api.model import (
 )
 from realign.api.stats import Stats
 
+Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
+
 
 class Share(StrEnum):
     """What a role sees of the model that it shares."""
 
     whole = "whole"
     """The model as it is at the time: its log-probs, its samples, the values of its value head."""
+    reference = "reference"
+    """The language model as it was when the run started: a frozen copy of the top layers over the shared trunk, or the
+    base model under the adapters of LoRA. It only scores."""
 
 
 @dataclass
@@ -36,14 +42,19 @@ class SharedModel:
 
     Attributes:
         of: the role whose model is shared.
-        branch: whole.
+        branch: whole | reference. A reference needs a role with `lora`, or with `trained_layers`: what lies below its
+            frozen copy must not move.
+        layers: of that copy; null takes as many as the role trains. Without effect under lora, and refused.
     """
 
     of: str
     branch: Share = Share.whole
+    layers: int | None = None
 
     def __post_init__(self) -> None:
         self.branch = Share(self.branch)
+        if self.layers is not None and self.branch is not Share.reference:
+            raise ValueError(f"layers={self.layers} belongs to branch=reference, but branch is {self.branch.value}")
 
     def load(self, name: str, *, seed: int, loaded: Mapping[str, Model] | None = None) -> Model:
         """A view of the model of role `of`; it counts that model's versions.
@@ -60,13 +71,22 @@ class SharedModel:
         if owner is None:
             raise ValueError(f"models.{name} shares the model of role {self.of!r}, which takes no part in the graph")
         engine = SharedEngine(name, self.of, owner.machine)
+        if self.branch is Share.reference:
+            if not hasattr(owner.machine, "reference"):
+                raise ValueError(f"models.{name}: the engine of role {self.of!r} has no reference branch")
+            try:
+                engine = ReferenceEngine(name, self.of, owner.machine, owner.machine.reference(self.layers))
+            except ValueError as error:
+                raise ValueError(f"models.{name}: {error}") from error
         view = Model(name, engine, owner.tokenizer, seed, owner.version, owner.saved_views.get(name, {}))
         owner.views.append(view)
         return view
 
     def describe(self) -> str:
         """What is shared, for people."""
-        return f"the model of {self.of}"
+        if self.branch is Share.whole:
+            return f"the model of {self.of}"
+        return f"the frozen start of {self.of}" + (f", top {self.layers} layers" if self.layers else "")
 
 
 def check_shared(models: Mapping[str, object]) -> None:
@@ -124,3 +144,26 @@ class SharedEngine:
     def save(self, path: Path) -> None:
         """See `PipelinableEngine.save`: the whole model of the other role."""
         self.engine.save(path)
+
+
+class ReferenceEngine(SharedEngine):
+    """A frozen policy inside the model of another role: it scores, and nothing else."""
+
+    def __init__(self, name: str, of: str, engine: PipelinableEngine, forward: Forward) -> None:
+        """Score with `forward`, which the engine of role `of` gave."""
+        super().__init__(name, of, engine)
+        self._score = forward
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`."""
+        return self._score(data, mb_spec, post_hook)
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Refuse: the branch has no cache of its own."""
+        raise ValueError(
+            f"model {self.name!r} is the frozen start of role {self.of!r}, which scores and cannot generate"
+        )
+
+    def save(self, path: Path) -> None:
+        """Refuse: the folder that the run started from holds these weights."""
+        raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r} and has no weights to save")

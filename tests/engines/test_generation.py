@@ -9,8 +9,8 @@ from realign.api import GenerationConfig, SequenceSample
 from realign.engines import decoding
 from realign.engines.attention import ATTENTION
 from realign.engines.generation import generate
+from realign.engines.heads import read_head
 from realign.engines.kv_cache import KVCache
-from realign.engines.loading import read_head
 from realign.functional.logprobs import LMHead
 from tests.tiny import FAMILIES, OTHERS, VOCAB, tiny_model, tiny_tokenizer
 

@@ -15,7 +15,8 @@ from realign.api import MicroBatchSpec
 from realign.engines import DType, Head, OptimizerSpec, TransformersModel
 from realign.engines.attention import PackedContext
 from realign.engines.folders import check_path
-from realign.engines.loading import pick_device, read_head
+from realign.engines.heads import read_head
+from realign.engines.loading import pick_device
 from realign.functional import LMHead
 from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
 
