@@ -18,6 +18,15 @@ class Panel:
 
 PANELS = (
     Panel("reward per response", {"reward": "training batch (sampled)", "eval/reward": "held out"}),
+    Panel(
+        "accuracy on preferences",
+        {
+            "accuracy": "reward model, training batch",
+            "eval/accuracy": "reward model, held out",
+            "rewards/accuracy": "DPO, training batch",
+            "eval/rewards/accuracy": "DPO, held out",
+        },
+    ),
     Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),
     Panel("entropy (nats per token)", {"entropy": "training batch"}),
     Panel(
