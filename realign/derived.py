@@ -40,9 +40,9 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     if found := e.temperatures:
         rows["temperature"] = f"{next(iter(found.values())):g} ({', '.join(found)})"
     if e.evaluation is not None:
-        rows["evaluation"] = (
-            f"every {e.evaluation.every_steps} steps, before and after; {_sampler(e.evaluation.generation)}"
-        )
+        rows["evaluation"] = f"every {e.evaluation.every_steps} steps, before and after; {e.evaluation.describe()}"
+    if e.calibration is not None:
+        rows["reward calibration"] = e.calibration.describe()
     rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
     idle += [f"models.{r}" for r in e.models if r not in e.roles]
@@ -60,13 +60,8 @@ def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
     return {
         "group size (responses per prompt)": str(found[0].n),
         "sequences per step": f"{found[0].n * experiment.batch_prompts:,}",
-        "sampler": _sampler(found[0]),
+        "sampler": found[0].describe(),
     }
-
-
-def _sampler(generation: GenerationConfig) -> str:
-    distorted = generation.distorted()
-    return f"{', '.join(distorted) or 'neutral'}, temperature {generation.temperature:g}"
 
 
 def _describe(interface: ModelInterface, batch_prompts: int) -> dict[str, str]:

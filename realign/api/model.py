@@ -80,6 +80,10 @@ class GenerationConfig:
         found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
         return [f"{name}={getattr(self, name)}" for name, on in found if on]
 
+    def describe(self) -> str:
+        """What is not neutral, and the temperature, for people."""
+        return f"{', '.join(self.distorted()) or 'neutral'}, temperature {self.temperature:g}"
+
 
 class ModelOutput(Protocol):
     """What one packed forward pass can give. Nothing of shape [T, V] is made unless `logits` is asked for."""

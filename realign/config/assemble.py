@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "realign.engines.TransformersModel"
 DEFAULT_EVALUATION = "realign.runtime.Evaluation"
+DEFAULT_CALIBRATION = "realign.runtime.RewardCalibration"
 DEFAULT_DYNAMIC_SAMPLING = "realign.runtime.DynamicSampling"
 
 
@@ -31,7 +32,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     # Imported here: composing a config must not wait for torch.
     from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface
     from realign.data import DataSpec
-    from realign.runtime import DynamicSampling, Evaluation, Experiment
+    from realign.runtime import DynamicSampling, Experiment, RewardCalibration
+    from realign.runtime.evaluator import Evaluator
     from realign.runtime.experiment import ModelSpec
     from realign.runtime.trackers import TrackerSpec
 
@@ -43,11 +45,14 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     if config.dynamic_sampling:
         node = {TARGET: DEFAULT_DYNAMIC_SAMPLING, **config.dynamic_sampling}
         dynamic_sampling = build(node, DynamicSampling, "dynamic_sampling")
-    evaluation: Evaluation | None = None
+    evaluation: Evaluator | None = None
     if config.evaluation:
-        evaluation = build({TARGET: DEFAULT_EVALUATION, **config.evaluation}, Evaluation, "evaluation")
+        evaluation = build({TARGET: DEFAULT_EVALUATION, **config.evaluation}, Evaluator, "evaluation")
         if evaluation.role not in models:
             raise ConfigError(f"evaluation.role: no model plays {evaluation.role!r}{suggest(evaluation.role, models)}")
+    calibration: RewardCalibration | None = None
+    if config.calibration:
+        calibration = build({TARGET: DEFAULT_CALIBRATION, **config.calibration}, RewardCalibration, "calibration")
     experiment = Experiment(
         name=config.name,
         seed=config.seed,
@@ -63,6 +68,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         shuffle=config.shuffle,
         dynamic_sampling=dynamic_sampling,
         evaluation=evaluation,
+        calibration=calibration,
         save_every_steps=config.save_every_steps,
         keep_saves=config.keep_saves,
         save_best=config.save_best,
@@ -86,6 +92,7 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
         "data": as_node(experiment.data),
         "dynamic_sampling": as_node(experiment.dynamic_sampling),
         "evaluation": as_node(experiment.evaluation),
+        "calibration": as_node(experiment.calibration),
         "trackers": {name: as_node(spec) for name, spec in experiment.trackers.items()},
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-COMPONENTS = ("models", "interfaces", "graph", "data", "dynamic_sampling", "evaluation", "trackers")
+COMPONENTS = ("models", "interfaces", "graph", "data", "dynamic_sampling", "evaluation", "calibration", "trackers")
 """Root keys that hold components: open to any key in Hydra, checked against the classes when they are built."""
 
 
@@ -57,7 +57,11 @@ class ExperimentConfig:
     dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
     """Sample until enough prompts have passed a filter; `_target_`: realign.runtime.DynamicSampling; empty: off."""
     evaluation: dict[str, Any] | None = field(default_factory=dict)
-    """Held-out prompts, answered and judged now and then; `_target_`: realign.runtime.Evaluation; empty: none."""
+    """Held-out prompts, answered and judged now and then; `_target_`: realign.runtime.Evaluation, or LossEvaluation for
+    the loss on held-out rows; empty: none."""
+    calibration: dict[str, Any] | None = field(default_factory=dict)
+    """Gain and bias of a reward model before or after training; `_target_`: realign.runtime.RewardCalibration; empty:
+    none."""
     save_every_steps: int | None = None
     """Write the trained models every n steps; they are written at the end in any case."""
     keep_saves: int | None = None

@@ -1,9 +1,22 @@
 """What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
 
+from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluation import Evaluation
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, RunResult, run
+from realign.runtime.loss_evaluation import LossEvaluation
 from realign.runtime.trackers import TensorBoard, WandB
 
-__all__ = ["DynamicSampling", "Evaluation", "Experiment", "LocalRuntime", "RunResult", "TensorBoard", "WandB", "run"]
+__all__ = [
+    "DynamicSampling",
+    "Evaluation",
+    "Experiment",
+    "LocalRuntime",
+    "LossEvaluation",
+    "RewardCalibration",
+    "RunResult",
+    "TensorBoard",
+    "WandB",
+    "run",
+]

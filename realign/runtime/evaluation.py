@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,26 +22,22 @@ from realign.api import (
     stat_values,
 )
 from realign.functional import segment_sum
+from realign.runtime.evaluator import Evaluator
+
+if TYPE_CHECKING:
+    from realign.runtime.local import LocalRuntime
 
 SEQUENCE_METRICS = frozenset({"reward", "missing_rewards", "response_tokens", "truncated_fraction"})
 
 
 @dataclass
-class Evaluation:
+class Evaluation(Evaluator):
     """What to ask, how to sample, how to judge."""
 
-    data: Any
-    """Held-out prompts: a data node such as `realign.data.PromptData`."""
     reward: ModelInterface
     """Judges each response: an interface whose `inference` writes `rewards`."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(greedy=True))
     """How responses are sampled; any settings, since nothing trains on them."""
-    every_steps: int = 10
-    """Steps between evaluations; there is always one before and one after training."""
-    role: str = "actor"
-    """Whose model answers."""
-    batch_prompts: int = 256
-    """Prompts answered at once."""
     metrics: dict[str, ModelInterface] = field(default_factory=dict)
     """Further judges, by the name of their metric: `eval/<name>` is the mean of what they write as `rewards`."""
     sweep: dict[str, list[Any]] = field(default_factory=dict)
@@ -50,9 +45,7 @@ class Evaluation:
     are called `eval/reward@max_new_tokens=16`."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "batch_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"evaluation.{name} must be at least 1, found {getattr(self, name)}")
+        super().__post_init__()
         if taken := sorted(self.metrics.keys() & SEQUENCE_METRICS):
             raise ValueError(
                 f"evaluation.metrics.{taken[0]}: eval/{taken[0]} has a meaning already; choose another name"
@@ -79,30 +72,31 @@ class Evaluation:
                 variants[f"@{name}={value}"] = dataclasses.replace(self.generation, **{name: value})
         return variants
 
+    def describe(self) -> str:
+        """See `Evaluator`."""
+        return self.generation.describe()
+
+    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+        """See `Evaluator`."""
+        return self.run(runtime.models[self.role], dataset)
+
     def run(self, model: Model, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """Answer and judge every prompt of `dataset` once.
 
         Returns:
             The metrics `eval/...`, and the judged responses of the first batch.
         """
-        if not len(dataset):
-            raise ValueError("the evaluation data holds no prompt")
         values: dict[str, float] = {}
         shown: SequenceSample | None = None
         for ending, generation in self._variants.items():
             stats: list[Stats] = []
-            for number, prompts in enumerate(self._batches(dataset)):
+            for number, prompts in enumerate(self.batches(dataset)):
                 judged, found = self._judge(model, prompts, generation, number)
                 shown = shown or judged
                 stats.append(sequence_stats(judged) | found)
             values |= {f"eval/{name}{ending}": value for name, value in stat_values(merge_stats(stats)).items()}
         assert shown is not None
         return values, shown
-
-    def _batches(self, dataset: Any) -> Iterator[SequenceSample]:
-        for start in range(0, len(dataset), self.batch_prompts):
-            rows = range(start, min(start + self.batch_prompts, len(dataset)))
-            yield dataset.sample([(0, row) for row in rows])
 
     def _judge(
         self, model: Model, prompts: SequenceSample, generation: GenerationConfig, number: int
@@ -122,13 +116,14 @@ class Evaluation:
 def sequence_stats(batch: SequenceSample) -> Stats:
     """Metrics of sampled sequences, as far as their keys are there; each a mean over the sequences of the batch.
 
-    `reward` (of those that have one), `missing_rewards` (fraction), `response_tokens` (all that follow the prompt, also
-    tokens of tools and of responses without reward) and `truncated_fraction`.
+    `reward` (of those that have one; dense ones add up), `missing_rewards` (fraction), `response_tokens` (all that
+    follow the prompt, also tokens of tools and of responses without reward) and `truncated_fraction`.
     """
     stats: Stats = {}
     if "rewards" in batch:
-        present_S = batch["rewards"].isfinite()
-        stats["reward"] = masked_mean(batch["rewards"], present_S)
+        rewards_S = total_rewards(batch)
+        present_S = rewards_S.isfinite()
+        stats["reward"] = masked_mean(rewards_S, present_S)
         stats["missing_rewards"] = _mean((~present_S).float())
     if "prompt_mask" in batch:
         tokens_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
@@ -136,6 +131,13 @@ def sequence_stats(batch: SequenceSample) -> Stats:
     if "truncated" in batch:
         stats["truncated_fraction"] = _mean(batch["truncated"].float())
     return stats
+
+
+def total_rewards(batch: SequenceSample) -> Tensor:
+    """[S] the reward of each sequence: `rewards`, plus its `dense_rewards` where there are any; NaN if missing."""
+    if "dense_rewards" not in batch:
+        return batch["rewards"]
+    return batch["rewards"] + segment_sum(batch["dense_rewards"], batch.cu_seqlens())
 
 
 def _mean(x_S: Tensor) -> Mean:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,14 @@ class Evaluator(ABC):
         """Interfaces that belong to the evaluation alone, to be opened and closed with the run."""
         return []
 
-    def check(self, graph: DataflowGraph) -> None:
-        """Raise a ValueError if this cannot be measured in a run of this graph."""
+    def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
+        """Check that this can be measured in a run of this graph, whose `models` are the roles with a network.
+
+        Raises:
+            ValueError: says what is in the way.
+        """
+        if self.role not in (roles := list(models)):
+            raise ValueError(f"evaluation.role {self.role!r} has no model; roles with one: {', '.join(roles)}")
 
     @abstractmethod
     def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:

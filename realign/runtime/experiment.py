@@ -12,8 +12,10 @@ from typing import Any, Protocol
 from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.data import DataSpec
 from realign.engines.shared import check_shared
+from realign.interfaces.reward_model import RewardModelInterface
+from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
-from realign.runtime.evaluation import Evaluation
+from realign.runtime.evaluator import Evaluator
 from realign.runtime.trackers import TrackerSpec
 
 
@@ -53,8 +55,10 @@ class Experiment:
     """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
     dynamic_sampling: DynamicSampling | None = None
     """Sample until `batch_prompts` prompts have passed a filter on their rewards; None takes every batch as it is."""
-    evaluation: Evaluation | None = None
-    """Held-out prompts, answered before, every n steps during, and after training."""
+    evaluation: Evaluator | None = None
+    """Held-out rows, measured before, every n steps during, and after training."""
+    calibration: RewardCalibration | None = None
+    """Gain and bias of a reward model, set before or after training."""
     save_every_steps: int | None = None
     """Write the trained models every n steps; they are written at the end in any case."""
     keep_saves: int | None = None
@@ -90,12 +94,11 @@ class Experiment:
         if self.sample_prompts < 0:
             raise ValueError(f"sample_prompts must be at least 0, found {self.sample_prompts}")
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
-        if self.evaluation is not None and self.evaluation.role not in self.models:
-            raise ValueError(
-                f"evaluation.role {self.evaluation.role!r} has no model; roles with one: {', '.join(self.models)}"
-            )
+        if self.evaluation is not None:
+            self.evaluation.check(self.graph, self.models)
         check_shared(self.models)
         self._check_temperatures()
+        self._check_calibration()
         self._check_dynamic_sampling()
         for rpc in self.graph.rpcs:
             parts = getattr(self.interfaces[rpc.model], "n_minibatches", 1)
@@ -112,9 +115,10 @@ class Experiment:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that take part: those of the graph, and the evaluated one."""
-        evaluated = [self.evaluation.role] if self.evaluation is not None else []
-        return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *evaluated]))
+        """Roles that take part: those of the graph, the evaluated one, and the one that calibrates."""
+        others = [self.evaluation.role] if self.evaluation is not None else []
+        others += [self.calibration.policy] if self.calibration is not None else []
+        return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *others]))
 
     @property
     def prompts_at_once(self) -> int:
@@ -147,6 +151,26 @@ class Experiment:
                     f"{first}={expected:g}, but {key}={value:g}: all roles of a graph must use one temperature, or "
                     "their log-probs cannot be compared"
                 )
+
+    def _check_calibration(self) -> None:
+        calibration = self.calibration
+        if calibration is None:
+            return
+        if calibration.policy not in self.models:
+            raise ValueError(
+                f"calibration.policy {calibration.policy!r} has no model; roles with one: {', '.join(self.models)}"
+            )
+        calls = [rpc.method for rpc in self.graph.rpcs if rpc.model == calibration.role]
+        if not calls or not isinstance(self.interfaces[calibration.role], RewardModelInterface):
+            raise ValueError(
+                f"calibration.role {calibration.role!r} must be a role of the graph whose interface is a "
+                "RewardModelInterface"
+            )
+        if calibration.after and "train_step" not in calls:
+            raise ValueError(
+                f"calibration.after has no effect: nothing trains {calibration.role!r}, so nothing is saved of it; "
+                "use calibration.before"
+            )
 
     def _check_dynamic_sampling(self) -> None:
         sampling = self.dynamic_sampling

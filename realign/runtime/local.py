@@ -23,6 +23,7 @@ from realign.api import (
     stat_values,
 )
 from realign.data import Dataset
+from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.curves import draw_curves
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
@@ -110,7 +111,7 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
             for receiver in receivers:
                 receiver.log(step, values)
 
-        before = runtime.evaluate()[0]
+        before = runtime.calibrate("before") | runtime.evaluate()[0]
         log(0, before)
         saves.after_step(0, before, last=False)
         for step in range(1, experiment.steps + 1):
@@ -119,6 +120,10 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
                 if step == experiment.steps or runtime.evaluation_due(step):
                     measured, result.samples = runtime.evaluate()
                     values |= measured
+                if step == experiment.steps and experiment.calibration is not None and experiment.calibration.after:
+                    runtime.check_progress()
+                    runtime.save(out / "final")  # a calibration that fails costs no training
+                    values |= runtime.calibrate("after")
             finally:  # a step that was made is on record, also when the evaluation after it fails
                 log(step, values)
             for record in runtime.readable(batch, experiment.sample_prompts):
@@ -158,6 +163,10 @@ class LocalRuntime:
             self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
             check_dataset(self.dataset, experiment)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
+            if (calibration := experiment.calibration) is not None:
+                policy = self.models[calibration.policy]
+                self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
+                check_budget(self.calibration_prompts, calibration.generation.max_new_tokens, experiment)
             if experiment.evaluation is not None:
                 self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
         except BaseException:
@@ -255,8 +264,28 @@ class LocalRuntime:
         if evaluation is None or self.held_out is None:
             return {}, []
         started = time.perf_counter()
-        values, judged = evaluation.run(self.models[evaluation.role], self.held_out)
+        values, judged = evaluation.measure(self, self.held_out)
         return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(judged, 8)
+
+    def calibrate(self, when: str) -> dict[str, float]:
+        """Metrics of the calibration "before" or "after" training; empty when none is asked for then."""
+        calibration = self.experiment.calibration
+        if calibration is None or not getattr(calibration, when):
+            return {}
+        started = time.perf_counter()
+        interface = self.interfaces[calibration.role]
+        assert isinstance(interface, RewardModelInterface)
+        target = calibration.target(interface, self.dataset) if when == "before" else (0.0, 1.0)
+        values = calibration.run(
+            interface,
+            self.models[calibration.role],
+            self.models[calibration.policy],
+            self.calibration_prompts,
+            self.experiment.microbatch,
+            when=when,
+            target=target,
+        )
+        return values | {"time/calibration_s": time.perf_counter() - started}
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
         """The first prompts of a batch with responses and rewards as text, see `samples.readable`."""
@@ -317,9 +346,7 @@ def call(
     Raises:
         ValueError: the interface returned other keys or other prompts than declared.
     """
-    known = {theirs: ours for ours, theirs in rpc.rename.items() if theirs in rpc.inputs}
-    data = batch.select(rpc.inputs).rename(known)
-    result = getattr(interface, rpc.method)(model, data, mb_spec)
+    result = getattr(interface, rpc.method)(model, inputs_of(rpc, batch), mb_spec)
     if rpc.method == "train_step":
         model.advance()
         return batch, stat_values(result)
@@ -327,6 +354,12 @@ def call(
     if result.keys != set(rpc.outputs):
         raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
     return batch.merge(result), {}
+
+
+def inputs_of(rpc: RPC, batch: SequenceSample) -> SequenceSample:
+    """What a call is given of a batch: exactly the declared keys, by the interface's names."""
+    known = {theirs: ours for ours, theirs in rpc.rename.items() if theirs in rpc.inputs}
+    return batch.select(rpc.inputs).rename(known)
 
 
 def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
@@ -348,9 +381,14 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
             f"microbatch.max_tokens_per_microbatch={limit} cannot hold a text of data.pretraining: the longest has "
             f"{text} tokens; raise the budget, or limit the lengths"
         )
+    check_budget(dataset, experiment.longest_response, experiment)
+
+
+def check_budget(dataset: Dataset, response: int, experiment: Experiment) -> None:
+    """Compare the longest row, with a response of so many tokens, with the token budget."""
+    limit = experiment.microbatch.max_tokens_per_microbatch
     report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
-    response = experiment.longest_response
-    if report is not None and report.longest + response > limit:
+    if limit is not None and report is not None and report.longest + response > limit:
         raise ValueError(
             f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: the longest row has "
             f"{report.longest} tokens and a response up to {response}; raise the budget, or limit the lengths"

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from realign.api import SequenceSample
 from realign.functional import KLEstimator, kl_estimate, segment_sum
+from realign.runtime.evaluation import total_rewards
 
 SHOWN = 3
 
@@ -27,7 +28,7 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         part.group_index().tolist(),
         part.sequences("input_ids"),
         part.sequences("prompt_mask"),
-        part["rewards"].tolist(),
+        total_rewards(part).tolist(),
         strict=True,
     )
     records = [

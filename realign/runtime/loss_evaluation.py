@@ -1,0 +1,142 @@
+"""`LossEvaluation`: the loss and the metrics of a training call on held-out rows, without a step.
+
+For models that do not sample: the accuracy of a reward model, the likelihood of demonstrations under SFT, the accuracy
+of DPO. The calls of the graph that the training call waits for are made first (a reference's log-probs, say), then its
+own `train_step`, on an engine that only runs forward. So it works with every interface, and measures what it trains on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    GenerationConfig,
+    Mean,
+    MicroBatchSpec,
+    ModelOutput,
+    PipelinableEngine,
+    SequenceSample,
+    Stats,
+    merge_stats,
+    stat_values,
+)
+from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
+from realign.runtime.evaluator import Evaluator
+from realign.runtime.local import call, inputs_of
+
+if TYPE_CHECKING:
+    from realign.runtime.local import LocalRuntime
+
+
+@dataclass
+class LossEvaluation(Evaluator):
+    """The loss of `role`, and the metrics that come with it, on rows like those that it trains on (config node)."""
+
+    def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
+        """See `Evaluator`; also, the graph must train `role`, by one call."""
+        super().check(graph, models)
+        self._training(graph)
+
+    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+        """See `Evaluator`. The metrics are means over the whole of `dataset`, however it is cut."""
+        training = self._training(runtime.experiment.graph)
+        stats: list[Stats] = []
+        first: SequenceSample | None = None
+        for batch in self.batches(dataset):
+            for rpc in self._before(training, runtime.experiment.graph):
+                parts = runtime.models[rpc.model], runtime.interfaces[rpc.model]
+                batch, _ = call(rpc, *parts, batch, runtime.experiment.microbatch)
+            first = first or batch
+            stats.append(self._loss(training, runtime, batch))
+        assert first is not None
+        return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first
+
+    def describe(self) -> str:
+        """See `Evaluator`."""
+        return f"loss of {self.role}"
+
+    def _training(self, graph: DataflowGraph) -> RPC:
+        found = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
+        if len(found) != 1:
+            trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))
+            raise ValueError(
+                f"evaluation.role {self.role!r} has {len(found)} training calls in the graph, but the loss is that of "
+                f"one; trained are: {trained or 'none'}"
+            )
+        return found[0]
+
+    def _before(self, training: RPC, graph: DataflowGraph) -> list[RPC]:
+        """The calls that `training` needs the keys of, in their order."""
+        needed = {rpc.name for key in training.inputs for rpc in graph.leading_to(key)}
+        return [rpc for rpc in graph.order if rpc.name in needed]
+
+    def _loss(self, training: RPC, runtime: LocalRuntime, batch: SequenceSample) -> Stats:
+        interface = copy.deepcopy(runtime.interfaces[self.role])  # it may keep state, which nothing here may move
+        for name in ("n_minibatches", "epochs"):
+            if hasattr(interface, name):
+                setattr(interface, name, 1)
+        model = runtime.models[self.role]
+        forward_only = dataclasses.replace(model, engine=ForwardOnly(model.machine))
+        return interface.train_step(forward_only, inputs_of(training, batch), runtime.experiment.microbatch)
+
+
+class ForwardOnly:
+    """A `PipelinableEngine` over another one: `train_batch` measures the loss and makes no step."""
+
+    trainable = True
+
+    def __init__(self, engine: PipelinableEngine) -> None:
+        self.engine = engine
+
+    def train_batch(
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
+    ) -> Stats:
+        """The metrics of `loss_fn`, and `loss`; nothing of a batch of weight 0."""
+        weight = loss_weight_fn(data).detach()
+        if not weight > 0:
+            return {}
+        losses: list[Tensor] = []
+        metrics: list[Any] = []  # plain (sum, count) pairs are merged too
+
+        def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+            loss, stats = loss_fn(output, mb)
+            losses.append(loss.double())
+            metrics.append(stats)
+            return mb.with_sequences(measured=torch.ones(mb.n_sequences, device=loss.device))  # a hook adds a key
+
+        self.engine.forward(data, mb_spec, post_hook)
+        return {**merge_stats(metrics), "loss": Mean(torch.stack(losses).sum(), weight.to(losses[0]))}
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """The engine's."""
+        return self.engine.forward(data, mb_spec, post_hook)
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """The engine's."""
+        return self.engine.generate(data, config, seed=seed)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The engine's."""
+        return self.engine.reduce(x)
+
+    def start_step(self, version: int) -> None:
+        """No schedule moves."""
+
+    def save(self, path: Path) -> None:
+        """The engine's."""
+        self.engine.save(path)
