@@ -239,6 +239,8 @@ class PPOActorInterface(ModelInterface):
                 f"aggregation={self.aggregation.value} with aggregation_constant={self.aggregation_constant}: "
                 "aggregation=constant, and only it, needs a number of tokens per sequence"
             )
+        if self.dual_clip is not None and not self.objective.has_dual_clip:
+            raise ValueError(f"dual_clip={self.dual_clip:g} has no effect with objective={self.objective.value}")
         if self.truncation.overlong_buffer > self.generation.max_new_tokens:
             raise ValueError(
                 f"truncation.overlong_buffer={self.truncation.overlong_buffer} is longer than a response can be: "
