@@ -22,6 +22,7 @@ from torch import Tensor
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
 from realign.functional import degenerate_groups, segment_sum
+from realign.runtime.evaluation import total_rewards
 
 Draw: TypeAlias = Callable[[int], SequenceSample | None]
 """Sample and judge one more batch of new prompts (numbered from 0 in each step); None when there are none left."""
@@ -90,7 +91,7 @@ class DynamicSampling:
 
     def chosen(self, judged: SequenceSample) -> list[int]:
         """Indices of the prompts of a judged batch whose groups pass, ascending."""
-        rewards_S = judged["rewards"]
+        rewards_S = total_rewards(judged)
         valid_S = rewards_S.isfinite()
         if "loss_mask" in judged:
             valid_S = valid_S & (segment_sum(judged["loss_mask"], judged.cu_seqlens()) > 0)
@@ -121,7 +122,8 @@ class DynamicSampling:
             if chosen:
                 kept.append(judged.take(chosen))
             sampled, accepted = sampled + len(judged), accepted + len(chosen)
-            rewards.append(masked_mean(judged["rewards"], judged["rewards"].isfinite()))
+            rewards_S = total_rewards(judged)
+            rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
         values = stat_values(merge_stats({"sampled_reward": mean} for mean in rewards))
         if not accepted:
             raise RuntimeError(self._nothing(sampled, len(rewards), values.get("sampled_reward")))

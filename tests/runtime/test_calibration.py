@@ -10,6 +10,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
+from realign.derived import derived_rows
 from realign.interfaces.cutting import ResponseCut
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
 from realign.runtime import Experiment, RewardCalibration, run
@@ -179,3 +180,11 @@ def test_the_shipped_reward_model_can_be_calibrated_by_config_and_the_gain_comes
     second = build_experiment(compose(["experiment=reward_model", *settings, *saved, "calibration=null"]))
     run(second)
     assert second.interfaces["reward"].state_dict() == first.interfaces["reward"].state_dict()
+
+
+def test_the_launch_table_says_what_is_calibrated_and_a_policy_outside_the_graph_is_read(tmp_path):
+    rows = dict(derived_rows(experiment(tmp_path)))
+    assert rows["reward calibration"] == (
+        "gain and bias of reward before and after training, by 64 responses of policy (neutral, temperature 0.7)"
+    )
+    assert rows["config keys never read"] == "none"

@@ -61,6 +61,13 @@ def test_a_response_without_a_token_that_trains_does_not_count():
     assert DynamicSampling().chosen(batch) == [0]
 
 
+def test_dense_rewards_count_by_their_sum():
+    """The groups' rewards are all 0; by their tokens one group has spread, the other (1 + 1 and 2) has none."""
+    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]})
+    data = data.with_tokens(dense_rewards=torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 0.0, 2.0]))
+    assert DynamicSampling().chosen(data.with_sequences(rewards=torch.zeros(4))) == [0]
+
+
 def test_groups_may_be_ragged():
     assert DynamicSampling().chosen(judged([1], [0, 1, 1], [0, 0])) == [1]
 

@@ -485,6 +485,17 @@ def test_a_response_has_one_length_in_training_and_in_evaluation():
     assert batch_metrics(batch) == stat_values(sequence_stats(batch)) == want
 
 
+def test_dense_rewards_add_up_to_the_reward_of_a_response(tmp_path):
+    batch = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3], [1, 2], [1]]]})
+    batch = batch.with_tokens(
+        prompt_mask=torch.tensor([True, False, False, True, False, True]),
+        dense_rewards=torch.tensor([0.0, 0.5, 2.0, 0.0, 0.0, 0.0]),
+    ).with_sequences(rewards=torch.tensor([0.0, math.nan, -1.0]))
+    assert batch_metrics(batch) == {"reward": 0.75, "missing_rewards": pytest.approx(1 / 3), "response_tokens": 1.0}
+    shown = LocalRuntime(experiment(tmp_path)).readable(batch, 1)
+    assert [record["reward"] for record in shown] == [2.5, None, -1.0]
+
+
 def test_an_infinite_reward_is_no_number_of_json(tmp_path):
     runtime = LocalRuntime(experiment(tmp_path))
     _, batch = runtime.step(1)
