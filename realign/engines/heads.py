@@ -56,7 +56,7 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
 
 
 def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[str, str] | None:
-    """How to find a scalar head under its other name, since families call that of a critic not as that of a reward model.
+    """How to find a scalar head under its other name: some families call that of a critic other than a reward model's.
 
     Args:
         missing: names of weights that the model has and its folder lacks.

@@ -67,11 +67,15 @@ def add_adapters(module: Any, spec: LoRA, *, path: str, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError("lora needs peft, which is not installed: pip install 'realign[peft]'") from error
+    from transformers.pytorch_utils import Conv1D
+
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
         target_modules=spec.target_modules,
+        exclude_modules=[name for name in ("score", "classifier") if hasattr(module, name)] or None,  # they train whole
         lora_dropout=spec.dropout,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
         base_model_name_or_path=path,
     )
     with torch.random.fork_rng():

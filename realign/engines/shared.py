@@ -160,9 +160,7 @@ class ReferenceEngine(SharedEngine):
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Refuse: the branch has no cache of its own."""
-        raise ValueError(
-            f"model {self.name!r} is the frozen start of role {self.of!r}, which scores and cannot generate"
-        )
+        raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r}: it scores and cannot generate")
 
     def save(self, path: Path) -> None:
         """Refuse: the folder that the run started from holds these weights."""

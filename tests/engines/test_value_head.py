@@ -101,9 +101,7 @@ def test_a_new_value_head_says_zero_and_leaves_the_policy_alone(tmp_path):
     drawn = [load(folder).value_head.head[0].weight for _ in range(2)]
     assert torch.equal(*drawn)
     assert drawn[0].std().item() == pytest.approx(65**-0.5, rel=0.3)
-    with pytest.raises(
-        ValueError, match=r"values needs a model with a scalar head \(head=score or value, or a v"
-    ):
+    with pytest.raises(ValueError, match=r"values needs a model with a scalar head \(head=score or value, or a v"):
         plain.forward(data, ONE, keep)
 
 

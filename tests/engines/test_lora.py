@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.engines import LoRA, OptimizerSpec, TransformersModel, ValueHead
+from tests.tiny import random_sample, save_tiny
+
+ONE = MicroBatchSpec()
+STEP = OptimizerSpec(lr=1e-2, grad_clip=None)
+LENGTHS = ((9, 4, 6), (12,), (3, 5))
+
+
+def load(folder, lora=None, **fields):
+    spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, lora=lora or LoRA(rank=4), **fields)
+    return spec.load("actor", seed=0).machine
+
+
+def logprobs(engine, data):
+    return engine.forward(data, ONE, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
+
+
+def train(engine, data, steps=3):
+    for _ in range(steps):
+        engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
+
+
+def plain_logprobs(module, data):
+    parts = []
+    for ids in data.sequences():
+        logp = module(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1).detach()
+        parts.append(torch.cat([torch.zeros(1), logp[torch.arange(len(ids) - 1), ids[1:]]]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("family", "config"), [("llama", {"tie_word_embeddings": True}), ("gpt2", {}), ("qwen2", {})])
+def test_the_base_stays_and_the_saved_folder_is_the_trained_model(tmp_path, family, config):
+    folder = save_tiny(tmp_path / "m", family, **config)
+    engine, data = load(folder), random_sample(LENGTHS)
+    base = {n.replace(".base_layer", ""): p for n, p in engine.module.named_parameters() if "lora_" not in n}
+    start = {name: p.detach().clone() for name, p in base.items()}
+    train(engine, data)
+    assert all(torch.equal(p, start[name]) for name, p in base.items())
+    assert not any(p.requires_grad for p in base.values())
+    engine.save(tmp_path / "out")
+    engine.save(tmp_path / "out")
+    assert all(torch.equal(p, start[name]) for name, p in base.items())  # nothing is merged in place
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    want = logprobs(engine, data)
+    torch.testing.assert_close(plain_logprobs(merged.eval(), data), want, atol=1e-5, rtol=1e-5)
+    original = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert (plain_logprobs(original, data) - want).abs().max() > 1e-2
+    moved = {n for n, p in merged.named_parameters() if not torch.equal(p, dict(original.named_parameters())[n])}
+    assert all(p.ndim == 2 for n, p in merged.named_parameters() if n in moved)
+    assert not any("emb" in n or "wte" in n or "lm_head" in n for n in moved)
+    again = TransformersModel(str(tmp_path / "out")).load("actor", seed=0).machine
+    torch.testing.assert_close(logprobs(again, data), want, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_compute_what_the_paper_says(tmp_path):
+    engine = load(save_tiny(tmp_path / "m", "llama"), LoRA(rank=2, alpha=6, target_modules=["q_proj"]))
+    data = random_sample(LENGTHS)
+    train(engine, data, 2)
+    layer = engine.module.model.layers[1].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert (a.shape, b.shape) == ((2, 64), (64, 2))
+    assert not hasattr(engine.module.model.layers[1].self_attn.k_proj, "lora_A")
+    engine.save(tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[1].self_attn.q_proj.weight
+    torch.testing.assert_close(merged, layer.base_layer.weight + 3 * b @ a, atol=1e-6, rtol=1e-6)
+    assert b.any()
+
+
+def test_adapters_start_from_the_seed_and_change_nothing(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    state = torch.get_rng_state()
+    one, two = load(folder), load(folder)
+    assert torch.equal(torch.get_rng_state(), state)
+    data = random_sample(LENGTHS)
+    plain = TransformersModel(str(folder)).load("ref", seed=0).machine
+    assert torch.equal(logprobs(one, data), logprobs(plain, data))
+    trained = [[p for p in e.module.parameters() if p.requires_grad] for e in (one, two)]
+    assert trained[0]
+    for p, q in zip(*trained, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_adapters_alone_are_a_folder_of_peft(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    engine, data = load(folder, LoRA(rank=4, merge_on_save=False)), random_sample(LENGTHS)
+    train(engine, data)
+    engine.save(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("model*.safetensors"))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 32, str(folder))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "out")
+    torch.testing.assert_close(plain_logprobs(adapted.eval(), data), logprobs(engine, data), atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_trains_adapters_and_its_head(tmp_path):
+    engine, data = load(save_tiny(tmp_path / "m", "llama", head="score"), head="score"), random_sample(LENGTHS)
+    before = engine.head.weight_1H.detach().clone()
+    engine.train_batch(data, ONE, lambda out, mb: (out.scores().square().sum(), {}), lambda d: torch.tensor(1.0))
+    assert not torch.equal(engine.head.weight_1H, before)
+    engine.save(tmp_path / "out")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(again.score.weight, engine.head.weight_1H)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_with_adapters_answers(tmp_path, dtype):
+    engine = load(save_tiny(tmp_path / "m"), value_head=ValueHead(1), dtype=dtype, gradient_checkpointing=True)
+    data = random_sample(LENGTHS)
+    train(engine, data)
+    prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8, 9]]]})
+    answered = engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=6, fixed_length=True), seed=1)
+    mask_T = answered["loss_mask"]
+    scored = logprobs(engine, answered)[mask_T]
+    limit = 1e-5 if dtype == "float32" else 5e-2
+    torch.testing.assert_close(scored, answered["logprobs"][mask_T], atol=limit, rtol=limit)
+
+
+def test_a_model_with_adapters_continues_exactly(tmp_path):
+    folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
+    whole, first, second = load(folder), load(folder), load(folder)
+    train(whole, data, 3)
+    train(first, data, 2)
+    second.load_state_dict(first.state_dict())
+    train(second, data, 1)
+    assert torch.equal(logprobs(second, data), logprobs(whole, data))
+
+
+def test_dropout_of_adapters_is_applied_in_training_only(tmp_path):
+    folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
+    plain, dropping = load(folder), load(folder, LoRA(rank=4, dropout=0.5), dropout=True)
+    assert torch.equal(logprobs(plain, data), logprobs(dropping, data))
+    for engine in (plain, dropping):
+        train(engine, data, 3)
+    assert not torch.equal(logprobs(plain, data), logprobs(dropping, data))
+    assert torch.equal(logprobs(dropping, data), logprobs(dropping, data))
+
+
+def test_bad_adapters_are_refused(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "m", "llama")
+    for fields, message in (
+        ({"rank": 0}, r"lora\.rank must be at least 1, found 0"),
+        ({"alpha": 0}, r"lora\.alpha must be positive, found 0"),
+        ({"dropout": 1.0}, r"lora\.dropout must be in \[0, 1\), found 1\.0"),
+        ({"target_modules": []}, r"lora\.target_modules must be all-linear, or names of layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoRA(**fields)
+    with pytest.raises(ValueError, match=r"lora\.dropout=0\.1 has no effect with dropout=false"):
+        load("x", LoRA(dropout=0.1))
+    with pytest.raises(ValueError, match=r"lora\.merge_on_save=false would not save the trained head of head=score"):
+        load("x", LoRA(merge_on_save=False), head="score")
+    with pytest.raises(ValueError, match=r"models\.actor: lora: .*c_attn"):
+        load(folder, LoRA(target_modules=["c_attn"]))
+    with pytest.raises(ValueError, match=r"target_modules=\['lm_head'\] takes in the head, which cannot be adapted"):
+        load(folder, LoRA(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="takes in the embeddings, which cannot be adapted"):
+        load(folder, LoRA(target_modules=["embed_tokens"]))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"models\.actor: lora: lora needs peft, .* pip install 'realign\[peft\]'"):
+        load(folder)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model
+from realign.engines import LoRA, OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.testing import BigramEngine
+from tests.tiny import random_sample, save_tiny
+
+ONE = MicroBatchSpec()
+STEP = OptimizerSpec(lr=1e-2, grad_clip=None)
+LENGTHS = ((9, 4, 6), (12,), (3, 5))
+
+
+def load(folder, branch="reference", layers=None, **fields):
+    """An actor, and a role that shares its model."""
+    actor = TransformersModel(str(folder), device="cpu", optimizer=STEP, **fields).load("actor", seed=0)
+    ref = SharedModel("actor", branch, layers).load("ref", seed=0, loaded={"actor": actor})
+    return actor.machine, ref.machine
+
+
+def logprobs(engine, data, spec=ONE):
+    return engine.forward(data, spec, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
+
+
+def train(engine, data, steps=3):
+    for _ in range(steps):
+        engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
+
+
+REFERENCES = {
+    "top 1": ("qwen2", {"trained_layers": 1}, {}),
+    "top 2, tied": ("llama", {"trained_layers": 2}, {"tie_word_embeddings": True}),
+    "all layers": ("gpt2", {"trained_layers": 3}, {}),
+    "experts": ("qwen3_moe", {"trained_layers": 2}, {}),
+    "windows and caps": ("gemma2", {"trained_layers": 2}, {}),
+    "adapters": ("qwen2", {"lora": LoRA(rank=4)}, {}),
+    "adapters of gpt2": ("gpt2", {"lora": LoRA(rank=4)}, {}),
+    "adapters and values": ("llama", {"lora": LoRA(rank=4), "value_head": ValueHead(1)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_trap_b7_the_reference_is_the_start_and_never_moves(tmp_path, name):
+    family, fields, config = REFERENCES[name]
+    folder = save_tiny(tmp_path / "m", family, **config)
+    actor, ref = load(folder, **fields)
+    data = random_sample(LENGTHS)
+    separate = TransformersModel(str(folder), device="cpu").load("separate", seed=0).machine
+    start = logprobs(ref, data)
+    assert torch.equal(start, logprobs(actor, data))
+    torch.testing.assert_close(start, logprobs(separate, data), atol=1e-6, rtol=1e-6)
+    train(actor, data)
+    assert torch.equal(logprobs(ref, data), start)
+    assert (logprobs(actor, data) - start).abs().max() > 1e-2
+    cut = logprobs(ref, data, MicroBatchSpec(max_tokens_per_microbatch=20))
+    torch.testing.assert_close(cut, start, atol=1e-5, rtol=1e-5)
+    train(actor, data, 1)  # asking the reference switched nothing off
+    again = logprobs(actor, data)
+    assert not torch.equal(again, start)
+    assert torch.equal(logprobs(ref, data), start)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_reference_may_copy_more_layers_than_are_trained(tmp_path, layers):
+    actor, ref = load(save_tiny(tmp_path / "m"), layers=layers, trained_layers=2)
+    data = random_sample(LENGTHS)
+    start = logprobs(ref, data)
+    train(actor, data)
+    assert torch.equal(logprobs(ref, data), start)
+
+
+def test_only_the_top_is_trained(tmp_path):
+    for tied in (False, True):
+        folder = save_tiny(tmp_path / f"tied-{tied}", "llama", tie_word_embeddings=tied)
+        engine = TransformersModel(str(folder), optimizer=STEP, trained_layers=1).load("actor", seed=0).machine
+        before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        train(engine, random_sample(LENGTHS), 1)
+        moved = {n for n, p in engine.module.named_parameters() if not torch.equal(p, before[n])}
+        top = {n for n in before if n.startswith("model.layers.2.")} | {"model.norm.weight"}
+        assert moved == top | (set() if tied else {"lm_head.weight"})
+
+
+def test_a_reference_over_a_trunk_that_moves_is_refused(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"models\.ref: model 'actor' trains all of its weights.*trained_layers or l"):
+        load(folder)
+    with pytest.raises(ValueError, match=r"models\.ref: layers=1 .* are fewer than the 2 that are trained"):
+        load(folder, layers=1, trained_layers=2)
+    with pytest.raises(ValueError, match=r"models\.ref: layers must be from 1 to 3, .* layers, found 4"):
+        load(folder, layers=4, trained_layers=2)
+    with pytest.raises(ValueError, match=r"models\.actor\.trained_layers must be from 1 to 3, .* found 4"):
+        load(folder, trained_layers=4)
+    with pytest.raises(ValueError, match="layers=2 has no effect: the reference of a model with lora"):
+        load(folder, layers=2, lora=LoRA())
+    with pytest.raises(ValueError, match="branch=reference is of a language model"):
+        load(save_tiny(tmp_path / "score", head="score"), head="score", trained_layers=1)
+    bigram = Model("actor", BigramEngine())
+    with pytest.raises(ValueError, match=r"models\.ref: the engine of role 'actor' has no reference branch"):
+        SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": bigram})
+
+
+def test_a_reference_only_scores(tmp_path):
+    _, ref = load(save_tiny(tmp_path / "m"), trained_layers=1, value_head=ValueHead())
+    data = random_sample(LENGTHS)
+    assert not ref.trainable
+    with pytest.raises(ValueError, match="'ref' shares the model of role 'actor' and does not train"):
+        train(ref, data)
+    with pytest.raises(ValueError, match="it scores and cannot generate"):
+        ref.generate(data, GenerationConfig(), seed=0)
+    with pytest.raises(ValueError, match="has no weights to save"):
+        ref.save(tmp_path / "out")
+    with pytest.raises(ValueError, match="values needs a model with a scalar head"):
+        ref.forward(data, ONE, lambda out, mb: mb.with_tokens(values=out.values()))
+
+
+def test_a_critic_shares_the_value_head_of_the_actor(tmp_path):
+    actor, critic = load(save_tiny(tmp_path / "m"), branch="whole", value_head=ValueHead())
+    data = random_sample(LENGTHS)
+
+    def values(engine):
+        return engine.forward(data, ONE, lambda out, mb: mb.with_tokens(values=out.values()))["values"]
+
+    assert not values(critic).any()
+    actor.train_batch(data, ONE, lambda out, mb: ((out.values() - 1).square().sum(), {}), lambda d: torch.tensor(1.0))
+    assert values(critic).any()
+    assert torch.equal(values(critic), values(actor))
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="layers=2 belongs to branch=reference, but branch is whole"):
+        SharedModel("actor", layers=2)
+    for fields in ({"lora": LoRA()}, {"trained_layers": 1}, {"ema_decay": 0.9}):
+        with pytest.raises(ValueError, match=f"{next(iter(fields))} has no effect on a model without optimizer"):
+            TransformersModel("x", **fields)
+    with pytest.raises(ValueError, match="lora and trained_layers exclude each other"):
+        TransformersModel("x", optimizer=STEP, lora=LoRA(), trained_layers=1)
+    with pytest.raises(ValueError, match="trained_layers must be at least 1, or null, found 0"):
+        TransformersModel("x", optimizer=STEP, trained_layers=0)
+    for decay in (0.0, 1.0, -1.0):
+        with pytest.raises(ValueError, match="ema_decay must be between 0 and 1"):
+            TransformersModel("x", optimizer=STEP, ema_decay=decay)
+
+
+def test_what_is_shared_is_said_for_people():
+    assert SharedModel("actor").describe() == "the model of actor"
+    assert SharedModel("actor", "reference").describe() == "the frozen start of actor"
+    assert SharedModel("actor", "reference", 2).describe() == "the frozen start of actor, top 2 layers"
