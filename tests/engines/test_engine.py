@@ -217,6 +217,67 @@ def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
     assert moved(engine, after) == 0
 
 
+def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
+    spec = OptimizerSpec(lr=0.1, weight_decay=0.5, schedule=Schedule("linear", total=10))
+    engine = tiny_engine(optimizer=spec, ema_decay=0.5)
+    data, loss, seen = random_sample(LENGTHS), Likelihood(), []
+    train(engine, random_sample(LENGTHS, seed=1))  # moments are not zero
+    before = copy.deepcopy(engine.state_dict())
+    plain = stat_values(train(copy.deepcopy(engine), data))
+
+    def veto(stats):
+        seen.append(stat_values(stats))
+        return False
+
+    for spec in (ONE, MicroBatchSpec(n_microbatches=3)):
+        found = stat_values(engine.train_batch(data, spec, loss.loss, loss.weight, veto))
+        assert (found["vetoed_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
+        for name in ("nll", "nll_max", "loss", "grad_norm", "lr", "tokens"):  # reported as what they would have been
+            assert found[name] == pytest.approx(plain[name], rel=1e-5), name
+        assert seen[-1] == pytest.approx({k: plain[k] for k in ("nll", "nll_max", "pair")}, rel=1e-5)
+    for part in ("module", "ema", "optimizer"):
+        assert_equal(engine.state_dict()[part], before[part])
+    assert all(p.grad is None for p in engine.module.parameters())
+    after = stat_values(engine.train_batch(data, ONE, loss.loss, loss.weight, lambda stats: True))
+    assert (after["vetoed_steps"], after["optimizer_steps"], after["lr"]) == (0, 1, plain["lr"])
+
+
+def assert_equal(a, b):
+    """Nested state, bit by bit."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+def test_a_batch_that_makes_no_step_for_another_reason_is_counted_as_that():
+    """The veto is asked where a step could be made: not for a batch of weight 0; a bad gradient counts as such."""
+    engine, asked = tiny_engine(optimizer=STEP), []
+
+    def veto(stats):
+        asked.append(stats)
+        return False
+
+    data = random_sample([[7], [5]])
+    empty = data.with_tokens(loss_mask=torch.zeros(12, dtype=torch.bool))
+    found = stat_values(engine.train_batch(empty, ONE, Likelihood().loss, Likelihood().weight, veto))
+    assert (found["zero_weight_steps"], found["vetoed_steps"], asked) == (1, 0, [])
+
+    def bad(out, mb):
+        return out.logprobs().sum() * float("nan"), {}
+
+    found = stat_values(engine.train_batch(data, ONE, bad, lambda d: torch.tensor(1.0), veto))
+    assert (found["nonfinite_steps"], found["vetoed_steps"], found["skipped_steps"]) == (1, 0, 1)
+
+
 def test_an_interrupted_batch_leaves_no_gradient_behind():
     data = random_sample([[7], [5]])
 

@@ -198,6 +198,38 @@ def test_head_init_starts_a_scalar_head_anew(tmp_path):
         TransformersModel(folder, head_init="zero")
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
+    """Some families call the layer `score` in one class and `classifier` in the other (SEEDS C32)."""
+    folder = save_tiny(tmp_path / "reward", family, head="score")
+    data = random_sample([[7], [5, 4]])
+    reward = load(folder, "reward", head=Head.score).machine
+    critic = load(folder, "critic", head=Head.value, optimizer=OptimizerSpec(lr=1e-2)).machine
+    assert torch.equal(critic.head.weight_1H, reward.head.weight_1H)
+    assert not critic.head.bias_1.any()  # a reward model has none
+    scores = [
+        e.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_sequences(s=out.scores()))["s"]
+        for e in (reward, critic)
+    ]
+    assert torch.equal(*scores)
+    critic.train_batch(data, MicroBatchSpec(), lambda out, mb: (out.values().sum(), {}), lambda d: torch.tensor(1.0))
+    critic.save(tmp_path / "critic")
+    back = load(tmp_path / "critic", "reward", head=Head.score).machine
+    assert torch.equal(back.head.weight_1H, critic.head.weight_1H)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_critic_from_the_actor_starts_with_a_head_of_its_own(tmp_path, family):
+    folder = save_tiny(tmp_path / "actor", family)
+    data = random_sample([[7], [5, 4]])
+    for init in ("zero", "normal"):
+        critic = load(folder, "critic", head=Head.value, head_init=init).machine
+        values = critic.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(v=out.values()))["v"]
+        assert values.any() == (init == "normal")
+        actor = load(folder).machine.module.base_model.state_dict()
+        assert all(torch.equal(x, actor[name]) for name, x in critic.module.base_model.state_dict().items())
+
+
 def test_heads_with_bias_and_scale_are_read():
     phi = read_head(tiny_model("gemma2"))
     assert isinstance(phi, LMHead)
