@@ -144,7 +144,7 @@ def policy_objective(
             lowest = -math.inf if clip_low is None else -clip_low
             upwards_T, downwards_T = advantages_T > 0, advantages_T < 0
             clipped_T = (upwards_T & (log_ratio_T > high)) | (downwards_T & (log_ratio_T < lowest))
-            held_T = torch.where(clipped_T, log_ratio_T.detach().clamp(lowest, high), log_ratio_T)
+            held_T = torch.where(clipped_T, log_ratio_T.clamp(lowest, high), log_ratio_T)
             loss_T = -advantages_T * _sequence_mean(held_T, mask_T, cu_seqlens).exp()
     if weight_T is not None:
         loss_T = loss_T * torch.where(mask_T, at_least_fp32(weight_T.detach()), 0)

@@ -294,15 +294,22 @@ def test_cispo_with_the_absolute_cap_of_trl():
 
 
 @EVERY
-def test_one_flag_without_bounds_is_the_unclipped_objective(objective):
-    rows = batch(seed=6)
-    logprobs_T, old_T, advantages_T, mask_T, _ = packed(rows)
+def test_without_bounds_nothing_is_clipped(objective):
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed=6, spread=2.0))
     args = (logprobs_T, old_T, advantages_T, mask_T, cu_seqlens_of(LENGTHS))
     out = policy_objective(*args, objective=objective, clip_low=None, clip_high=None)
     assert not out.clipped_T.any()
-    wide = policy_objective(*args, objective=objective, clip_low=1.0, clip_high=1e6)
-    if objective is not PolicyObjective.gmpo:  # there 1 is one e-fold
-        assert torch.equal(out.loss_T, wide.loss_T)
+    lowest = 50.0 if objective is PolicyObjective.gmpo else 1.0
+    wide = policy_objective(*args, objective=objective, clip_low=lowest, clip_high=1e6)
+    assert torch.equal(out.loss_T, wide.loss_T)
+
+
+def test_gmpo_does_not_clip_tokens_without_an_advantage():
+    moves_T = torch.tensor([0.1, -1.0, 2.0], dtype=torch.float64)
+    args = (moves_T, torch.zeros(3), torch.tensor([1.0, 0.0, 0.0]), ones(3), cu_seqlens_of([3]))
+    out = policy_objective(*args, objective=PolicyObjective.gmpo, clip_low=0.4, clip_high=0.4)
+    assert not out.clipped_T.any()
+    assert out.loss_T.tolist() == pytest.approx([-math.exp(1.1 / 3), 0, 0])
 
 
 @settings(deadline=None, max_examples=30)  # the machine may be busy
