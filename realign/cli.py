@@ -188,6 +188,7 @@ def _build(config: ExperimentConfig) -> Experiment:
 def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
     """`realign graph`: print the graph, or write it to a file (whose ending chooses the format)."""
     from realign.draw import FORMATS
+    from realign.engines.shared import shared_roles
 
     endings = {".svg": "svg", ".mmd": "mermaid", ".md": "mermaid", ".txt": "text", "": "text"}
     ending = Path(args.out or "").suffix
@@ -195,7 +196,8 @@ def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
         known = ", ".join(filter(None, endings))
         raise ConfigError(f"--out {args.out}: no format ends in {ending!r}; give --format, or one of {known}")
     form = args.format or endings[ending]
-    drawn = FORMATS[form](_built(args, overrides).graph)
+    experiment = _built(args, overrides)
+    drawn = FORMATS[form](experiment.graph, shared_roles(experiment.models))
     if args.out is None:
         _say(drawn.rstrip("\n"))
         return 0

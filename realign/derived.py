@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from realign.api import GenerationConfig, ModelInterface
+from realign.engines.shared import shared_roles
 from realign.runtime import Experiment
 
 OPTIMIZER_STEPS = "optimizer steps per step"
@@ -43,6 +44,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["evaluation"] = f"every {e.evaluation.every_steps} steps, before and after; {e.evaluation.describe()}"
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()
+    if shared := shared_roles(e.models):
+        rows["roles that share a model"] = "; ".join(f"{role}: {what}" for role, what in shared.items())
     rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
     idle += [f"models.{r}" for r in e.models if r not in e.roles]

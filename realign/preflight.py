@@ -11,6 +11,7 @@ from rich.console import Console
 
 from realign.api import SequenceSample
 from realign.draw import to_text
+from realign.engines.shared import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.local import call
 
@@ -30,7 +31,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say("\nGraph\n" + to_text(experiment.graph))
+    say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
     runtime = LocalRuntime(experiment)

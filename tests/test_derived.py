@@ -6,6 +6,7 @@ import pytest
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface
 from realign.derived import derived_rows
+from realign.engines import SharedModel
 from realign.runtime import DynamicSampling, Evaluation, Experiment
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
 
@@ -107,3 +108,9 @@ def test_a_temperature_is_found_at_any_depth_and_null_is_none():
     graph = DataflowGraph((RPC("a", "deep", "inference"), RPC("b", "rule", "inference")))
     e = experiment(graph=graph, interfaces={"deep": Deep(), "rule": CountThrees()}, models={"deep": Bigram()})
     assert e.temperatures == {"interfaces.deep.inner.generation.temperature": 0.5}
+
+
+def test_roles_that_share_a_model_are_shown():
+    assert "roles that share a model" not in dict(derived_rows(experiment()))
+    rows = dict(derived_rows(experiment(models={"actor": Bigram(), "judge": SharedModel("actor", "reference", 2)})))
+    assert rows["roles that share a model"] == "judge: the frozen start of actor, top 2 layers"

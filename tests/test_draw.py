@@ -146,3 +146,16 @@ def test_names_with_special_characters_are_escaped(form):
         assert 'a<b>"&' in [t.text for t in ET.fromstring(drawn).iter(f"{SVG}text")]
     if form == "mermaid":
         assert "a&lt;b&gt;#quot;&amp;" in drawn
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_role_that_shares_a_model_is_shown_as_such(form):
+    graph, notes = ppo(), {"reward": "the model of <actor>"}
+    plain, noted = FORMATS[form](graph), FORMATS[form](graph, notes)
+    assert "the model of" not in plain
+    marked = {
+        "text": "(reward.inference: the model of <actor>)",
+        "mermaid": "reward · inference · the model of &lt;actor&gt;",
+    }
+    assert marked.get(form, "reward · inference · the model of &lt;actor&gt;") in noted
+    assert noted.count("the model of") == 1

@@ -1,4 +1,4 @@
-"""A `DataflowGraph` as text, as Mermaid and as SVG; pure functions from a graph to a string."""
+"""A `DataflowGraph` as text, as Mermaid and as SVG; pure functions to a string."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from realign.draw.text import to_mermaid, to_text
 if TYPE_CHECKING:
     from realign.api import DataflowGraph
 
-FORMATS: Mapping[str, Callable[[DataflowGraph], str]] = MappingProxyType(
+FORMATS: Mapping[str, Callable[[DataflowGraph, Mapping[str, str]], str]] = MappingProxyType(
     {"text": to_text, "mermaid": to_mermaid, "svg": to_svg}
 )
 

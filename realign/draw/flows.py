@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ COLOURS = (
 )
 """Fill and stroke of a role; roles take them in the order of the graph."""
 GREY = ("#f8fafc", "#64748b")
+NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
 
 class Kind(StrEnum):
@@ -66,6 +68,11 @@ def flows(graph: DataflowGraph) -> list[Flow]:
                 found.append(Flow(rpc.name, keys, (), kind))
     place = {name: i for i, name in enumerate((DATASET, *(rpc.name for rpc in graph.order)))}
     return sorted(found, key=lambda flow: place[flow.source])
+
+
+def detail(rpc: RPC, notes: Mapping[str, str]) -> str:
+    """Second line of the box of a call: its role, its method, and what there is to say about the role."""
+    return " · ".join([rpc.model, rpc.method, *([notes[rpc.model]] if rpc.model in notes else [])])
 
 
 def colours(rpcs: Sequence[RPC]) -> dict[str, tuple[str, str]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from realign.draw.flows import DATASET, GREY, Flow, Kind, colours, flows
+from realign.draw.flows import DATASET, GREY, NO_NOTES, Flow, Kind, colours, detail, flows
 from realign.draw.layout import Item, link, place, ranks
 
 if TYPE_CHECKING:
@@ -28,10 +28,14 @@ class _Edge(NamedTuple):
     arrow: bool
 
 
-def to_svg(graph: DataflowGraph) -> str:
-    """An SVG picture: calls from top to bottom in the order of the step, edges labelled with the keys they carry."""
+def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
+    """An SVG picture: calls from top to bottom in the order of the step, edges labelled with the keys they carry.
+
+    `notes` say more about roles, in the boxes of their calls.
+    """
     every = flows(graph)
-    boxes, labels, edges = _items(graph, every)
+    details = {rpc.name: detail(rpc, notes) for rpc in graph.rpcs} | {DATASET: "rows of prompts"}
+    boxes, labels, edges = _items(graph, every, details)
     passing = {id(item): item for edge in edges for item in edge.items}
     everything = {id(item): item for item in (*boxes.values(), *(item for _, item in labels))} | passing
     width, height = place(list(everything.values()), GAP_Y)
@@ -42,9 +46,9 @@ def to_svg(graph: DataflowGraph) -> str:
     body += [_label(flow, item, stroke[flow.source]) for flow, item in labels if flow.keys]
     for rpc in graph.order:
         tip = f"{rpc.name}: reads {', '.join(rpc.inputs) or 'nothing'}; writes {', '.join(rpc.outputs) or 'nothing'}"
-        body.append(_box(boxes[rpc.name], f"{rpc.model} · {rpc.method}", style[rpc.model], tip))
+        body.append(_box(boxes[rpc.name], details[rpc.name], style[rpc.model], tip))
     if DATASET in boxes:
-        body.append(_box(boxes[DATASET], "rows of prompts", GREY, f"dataset: {', '.join(graph.dataset_keys)}"))
+        body.append(_box(boxes[DATASET], details[DATASET], GREY, f"dataset: {', '.join(graph.dataset_keys)}"))
     total_width, total_height = width + 2 * MARGIN, height + 2 * MARGIN
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width:.0f}" height="{total_height:.0f}" '
@@ -54,7 +58,9 @@ def to_svg(graph: DataflowGraph) -> str:
     return "\n".join([head, *body, "</g>", "</svg>", ""])
 
 
-def _items(graph: DataflowGraph, every: Sequence[Flow]) -> tuple[dict[str, Item], list[tuple[Flow, Item]], list[_Edge]]:
+def _items(
+    graph: DataflowGraph, every: Sequence[Flow], details: Mapping[str, str]
+) -> tuple[dict[str, Item], list[tuple[Flow, Item]], list[_Edge]]:
     """Boxes by name, a label item for each flow, and the lines between neighbouring rows."""
     from_dataset = {target for flow in every if flow.source == DATASET for target in flow.targets}
     before = {
@@ -63,7 +69,6 @@ def _items(graph: DataflowGraph, every: Sequence[Flow]) -> tuple[dict[str, Item]
     if from_dataset:
         before[DATASET] = []
     rank = ranks(before)
-    details = {rpc.name: f"{rpc.model} · {rpc.method}" for rpc in graph.rpcs} | {DATASET: "rows of prompts"}
     boxes = {name: Item(name, _box_width(name, details[name]), BOX_HEIGHT, 2 * r) for name, r in rank.items()}
     labels: list[tuple[Flow, Item]] = []
     edges: list[_Edge] = []

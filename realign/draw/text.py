@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from realign.draw.flows import DATASET, GREY, Flow, Kind, colours, flows
+from realign.draw.flows import DATASET, GREY, NO_NOTES, Flow, Kind, colours, detail, flows
 
 if TYPE_CHECKING:
     from realign.api import DataflowGraph
 
 
-def to_text(graph: DataflowGraph) -> str:
-    """The calls in the order in which they run; under each, which keys go to whom."""
+def to_text(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
+    """The calls in the order in which they run, with `notes` on their roles; under each, which keys go to whom."""
     every = flows(graph)
     lines: list[str] = []
     if any(flow.source == DATASET for flow in every):
         lines += [DATASET, *_branches(every, DATASET), ""]
     for number, rpc in enumerate(graph.order, 1):
-        lines += [f"{number}. {rpc.name}   ({rpc.model}.{rpc.method})", *_branches(every, rpc.name), ""]
+        note = f": {notes[rpc.model]}" if rpc.model in notes else ""
+        lines += [f"{number}. {rpc.name}   ({rpc.model}.{rpc.method}{note})", *_branches(every, rpc.name), ""]
     return "\n".join(lines)
 
 
@@ -38,8 +40,11 @@ def _branches(every: list[Flow], source: str) -> list[str]:
     return lines
 
 
-def to_mermaid(graph: DataflowGraph) -> str:
-    """A Mermaid flowchart: boxes coloured by role, edges labelled with keys, dashed where only order counts."""
+def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
+    """A Mermaid flowchart: boxes coloured by role, edges labelled with keys, dashed where only order counts.
+
+    `notes` say more about roles, in the boxes of their calls.
+    """
     every = flows(graph)
     node = {rpc.name: f"n{i}" for i, rpc in enumerate(graph.order)} | {DATASET: DATASET}
     style = colours(graph.order)
@@ -47,7 +52,7 @@ def to_mermaid(graph: DataflowGraph) -> str:
     if any(flow.source == DATASET for flow in every):
         lines.append(f"  {DATASET}[({DATASET})]")
     for rpc in graph.order:
-        lines.append(f'  {node[rpc.name]}["<b>{_quote(rpc.name)}</b><br/>{_quote(rpc.model)} · {rpc.method}"]')
+        lines.append(f'  {node[rpc.name]}["<b>{_quote(rpc.name)}</b><br/>{_quote(detail(rpc, notes))}"]')
     for number, flow in enumerate(flow for flow in every if not flow.targets):
         lines.append(f'  end{number}>"{flow.kind.value}"]')
         lines.append(f'  {node[flow.source]} -. "{_keys(flow)}" .-> end{number}')

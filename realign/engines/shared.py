@@ -89,6 +89,11 @@ class SharedModel:
         return f"the frozen start of {self.of}" + (f", top {self.layers} layers" if self.layers else "")
 
 
+def shared_roles(models: Mapping[str, object]) -> dict[str, str]:
+    """What each role that has no model of its own shares, for people."""
+    return {role: spec.describe() for role, spec in models.items() if isinstance(spec, SharedModel)}
+
+
 def check_shared(models: Mapping[str, object]) -> None:
     """Check that every shared model is that of a role which has one of its own.
 
