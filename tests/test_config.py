@@ -407,6 +407,11 @@ MUST_BE_GIVEN = {
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
+    "remax": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
     "reward_model": ["models.reward.path=m", "data.path=d.jsonl"],
     "sft": ["models.actor.path=m", "data.path=d.jsonl"],
 }

@@ -1,8 +1,21 @@
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
+from realign.engines import SharedModel
+from realign.functional import Aggregation, Normalization, PolicyObjective, Scope
 from realign.interfaces.greedy import GreedyInterface
+from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.runtime import run
+from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine
+from tests.runtime.test_local import BigramModel, CountToken, experiment
 
 PROMPTS = SequenceSample.from_sequences("abc", {"prompt_ids": [[[1, 4]], [[2]], [[7, 7, 7]]]})
 
@@ -13,11 +26,11 @@ def answers(engine: BigramEngine, generation: GenerationConfig) -> SequenceSampl
     return GreedyInterface(generation).generate(model, data, MicroBatchSpec())
 
 
-def most_likely(engine: BigramEngine, prompt: list[int], limit: int, fixed_length: bool) -> list[int]:
+def most_likely(logits_VV: torch.Tensor, prompt: list[int], limit: int, fixed_length: bool) -> list[int]:
     """The chain of most likely tokens, one after another; 0 is the end token."""
     tokens = list(prompt)
     for _ in range(limit):
-        tokens.append(max(range(11), key=lambda v: float(engine.logits_VV[tokens[-1], v])))
+        tokens.append(max(range(11), key=lambda v: float(logits_VV[tokens[-1], v])))
         if tokens[-1] == 0 and not fixed_length:
             break
     return tokens
@@ -30,7 +43,7 @@ def test_every_prompt_gets_its_most_likely_answer_whatever_the_actor_samples():
         sampler = GenerationConfig(n=4, max_new_tokens=5, temperature=0.7, fixed_length=fixed_length)
         out = answers(engine, sampler)
         assert (out.ids, out.keys) == (PROMPTS.ids, {"input_ids", "prompt_mask"})
-        expected = [most_likely(engine, p, 5, fixed_length) for p in ([1, 4], [2], [7, 7, 7])]
+        expected = [most_likely(engine.logits_VV, p, 5, fixed_length) for p in ([1, 4], [2], [7, 7, 7])]
         assert [x.tolist() for x in out.sequences("input_ids")] == expected
         assert [int(mask.sum()) for mask in out.sequences("prompt_mask")] == [2, 1, 3]
         assert out.lengths["input_ids"].counts.tolist() == [1, 1, 1]
@@ -44,3 +57,134 @@ def test_the_answer_follows_the_weights_of_the_moment_and_no_seed():
     assert again["input_ids"].tolist() == before
     engine.logits_VV[:, 10] += 100.0
     assert answers(engine, sampler)["input_ids"].tolist() == [1, 4, 10, 10, 10, 2, 10, 10, 10, 7, 7, 7, 10, 10, 10]
+
+
+# --- ReMax: the whole graph ---
+
+SAMPLER = GenerationConfig(n=2, max_new_tokens=5)
+
+
+@dataclass
+class Seen(PPOActorInterface):
+    """Keeps the batch as it is after credit."""
+
+    credited: list[SequenceSample] = field(default_factory=list)
+
+    def compute_advantages(self, model, data):
+        self.credited.append(super().compute_advantages(model, data))
+        return self.credited[-1]
+
+
+@dataclass
+class Judge(CountToken):
+    """Reward: how often token 3 was sampled; none for the answers to prompts that end in `silent`, if there is one
+    answer each."""
+
+    silent: int | None = None
+
+    def inference(self, model, data, mb_spec):
+        out = super().inference(model, data, mb_spec)
+        greedy = data.lengths["input_ids"].counts.max() == 1
+        prompts = [
+            int(ids[given][-1]) for ids, given in zip(data.sequences(), data.sequences("prompt_mask"), strict=True)
+        ]
+        missing = torch.tensor([greedy and prompt == self.silent for prompt in prompts])
+        return out.with_data({"rewards": torch.where(missing, math.nan, out["rewards"])}, like="rewards")
+
+
+def remax(tmp_path, *, judge=None, lr=0.5, kl=None, **changes):
+    actor = Seen(
+        generation=SAMPLER,
+        objective=PolicyObjective.reinforce,
+        lam=1.0,
+        adv_norm=Normalization(mean=Scope.none, std=Scope.none),
+        aggregation=Aggregation.seq_mean_token_sum,
+        kl=kl or KLPenalty(),
+    )
+    settings = {
+        "graph": dataflow(greedy_baseline=True, kl=kl is not None),
+        "interfaces": {
+            "actor": actor,
+            "baseline": GreedyInterface(SAMPLER),
+            "reward": judge or CountToken(),
+            "ref": ReferenceInterface(),
+        },
+        "models": {"actor": BigramModel(lr=lr), "baseline": SharedModel("actor"), "ref": BigramModel(lr=0.0)},
+        "evaluation": None,
+    }
+    return experiment(tmp_path, **(settings | changes))
+
+
+def test_the_baseline_of_a_prompt_is_the_reward_of_its_greedy_answer_under_the_present_weights(tmp_path):
+    runtime = LocalRuntime(remax(tmp_path, lr=50.0))
+    found = []
+    for step in (1, 2):
+        logits_VV = runtime.models["actor"].engine.logits_VV.clone()
+        _, batch = runtime.step(step)
+        prompts = [int(prompt[-1]) for prompt in runtime.batch(step).sequences("prompt_ids")]
+        greedy = [most_likely(logits_VV, [1, prompt], 5, False) for prompt in prompts]
+        assert [x.tolist() for x in batch.sequences("greedy_input_ids")] == greedy
+        assert batch["baseline_rewards"].tolist() == [float(ids[2:].count(3)) for ids in greedy]
+        found.append(batch["baseline_rewards"].sum())
+    assert found[0] != found[1]  # the weights moved, and the greedy answers with them
+
+
+def test_the_advantage_of_every_token_is_reward_minus_baseline(tmp_path):
+    runtime = LocalRuntime(remax(tmp_path))
+    _, batch = runtime.step(1)
+    (credited,) = runtime.interfaces["actor"].credited
+    baseline = batch["baseline_rewards"][batch.group_index()]
+    rows = zip(credited.sequences("advantages"), credited.sequences("loss_mask"), strict=True)
+    for (advantages, mask), reward, base in zip(rows, batch["rewards"], baseline, strict=True):
+        assert advantages[mask].tolist() == [pytest.approx(float(reward - base))] * int(mask.sum())
+        assert not advantages[~mask].any()
+
+
+def test_the_kl_penalty_of_the_tokens_from_t_on_is_part_of_the_advantage_at_t(tmp_path):
+    runtime = LocalRuntime(remax(tmp_path, kl=KLPenalty(KLPlace.reward, 0.3)))
+    runtime.step(1)
+    _, batch = runtime.step(2)  # the policy has left the reference
+    credited = runtime.interfaces["actor"].credited[-1]
+    keys = ("logprobs", "ref_logprobs", "loss_mask")
+    for s, (logp, ref, mask) in enumerate(zip(*map(batch.sequences, keys), strict=True)):
+        kl = (logp - ref)[mask].double().numpy()
+        base = float(batch["baseline_rewards"][batch.group_index()[s]])
+        want = float(batch["rewards"][s]) - base - 0.3 * np.cumsum(kl[::-1])[::-1]
+        np.testing.assert_allclose(credited.sequences("advantages")[s][mask], want, atol=1e-5)
+    assert (batch["logprobs"] - batch["ref_logprobs"]).abs().max() > 1e-3
+
+
+def test_the_gradient_is_that_of_the_paper(tmp_path):
+    """Mean over responses of (reward - baseline) times the gradient of the response's log-prob (eq. 5)."""
+    runtime = LocalRuntime(remax(tmp_path, lr=1.0))
+    engine = runtime.models["actor"].engine
+    table = engine.logits_VV.clone().numpy()
+    _, batch = runtime.step(1)
+    prob = np.exp(table) / np.exp(table).sum(1, keepdims=True)
+    want = np.zeros_like(table)
+    groups = batch.group_index().tolist()
+    for s, (ids, mask) in enumerate(zip(batch.sequences(), batch.sequences("loss_mask"), strict=True)):
+        advantage = float(batch["rewards"][s] - batch["baseline_rewards"][groups[s]])
+        for t in range(1, len(ids)):
+            if mask[t]:
+                want[ids[t - 1]] += advantage * (np.eye(len(table))[ids[t]] - prob[ids[t - 1]]) / batch.n_sequences
+    np.testing.assert_allclose(engine.logits_VV.numpy() - table, want, atol=1e-6)
+    assert np.abs(want).max() > 0.01
+
+
+def test_a_prompt_whose_greedy_answer_has_no_reward_does_not_train(tmp_path):
+    runtime = LocalRuntime(remax(tmp_path, judge=Judge(silent=4)))
+    _, batch = runtime.step(1)
+    (credited,) = runtime.interfaces["actor"].credited
+    silent_P = [int(prompt[-1]) == 4 for prompt in runtime.batch(1).sequences("prompt_ids")]
+    trains_S = [bool(mask.any()) for mask in credited.sequences("loss_mask")]
+    assert trains_S == [not silent_P[p] for p in batch.group_index().tolist()]
+    assert any(silent_P)
+    assert any(trains_S)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_trap_g9_remax_learns_and_does_not_from_shuffled_rewards(tmp_path, shuffle):
+    rewards = run(remax(tmp_path, judge=CountToken(shuffle=shuffle), steps=40, lr=1.0)).series("reward")
+    start, end = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert (end < start + 0.5) if shuffle else (end > start + 1.0)
