@@ -17,6 +17,7 @@ from realign.api.model import implements
 from realign.functional import (
     Aggregation,
     DPOLoss,
+    ImportanceLevel,
     KLEstimator,
     Level,
     Normalization,
@@ -26,6 +27,7 @@ from realign.functional import (
 )
 from realign.interfaces import ppo
 from realign.interfaces.critic import ValueNormalization, ValueObjective, ValueScale
+from realign.interfaces.decoupled_ppo import Denominator, RatioRange
 from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace
 from realign.interfaces.reward_model import RewardLoss
 from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
@@ -72,7 +74,19 @@ PPO_ONLY = [
     {"value": ValueObjective(coef=0.1), "epochs": 2},
     {"value": ValueObjective(clip=None, kind=ValueLoss.huber, huber_delta=0.5), "credit_per_minibatch": True},
 ]
+IN_GROUPS = Normalization(Scope.group, Scope.group)
 SETTINGS: dict[str, list[dict]] = {
+    "DecoupledPPOActorInterface": [
+        {"epochs": 2, "n_minibatches": 2},
+        *({"behaviour_weight": RatioRange(level, 0.9, 1.1)} for level in ImportanceLevel),
+        *({"rejection": RatioRange(level, 0.9, 1.1)} for level in ImportanceLevel),
+        {"rejection": RatioRange(cap=1.1), "denominator": Denominator.all, "dual_clip": 3.0},
+        {"rejection": RatioRange(cap=1.1), "entropy_coef": 0.1, "kl": KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3)},
+        {"rejection": RatioRange(cap=1.1), "reward_norm": IN_GROUPS, "adv_norm": Normalization(Scope.none, Scope.none)},
+        {"rejection": RatioRange(cap=1.1), "value": ValueObjective(coef=0.1), "credit_per_minibatch": True},
+        {"rejection": RatioRange(cap=1.1), "ptx_coef": 0.5, "n_minibatches": 2},
+        *({"objective": o, "behaviour_weight": RatioRange(cap=1.1)} for o in PolicyObjective),
+    ],
     "DPOInterface": [
         {"n_minibatches": 2},
         {"kind": DPOLoss.ipo, "beta": 0.3},
@@ -86,6 +100,15 @@ SETTINGS: dict[str, list[dict]] = {
         {"objective": ValueObjective(clip=None)},
         {"objective": ValueObjective(kind=ValueLoss.huber, huber_delta=0.5)},
         *({"normalization": ValueNormalization(scale)} for scale in ValueScale),
+    ],
+    "RAFTActorInterface": [
+        {"epochs": 2, "n_minibatches": 2},
+        {"keep_best": 2, "skip_equal_rewards": True},
+        {"keep_best": None, "keep_share": 0.4, "min_reward": 0.5},
+    ],
+    "RFTActorInterface": [
+        {"epochs": 2, "n_minibatches": 2},
+        {"n_improve_steps": 2, "start_percentile": 0.0, "min_reward": 0.5},
     ],
     "RewardModelInterface": [
         {"n_minibatches": 2},
