@@ -316,6 +316,12 @@ def test_trap_d13_every_public_function_is_in_the_tests():
         assert public <= tested
 
 
+def test_trap_d13_every_choice_of_an_enum_is_in_the_tests():
+    tested = {(case.function.__name__, value) for case in LOSS_CASES for value in case.options.values()}
+    for objective in objectives.PolicyObjective:
+        assert ("policy_objective", objective) in tested
+
+
 def test_trap_d13_an_unknown_argument_fails_and_says_what_to_do():
     def novel_loss(logprobs_T: Tensor, mystery_T: Tensor, mask_T: Tensor) -> Tensor:
         return logprobs_T * mystery_T
