@@ -257,3 +257,33 @@ def test_the_same_run_without_hydra(task, reward, tmp_path):
         )
     )
     assert "ref_kl" in result.history[1]
+
+
+@pytest.mark.parametrize("frozen", ["lora={rank: 4}", "trained_layers=1"])
+def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, frozen):
+    experiment = built(
+        task,
+        tmp_path / "run",
+        reward,
+        "steps=3",
+        "evaluation=null",
+        "graph={_target_: realign.interfaces.ppo.dataflow, kl: true, critic: shared}",
+        "interfaces.actor={_target_: realign.interfaces.ppo.PPOActorInterface, value: {coef: 0.5}}",
+        "interfaces.actor.kl={place: reward, coef: 0.01}",
+        "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
+        f"models.actor.{frozen}",
+        "models.actor.value_head={layers: 1, hidden: mlp}",
+        "models.actor.ema_decay=0.9",
+        "models.actor.optimizer.lr=0.01",
+        "~models.ref.path",
+        "models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}",
+        "models.critic={_target_: realign.engines.SharedModel, of: actor}",
+    )
+    result = run(experiment)
+    assert len(result.series("value_loss")) == 3
+    kl = result.series("ref_kl_per_sequence")
+    assert kl[0] == pytest.approx(0, abs=1e-4)
+    assert abs(kl[-1]) > 1e-3
+    assert sorted(p.name for p in (tmp_path / "run" / "final").iterdir()) == ["actor", "actor_ema"]
+    for folder in ("actor", "actor_ema"):
+        assert (tmp_path / "run" / "final" / folder / "value_head.safetensors").is_file()
