@@ -11,6 +11,7 @@ in units of reward, so the actor does not know of it. The moments belong to the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -241,19 +242,22 @@ def trained(data: SequenceSample) -> SequenceSample:
 
 
 def value_stats(data: SequenceSample, model: Model) -> Stats:
-    """Metrics of values when credit was assigned: means, and the share of the returns' variance that they explain."""
+    """Metrics of values when credit was assigned: means, deviations, and how much of the returns they explain."""
     mask_T = data["loss_mask"]
     returns_M, values_M = data["returns"][mask_T].double(), data["values"][mask_T].double()
     reduce = model.machine.reduce
-    count, total = reduce(torch.stack([returns_M.new_tensor(len(returns_M)), returns_M.sum()])).unbind()
-    mean = total / count.clamp(min=1)
-    spread, error = reduce(
-        torch.stack([(returns_M - mean).square().sum(), (returns_M - values_M).square().sum()])
-    ).tolist()
+    sums = torch.stack([returns_M.new_tensor(len(returns_M)), returns_M.sum(), values_M.sum()])
+    count, total, value_total = reduce(sums).unbind()
+    n = count.clamp(min=1)
+    deviations = returns_M - total / n, values_M - value_total / n, returns_M - values_M
+    spread, value_spread, error = reduce(torch.stack([x.square().sum() for x in deviations])).tolist()
     stats: Stats = {
         "return_mean": masked_mean(data["returns"], mask_T),
         "old_value_mean": masked_mean(data["values"], mask_T),
     }
+    if count > 0:
+        stats["return_std"] = _number(math.sqrt(spread / float(n)))
+        stats["old_value_std"] = _number(math.sqrt(value_spread / float(n)))
     if spread > 0:
         stats["explained_variance"] = _number(1 - error / spread)
     return stats

@@ -154,7 +154,8 @@ def test_metrics_by_hand():
         returns=torch.tensor([9.0, 2, 2, 5]),
     )
     stats = stat_values(value_stats(data, Model("critic", BigramEngine())))
-    assert stats == pytest.approx({"return_mean": 3, "old_value_mean": 2, "explained_variance": 1 - 5 / 6})
+    deviations = {"return_std": math.sqrt(6 / 3), "old_value_std": math.sqrt(2 / 3)}
+    assert stats == pytest.approx({"return_mean": 3, "old_value_mean": 2, "explained_variance": 1 - 5 / 6} | deviations)
     flat = data.with_tokens(returns=torch.ones(4))
     assert "explained_variance" not in value_stats(flat, Model("critic", BigramEngine()))
 
