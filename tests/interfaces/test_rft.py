@@ -208,3 +208,5 @@ def test_the_graph_is_that_of_raft_and_rft_runs_by_naming_it(tmp_path):
     assert sizes == sorted(sizes)
     assert 32 < sizes[-1] <= 4 * 32
     assert result.series("selected_reward")[0] > result.series("reward")[0]
+    saved = json.loads((tmp_path / "run" / "final" / "actor" / "interface_state.json").read_text())
+    assert len(saved["pool"]["responses"]) == sizes[-1]
