@@ -57,6 +57,7 @@ class TransformersEngine:
         value_head: ValueNetwork | None = None,
         lora: LoRA | None = None,
         ema_decay: float | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """Take over a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`, and probe it.
 
@@ -74,6 +75,7 @@ class TransformersEngine:
             value_head: of this model, on its device.
             lora: the adapters that `module` already has.
             ema_decay: keep a moving average of the trained weights, and save it, too.
+            vocabulary: number of tokens that can follow a text, the first ones; None: all.
 
         Raises:
             ValueError: the model family cannot run packed.
@@ -92,6 +94,7 @@ class TransformersEngine:
         self._attention = attention
         self._dropout = dropout
         self._lora = lora
+        self._vocabulary = vocabulary
         self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )
@@ -232,7 +235,7 @@ class TransformersEngine:
         with torch.no_grad(), self._autocast():
             return generate(
                 self.module,
-                self.head,
+                self._limited(self.head),
                 data,
                 config,
                 seed=seed,
@@ -320,7 +323,8 @@ class TransformersEngine:
         branch = None
         if value is not None:
             branch = ScalarBranch(partial(value.hidden, hidden_TH, heard) if heard else lambda: hidden_TH, value)
-        return PackedOutput(hidden_TH, head, moved[TOKENS], part.cu_seqlens(), self._autocast, branch)
+        limited = self._limited(head) if isinstance(head, LMHead) else head
+        return PackedOutput(hidden_TH, limited, moved[TOKENS], part.cu_seqlens(), self._autocast, branch)
 
     def _run_reference(self, part: SequenceSample, moved: SequenceSample, reference: ReferenceBranch) -> PackedOutput:
         """The same, of the policy that `reference` keeps."""
@@ -329,7 +333,11 @@ class TransformersEngine:
         if heard:
             with self._autocast():
                 hidden_TH = reference.branch(heard)
-        return PackedOutput(hidden_TH, reference.head, moved[TOKENS], part.cu_seqlens(), self._autocast)
+        head = self._limited(reference.head)
+        return PackedOutput(hidden_TH, head, moved[TOKENS], part.cu_seqlens(), self._autocast)
+
+    def _limited(self, head: LMHead) -> LMHead:
+        return head if self._vocabulary is None else head.first(self._vocabulary)
 
     def _hidden(self, part: SequenceSample, moved: SequenceSample) -> Tensor:
         """[T, H] last hidden states; the model is not called where there is no token."""

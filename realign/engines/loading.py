@@ -52,6 +52,8 @@ class TransformersModel:
             embeddings); null trains everything. A `SharedModel` with branch=reference then costs only these layers.
         ema_decay: keep ema = ema_decay * ema + (1 - ema_decay) * weights after each optimizer step, and save it as a
             folder of its own, `<role>_ema` (DeepSpeed-Chat: 0.992); null: none.
+        vocabulary: number of tokens that are text, the first ones: padding tokens and spare rows of the embedding
+            behind them are neither sampled nor part of the softmax. The reference needs the same. null: all are.
     """
 
     path: str
@@ -70,6 +72,7 @@ class TransformersModel:
     lora: LoRA | None = None
     trained_layers: int | None = None
     ema_decay: float | None = None
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
@@ -86,6 +89,8 @@ class TransformersModel:
             raise ValueError(f"trained_layers must be at least 1, or null, found {self.trained_layers}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must be between 0 and 1, or null, found {self.ema_decay}")
+        if self.vocabulary is not None and self.head is not Head.causal:
+            raise ValueError(f"vocabulary belongs to head=causal, but head is {self.head.value}")
         if self.max_nonfinite_in_a_row < 1:
             raise ValueError(f"max_nonfinite_in_a_row must be at least 1, found {self.max_nonfinite_in_a_row}")
 
@@ -117,6 +122,8 @@ class TransformersModel:
         words = module.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > words:
             raise ValueError(f"models.{name}: the tokenizer has {len(tokenizer)} tokens, the model only {words}")
+        if self.vocabulary is not None and not 1 <= self.vocabulary <= words:
+            raise ValueError(f"models.{name}.vocabulary must be from 1 to {words}, found {self.vocabulary}")
         module = module.to(pick_device(self.device)).eval()
         value_head = self._read_value_head(name, module, seed)
         if self.trained_layers is not None:
@@ -139,6 +146,7 @@ class TransformersModel:
             value_head=value_head,
             lora=self.lora,
             ema_decay=self.ema_decay,
+            vocabulary=self.vocabulary,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

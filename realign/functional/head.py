@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,11 @@ class LMHead:
     """Factor on the logits."""
     softcap: float | None = None
     """Bound on the size of a logit, or None."""
+
+    def first(self, words: int) -> LMHead:
+        """The same over the first `words` tokens: no other can follow."""
+        bias_V = None if self.bias_V is None else self.bias_V[:words]
+        return replace(self, weight_VH=self.weight_VH[:words], bias_V=bias_V)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """All logits at once, [N, V] fp32 (fp64 for fp64 input), differentiable: for the few tokens being sampled."""
