@@ -395,6 +395,16 @@ def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder)
 
 
 MUST_BE_GIVEN = {
+    "areal_decoupled": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "areal_ppo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
     "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
     "grpo": [
         "models.actor.path=m",

@@ -14,6 +14,11 @@ from tests.tiny import save_tiny
 
 RLHF = ["ppo"]
 """Experiments with a reward model."""
+RULES = {
+    "areal_decoupled": {"behaviour_weight_mean", "behaviour_rejected_fraction", "behaviour_kl", "staleness_head"},
+    "areal_ppo": {"critic/value_loss", "critic/return_moment_std", "critic/optimizer_steps", "kl_coef"},
+}
+"""Experiments with a reward function, and metrics that say that their own parts took part."""
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +61,24 @@ def test_a_recipe_runs_end_to_end(name, folders, tmp_path):
     assert {"critic/value_loss", "critic/optimizer_steps"} <= last.keys()
     assert (tmp_path / "run" / "final" / "actor" / "model.safetensors").exists()
     assert (tmp_path / "run" / "final" / "critic" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_recipe_with_a_reward_function_runs_end_to_end(name, folders, tmp_path):
+    (tmp_path / "judge.py").write_text("def score(prompt, response, row):\n    return 1 if len(response) % 2 else -1\n")
+    overrides = [
+        f"experiment={name}",
+        f"models.actor.path={folders['actor']}",
+        f"interfaces.reward.function={tmp_path / 'judge.py'}:score",
+        f"data.path={folders['prompts']}",
+        f"output_dir={tmp_path / 'run'}",
+        "steps=2",
+        "batch_prompts=8",
+        "interfaces.actor.generation.n=4",
+        "interfaces.actor.generation.max_new_tokens=12",
+    ]
+    last = run(build_experiment(compose(overrides))).history[-1]
+    assert last["step"] == 2
+    assert last["optimizer_steps"] > 0
+    assert last["first_logprob_diff_max"] < 1e-4
+    assert RULES[name] <= last.keys()
