@@ -19,7 +19,7 @@ ADAPTER = "default"
 
 @dataclass
 class LoRA:
-    """Train low-rank updates W + alpha / rank * B A of linear layers, and a scalar head; all else is frozen.
+    """Train low-rank updates W + alpha / rank * B A of linear layers and experts, and a scalar head; all else is frozen.
 
     The learning rate is the optimizer's: only adapters (and scalar heads) train. B starts at 0, so that the model
     starts as it was. Needs the extra `peft`.
@@ -27,7 +27,8 @@ class LoRA:
     Attributes:
         rank: of the update.
         alpha: its weight is alpha / rank.
-        target_modules: names, or ends of names, of the layers; all-linear takes every linear layer but the head.
+        target_modules: names, or ends of names, of the layers; all-linear takes every linear layer but the head, and the
+            experts of a mixture.
         dropout: on the input of A, in training only; needs dropout=true of the model.
         merge_on_save: write an ordinary model folder with W + alpha / rank * B A; false writes the adapters alone, as
             a folder of peft, to be loaded by it over the same base model.
@@ -108,15 +109,18 @@ def adapters_off(module: Any) -> Iterator[None]:
 @torch.no_grad()
 def merged_state(module: Any) -> dict[str, Tensor]:
     """The state of the same model without adapters that computes the same; the module stays as it is."""
-    state: dict[str, Tensor] = module.state_dict()
-    for name, layer in _adapted(module).items():
-        base = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
-        for key in base:
-            kept, inside, last = key.rpartition(".base_layer.")
-            if inside:
-                delta = layer.get_delta_weight(ADAPTER) if last == "weight" else 0
-                state[f"{kept}.{last}"] = base[key] + delta
-    return state
+    own: set[int] = set()
+    deltas: dict[int, Tensor] = {}
+    for layer in _adapted(module).values():
+        own |= {id(p) for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
+        base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # experts have other names
+        deltas[id(base)] = layer.get_delta_weight(ADAPTER)
+    state = module.state_dict(keep_vars=True)
+    return {
+        key.replace(".base_layer", ""): x.detach() + deltas[id(x)] if id(x) in deltas else x.detach()
+        for key, x in state.items()
+        if id(x) not in own
+    }
 
 
 def save_adapters(module: Any, folder: Path) -> None:

@@ -32,11 +32,13 @@ def train(engine, data, steps=3):
 REFERENCES = {
     "top 1": ("qwen2", {"trained_layers": 1}, {}),
     "top 2, tied": ("llama", {"trained_layers": 2}, {"tie_word_embeddings": True}),
-    "all layers": ("gpt2", {"trained_layers": 3}, {}),
+    "all layers": ("gpt2", {"trained_layers": 3, "gradient_checkpointing": True}, {}),
+    "bfloat16": ("llama", {"trained_layers": 2, "dtype": "bfloat16"}, {}),
     "experts": ("qwen3_moe", {"trained_layers": 2}, {}),
     "windows and caps": ("gemma2", {"trained_layers": 2}, {}),
     "adapters": ("qwen2", {"lora": LoRA(rank=4)}, {}),
     "adapters of gpt2": ("gpt2", {"lora": LoRA(rank=4)}, {}),
+    "adapters of experts": ("qwen3_moe", {"lora": LoRA(rank=4)}, {}),
     "adapters and values": ("llama", {"lora": LoRA(rank=4), "value_head": ValueHead(1)}, {}),
 }
 
@@ -47,7 +49,8 @@ def test_trap_b7_the_reference_is_the_start_and_never_moves(tmp_path, name):
     folder = save_tiny(tmp_path / "m", family, **config)
     actor, ref = load(folder, **fields)
     data = random_sample(LENGTHS)
-    separate = TransformersModel(str(folder), device="cpu").load("separate", seed=0).machine
+    dtype = fields.get("dtype", "float32")
+    separate = TransformersModel(str(folder), device="cpu", dtype=dtype).load("separate", seed=0).machine
     start = logprobs(ref, data)
     assert torch.equal(start, logprobs(actor, data))
     torch.testing.assert_close(start, logprobs(separate, data), atol=1e-6, rtol=1e-6)
