@@ -11,16 +11,15 @@ frequent, wrong one; that the other is right, only the checked reward of the sec
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realign.demo import tiny
+
 CHARACTERS = "0123456789+="
-PAD, EOS = "<pad>", "<|endoftext|>"  # the end token that transformers expects of a Qwen2 tokenizer
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,14 @@ def prepare(
     asked, kept = pairs[: held_out // 2], pairs[held_out // 2 :]
     practice = [p for pair in kept for p in both_ways(*pair)]
     rng.shuffle(practice)
-    _write(task.held_out, [_problem(*p) for pair in asked for p in both_ways(*pair)])
-    _write(task.prompts, [_problem(a, b) for a, b in practice])
+    tiny.write_rows(task.held_out, [_problem(*p) for pair in asked for p in both_ways(*pair)])
+    tiny.write_rows(task.prompts, [_problem(a, b) for a, b in practice])
     worked = [(a, b, add_without_carry(a, b) if rng.random() < mistakes else a + b) for a, b in practice]
-    _write(
+    tiny.write_rows(
         task.demonstrations,
         [{"prompt": f"{a}+{b}=", "response": written(answer)} for a, b, answer in worked[:demonstrations]],
     )
-    build_model(seed).save_pretrained(task.model)
+    tiny.build_model("qwen2", 2 + len(CHARACTERS), seed=seed).save_pretrained(task.model)
     build_tokenizer().save_pretrained(task.model)
     return task
 
@@ -94,45 +93,12 @@ def written(number: int) -> str:
     return str(number)[::-1]
 
 
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def build_tokenizer() -> Any:
-    """A tokenizer of single characters, with an end and a padding token, that puts nothing in front."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """A tokenizer of single characters."""
+    from tokenizers import Regex, decoders, pre_tokenizers
 
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
-
-
-def build_model(seed: int) -> Any:
-    """A Qwen2 of 300,000 parameters, randomly initialised."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=2 + len(CHARACTERS),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.06,
-        rope_parameters={"rope_type": "default", "rope_theta": 20.0},
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+    split = pre_tokenizers.Split(Regex("."), "isolated")
+    return tiny.build_tokenizer(CHARACTERS, split=split, decoder=decoders.Fuse())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from realign.rewards import RewardPool
+from realign.rewards.sentiment import compound
+
+NAME = "realign.rewards.sentiment:compound"
+
+
+def test_the_tone_is_that_of_prompt_and_response_together():
+    # One word of valence v gives v / sqrt(v^2 + 15); "not" multiplies it by -0.74, and the lexicon has good = 1.9.
+    assert compound("the soup was", "good .", {}) == pytest.approx(1.9 / (1.9**2 + 15) ** 0.5, abs=1e-4)
+    denied = -0.74 * 1.9
+    assert compound("the soup was not", "good .", {}) == pytest.approx(denied / (denied**2 + 15) ** 0.5, abs=1e-4)
+    assert compound("the soup", "was green .", {}) == 0
+
+
+def test_in_the_workers():
+    with RewardPool(NAME, workers=1, timeout_s=60, memory_mb=2048, max_failed_fraction=0.0) as pool:
+        assert pool.score(["the soup"] * 2, ["was bad .", "was very bad ."], [{}, {}]).values == [
+            compound("the soup", "was bad .", {}),
+            compound("the soup", "was very bad .", {}),
+        ]
+
+
+def test_without_vader_the_extra_is_named(monkeypatch):
+    from realign.rewards.sentiment import _analyzer
+
+    _analyzer.cache_clear()
+    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
+    with pytest.raises(ImportError, match=r"pip install 'realign\[sentiment\]'"):
+        compound("", "", {})
