@@ -1,0 +1,139 @@
+"""docs/metrics.md names every metric that the code gives, and none that it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from realign.api import GenerationConfig, MicroBatchSpec, stat_values
+from realign.engines.optim import OptimizerSpec
+from realign.engines.stepping import REASONS
+from realign.interfaces import grpo, reward_model, sft
+from realign.interfaces.ppo import KLPenalty, KLPlace, ReferenceInterface
+from realign.runtime import DynamicSampling, Evaluation, Experiment, LossEvaluation, RewardCalibration, run
+from realign.testing import random_batch, random_preferences, train_once
+from tests.config_parts import Bigram, CountThrees, Prompts
+from tests.interfaces import test_invariances
+from tests.runtime.test_loss_evaluation import Judged
+from tests.tiny import random_sample, tiny_engine
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+
+
+SAME_METRICS = {"adv_norm", "reward_norm", "aggregation", "aggregation_constant"}
+"""Settings with many values, none of which adds a metric."""
+GENERATION = GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)
+
+
+@cache
+def documented() -> tuple[str, ...]:
+    """The metrics in the first column of the page's tables; `<...>` stands for any name."""
+    return tuple(ROW.findall(PAGE.read_text(encoding="utf-8")))
+
+
+def unknown(names, roles: tuple[str, ...] = ()) -> list[str]:
+    """Those of `names` that the page does not have, without the prefixes and endings that it explains."""
+    known = "|".join(re.sub("<[^>]*>", "[^/]+", re.escape(name)) for name in documented())
+    prefix = "|".join(map(re.escape, ("eval", *roles)))
+    return [name for name in names if not re.fullmatch(rf"(({prefix})/)?({known})(@\w+=.*)?", name)]
+
+
+def refuse(names: list[str], whose: str) -> None:
+    assert not names, (
+        f"{whose} gives the metric {names[0]!r}, which docs/metrics.md does not have: add a row with its definition, "
+        f"unit and what a bad value looks like (all that are missing: {', '.join(names)})"
+    )
+
+
+@pytest.mark.parametrize("cls", test_invariances.trainers(), ids=lambda cls: cls.__name__)
+def test_every_metric_of_an_algorithm_under_any_setting_is_on_the_page(cls):
+    """On the settings under which the algorithm is tested for its invariances."""
+    found: dict[str, None] = {}
+    for case_of, kwargs, inputs in test_invariances.cases():
+        if case_of is not cls or (kwargs and kwargs.keys() <= SAME_METRICS):
+            continue
+        data = random_preferences() if "labels" in inputs else random_batch()
+        metrics = train_once(cls(**kwargs), data.select(inputs), MicroBatchSpec()).metrics
+        found |= dict.fromkeys(metrics)
+    refuse(unknown(found), cls.__name__)
+
+
+def experiment(tmp_path: Path, **changes) -> Experiment:
+    actor = grpo.GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.reward, 0.1))
+    settings = {
+        "name": "metrics",
+        "steps": 1,
+        "batch_prompts": 4,
+        "graph": grpo.dataflow(kl=True),
+        "interfaces": {"actor": actor, "ref": ReferenceInterface(), "reward": CountThrees()},
+        "models": {"actor": Bigram(), "ref": Bigram()},
+        "data": Prompts(8),
+        "output_dir": tmp_path / "run",
+    }
+    return Experiment(**(settings | changes))
+
+
+def test_every_metric_of_a_run_is_on_the_page(tmp_path):
+    sampled = run(
+        experiment(
+            tmp_path,
+            dynamic_sampling=DynamicSampling(),
+            evaluation=Evaluation(Prompts(4), CountThrees(), sweep={"max_new_tokens": [3]}),
+        )
+    )
+    judged = run(
+        experiment(
+            tmp_path,
+            overwrite=True,
+            graph=reward_model.dataflow(),
+            interfaces={"reward": reward_model.RewardModelInterface()},
+            models={"reward": Bigram(), "policy": Bigram()},
+            data=Judged(8),
+            evaluation=LossEvaluation(Judged(4), role="reward"),
+            calibration=RewardCalibration(Prompts(8), before=True, samples=16, generation=GENERATION, verify=True),
+        )
+    )
+    for result in (sampled, judged):
+        found = dict.fromkeys(name for record in result.history for name in record if name != "step")
+        assert "step_s" in found
+        refuse(unknown(found, ("reward", "ref", "policy")), "a run")
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+
+
+def test_every_metric_of_the_engine_is_on_the_page():
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-3))
+    interface = sft.SFTInterface()
+    sample = random_sample([[4, 5]])
+    stats = engine.train_batch(sample, MicroBatchSpec(), interface.loss, interface.loss_weight)
+    assert {"grad_norm", "tokens", *REASONS} <= stats.keys()
+    refuse(unknown(stat_values(stats)), "the engine")
+
+
+def test_a_metric_that_is_missing_is_named():
+    assert unknown(["reward", "eval/reward", "time/actor_gen_s", "eval/reward@temperature=0.5"]) == []
+    assert unknown(["critic/value_loss", "rewards", "time/x"], ("critic",)) == ["rewards", "time/x"]
+    assert unknown(["critic/value_loss"]) == ["critic/value_loss"]
+    with pytest.raises(AssertionError, match=r"Mine gives the metric 'new', which docs/metrics\.md does not have"):
+        refuse(unknown(["loss", "new"]), "Mine")
+
+
+def test_no_metric_of_the_page_is_out_of_date():
+    """Each stands in the code as text, whole or as what follows its prefix."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "realign").rglob("*.py")))
+    names = [name for name in documented() if "<" not in name]
+    gone = [name for name in names if not re.search(rf"[\"'/}}]({name}|{name.rpartition('/')[2]})[\"']", code)]
+    assert gone == []
+    assert len(names) == len(set(names))
+
+
+def test_every_row_has_a_definition_and_a_unit():
+    for row in (line for line in PAGE.read_text(encoding="utf-8").splitlines() if ROW.match(line)):
+        cells = [cell.strip() for cell in row.split("|")]
+        assert len(cells) == 6, row
+        assert all(cells[1:4]), row
