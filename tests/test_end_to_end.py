@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.config import build_experiment, compose
-from realign.demo.__main__ import Demo, experiments
+from realign.data import TextData, WithPretraining
+from realign.demo.__main__ import experiments
 from realign.demo.__main__ import main as demo
 from realign.demo.arithmetic import add_without_carry, prepare, written
 from realign.functional import KLEstimator
@@ -26,6 +28,7 @@ REWARD = """
 def score(prompt, response, row):
     return len(response) / 5 + (response[:1] in "13579")
 """
+HERE = "interfaces.reward.workers=0"  # no processes to start
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -82,6 +85,51 @@ def test_trap_g8_cpu_training_end_to_end_without_flash_attn(task, reward, tmp_pa
     start, end = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (task.model, folder))
     assert any(not torch.equal(start[k], end[k]) for k in start)
     assert AutoTokenizer.from_pretrained(folder)("12+34=")["input_ids"]
+
+
+def test_text_comes_along_and_is_learned_beside_rewards(task, reward, tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{i}+{i}={2 * i}"}) + "\n" for i in range(40)))
+    ptx = ("interfaces.actor._target_=realign.interfaces.ppo.PPOActorInterface", "interfaces.actor.ptx_coef=27.8", HERE)
+    experiment = built(
+        task,
+        tmp_path / "run",
+        reward,
+        *ptx,
+        "graph.ptx=true",
+        "models.actor.optimizer={lr: 3e-3, schedule: {warmup: 0}}",
+        "interfaces.actor.generation.n=2",
+    )
+    pretraining = TextData(str(texts), block_tokens=12)
+    experiment = replace(experiment, evaluation=None, data=WithPretraining(experiment.data, pretraining))
+    runtime = LocalRuntime(experiment)
+    nll = [runtime.step(step)[0]["ptx_nll"] for step in range(1, 6)]
+    assert nll[-1] < nll[0] - 0.3
+    small = replace(experiment, microbatch=MicroBatchSpec(max_tokens_per_microbatch=11))
+    with pytest.raises(ValueError, match=r"cannot hold a text of data\.pretraining: the longest has 12 tokens"):
+        LocalRuntime(small)
+
+
+def test_dynamic_sampling_with_a_real_model_trains_on_groups_with_spread(task, reward, tmp_path):
+    experiment = built(task, tmp_path / "run", reward, HERE, "dynamic_sampling.max_batches=3", "steps=1")
+    values, batch = LocalRuntime(experiment).step(1)
+    assert values["zero_std_fraction"] == 0
+    assert values["dynamic_sampling/accepted_fraction"] > 0
+    assert values["first_logprob_diff_max"] == pytest.approx(0, abs=1e-5)
+    assert len(batch) == 8 - values["dynamic_sampling/missing_prompts"]
+
+
+def test_remax_with_a_real_model_shares_its_weights(task, reward, tmp_path):
+    remax = ["experiment=remax", f"models.actor.path={task.model}", f"data.path={task.prompts}", reward, HERE]
+    sizes = ["steps=1", "batch_prompts=8", "interfaces.actor.generation.max_new_tokens=5", f"output_dir={tmp_path}/run"]
+    runtime = LocalRuntime(build_experiment(compose([*remax, *sizes])))
+    assert runtime.models["baseline"].machine.engine is runtime.models["actor"].engine
+    values, batch = runtime.step(1)
+    runtime.close()
+    assert values["optimizer_steps"] == 1
+    assert values["first_logprob_diff_max"] == pytest.approx(0, abs=1e-5)
+    assert len(batch["baseline_rewards"]) == len(batch) == 8
+    assert values["rollout_tokens"] == int(batch["loss_mask"].sum())
 
 
 @pytest.mark.parametrize("recompute", [False, True])
