@@ -394,7 +394,17 @@ def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder)
     assert again == experiment
 
 
+LEARNED_REWARD = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
 MUST_BE_GIVEN = {
+    **dict.fromkeys(
+        ["ppo", "deepspeed_chat", "openrlhf_ppo", "llama2_chat", "qwen_rlhf", "lm_human_preferences"], LEARNED_REWARD
+    ),
+    "instructgpt": [*LEARNED_REWARD[:2], "data.prompts.path=p.jsonl", "data.pretraining.path=t.jsonl"],
+    "trlx_ppo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
     "areal_decoupled": [
         "models.actor.path=m",
         "data.path=p.jsonl",
@@ -411,7 +421,6 @@ MUST_BE_GIVEN = {
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
-    "ppo": ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"],
     "raft": [
         "models.actor.path=m",
         "data.path=p.jsonl",

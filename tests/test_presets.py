@@ -6,79 +6,132 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from realign.api import derive_seed
 from realign.config import build_experiment, compose
 from realign.runtime import run
+from realign.runtime.local import LocalRuntime
 from tests.tiny import save_tiny
 
-RLHF = ["ppo"]
-"""Experiments with a reward model."""
-RULES = {
-    "areal_decoupled": {"behaviour_weight_mean", "behaviour_rejected_fraction", "behaviour_kl", "staleness_head"},
-    "areal_ppo": {"critic/value_loss", "critic/return_moment_std", "critic/optimizer_steps", "kl_coef"},
-}
-"""Experiments with a reward function, and metrics that say that their own parts took part."""
+OWN = ["ppo", "deepspeed_chat", "openrlhf_ppo", "instructgpt", "llama2_chat", "qwen_rlhf"]
+"""Recipes with a critic of its own, trained beside the actor."""
+SHARED = ["lm_human_preferences", "trlx_ppo"]
+"""Recipes whose values come from a head on the policy's trunk."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A policy, a reward model and prompts of several lengths, on disk."""
     root = tmp_path_factory.mktemp("models")
-    prompts = root / "prompts.jsonl"
-    words = ["a cat", "the dog sat", "1 + 1 =", "so it is.", "why?", "well. no"]
-    rows = [{"prompt": words[derive_seed(0, str(i)) % len(words)] + " " * (i % 3) + "x" * (i % 5)} for i in range(24)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, text, reward = root / "prompts.jsonl", root / "text.jsonl", root / "some_reward.py"
+    words = ["A cat. the dog sat. so it is.", "One. and two. and three", "It is. 1 + 1 = 2. why?", "So. well. no. yes."]
+    rows = [{"prompt": words[i % 4] + " " * (i % 3) + "x" * (i % 5), "text": words[i % 4] * 3} for i in range(24)]
+    for path in (prompts, text):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward.write_text("def score(prompt, response, row):\n    return response.count('a') + len(response) / 7\n")
     return {
         "actor": save_tiny(root / "actor"),
         "reward": save_tiny(root / "reward", head="score", seed=1),
         "prompts": prompts,
+        "text": text,
+        "function": f"{reward}:score",
     }
 
 
-def small(name: str, folders: dict[str, Path], out: Path, *more: str) -> list[str]:
-    return [
-        f"experiment={name}",
-        f"models.actor.path={folders['actor']}",
-        f"models.reward.path={folders['reward']}",
-        f"data.path={folders['prompts']}",
-        f"output_dir={out}",
-        "steps=2",
-        "batch_prompts=8",
-        "interfaces.actor.generation.max_new_tokens=12",
-        *more,
-    ]
+def small(name: str, folders: dict, out: Path, *more: str) -> list[str]:
+    learned = name != "trlx_ppo"
+    data = {"data.path": folders["prompts"]}
+    if name == "instructgpt":
+        data = {"data.prompts.path": folders["prompts"], "data.pretraining.path": folders["text"]}
+        data |= {"data.pretraining.block_tokens": 16, "data.sequences_per_prompt": 2}
+    given = {
+        "experiment": name,
+        "models.actor.path": folders["actor"],
+        "models.reward.path" if learned else "interfaces.reward.function": folders["reward" if learned else "function"],
+        **data,
+        "output_dir": out,
+        "steps": 2,
+        "batch_prompts": 16,
+        "interfaces.actor.generation.max_new_tokens": 20,
+    }
+    return [*(f"{key}={value}" for key, value in given.items()), *more]
 
 
-@pytest.mark.parametrize("name", RLHF)
-def test_a_recipe_runs_end_to_end(name, folders, tmp_path):
-    result = run(build_experiment(compose(small(name, folders, tmp_path / "run"))))
+def trained(name: str, folders: dict, out: Path, *more: str) -> dict[str, float]:
+    """The metrics of the last of two steps, after the checks that every recipe must pass."""
+    result = run(build_experiment(compose(small(name, folders, out, *more))))
     assert [r["step"] for r in result.history] == [0, 1, 2]
     last = result.history[-1]
     assert last["optimizer_steps"] > 0
-    assert last["first_logprob_diff_max"] < 1e-4
+    assert last["skipped_steps"] == 0
+    first = next(r for r in result.history if "first_logprob_diff_max" in r)
+    assert first["first_logprob_diff_max"] < 1e-4
     assert {"reward", "policy_loss", "clip_fraction", "approx_kl", "ref_kl_per_sequence", "kl_coef"} <= last.keys()
-    assert {"critic/value_loss", "critic/optimizer_steps"} <= last.keys()
-    assert (tmp_path / "run" / "final" / "actor" / "model.safetensors").exists()
+    assert (out / "final" / "actor" / "model.safetensors").exists()
+    return last
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_recipe_with_a_critic_runs_end_to_end(name, folders, tmp_path):
+    more = ["interfaces.actor.critic_warmup_steps=1"] if name == "qwen_rlhf" else []
+    last = trained(name, folders, tmp_path / "run", *more)
+    assert {"critic/value_loss", "critic/optimizer_steps", "critic/return_mean"} <= last.keys()
     assert (tmp_path / "run" / "final" / "critic" / "model.safetensors").exists()
+    averaged = name in ("deepspeed_chat", "instructgpt")
+    assert (tmp_path / "run" / "final" / "actor_ema" / "model.safetensors").exists() == averaged
+    assert ("ptx_nll" in last) == (name == "instructgpt")
+    assert [json.loads(x)["step"] for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_recipe_with_a_reward_function_runs_end_to_end(name, folders, tmp_path):
-    (tmp_path / "judge.py").write_text("def score(prompt, response, row):\n    return 1 if len(response) % 2 else -1\n")
-    overrides = [
-        f"experiment={name}",
-        f"models.actor.path={folders['actor']}",
-        f"interfaces.reward.function={tmp_path / 'judge.py'}:score",
-        f"data.path={folders['prompts']}",
-        f"output_dir={tmp_path / 'run'}",
-        "steps=2",
-        "batch_prompts=8",
-        "interfaces.actor.generation.n=4",
-        "interfaces.actor.generation.max_new_tokens=12",
-    ]
-    last = run(build_experiment(compose(overrides))).history[-1]
-    assert last["step"] == 2
-    assert last["optimizer_steps"] > 0
-    assert last["first_logprob_diff_max"] < 1e-4
-    assert RULES[name] <= last.keys()
+def test_qwen_trains_its_critic_alone_at_first(folders, tmp_path):
+    experiment = build_experiment(compose(small("qwen_rlhf", folders, tmp_path / "run")))
+    runtime = LocalRuntime(experiment)
+    before = [p.clone() for p in runtime.models["actor"].machine.module.parameters()]
+    values, _ = runtime.step(1)
+    assert "optimizer_steps" not in values
+    assert values["critic/optimizer_steps"] == 4
+    assert all(map(torch.equal, before, runtime.models["actor"].machine.module.parameters()))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_recipe_with_a_shared_trunk_runs_end_to_end(name, folders, tmp_path):
+    last = trained(name, folders, tmp_path / "run")
+    assert {"value_loss", "explained_variance", "return_mean"} & last.keys() >= {"value_loss"}
+    assert (tmp_path / "run" / "final" / "actor" / "value_head.safetensors").exists()
+
+
+def test_lm_human_preferences_step_by_step(folders, tmp_path):
+    """Fixed lengths, scores of the cut text, the penalty, the rate by rollout batch, the coefficient of the KL."""
+    overrides = small(
+        "lm_human_preferences", folders, tmp_path / "run", "interfaces.actor.generation.max_new_tokens=24"
+    )
+    runtime = LocalRuntime(build_experiment(compose(overrides)))
+    first, batch = runtime.step(1)
+    assert set(batch["loss_mask"].long().split(batch.lengths["input_ids"].flat.tolist())[0].tolist()) == {0, 1}
+    sampled = [int(m.sum()) for m in batch.sequences("loss_mask")]
+    assert set(sampled) == {24}
+    full_stop = runtime.models["actor"].tokenizer.convert_tokens_to_ids(".")
+    rows = zip(batch.sequences("input_ids"), batch.sequences("loss_mask"), batch["rewards"].tolist(), strict=True)
+    for ids, mask, reward in rows:
+        response = ids[mask][16:].tolist()
+        assert (reward == -1.0) == (full_stop not in response)
+    assert (batch["values"] == 0).all()  # a zero head has no opinion yet
+    assert (first["lr"], first["kl_coef"]) == pytest.approx((1e-5, 0.15))
+    second, batch = runtime.step(2)
+    assert second["lr"] == pytest.approx(0.5e-5)
+    assert (batch["values"] != 0).any()
+    assert second["kl_coef"] == pytest.approx(0.15 * (1 - 0.2 * 16 / 10_000))  # far below the target of 6 nats
+
+
+def test_trlx_trains_two_layers_and_keeps_the_reference(folders, tmp_path):
+    runtime = LocalRuntime(build_experiment(compose(small("trlx_ppo", folders, tmp_path / "run"))))
+    module = runtime.models["actor"].machine.module
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    first, _ = runtime.step(1)
+    moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}
+    assert any("layers.1." in name for name in moved)
+    assert any("layers.2." in name for name in moved)
+    assert not any("layers.0." in name or "embed" in name for name in moved)
+    second, _ = runtime.step(2)
+    assert first["ref_kl_per_sequence"] == pytest.approx(0, abs=1e-4)
+    assert abs(second["ref_kl_per_sequence"]) > 1e-4

@@ -18,7 +18,7 @@ from realign.functional import MomentsKind, RunningMoments, overlong_penalty, wh
 
 
 class RewardScale(StrEnum):
-    """What scores are divided by; their mean is left where it is."""
+    """What scores are divided by."""
 
     none = "none"
     """Nothing."""
@@ -30,7 +30,7 @@ class RewardScale(StrEnum):
 
 @dataclass
 class RewardShaping:
-    """`(score + bias) * gain`, clipped, divided by a standard deviation."""
+    """`(score + bias) * gain`, clipped, centred, divided by a standard deviation."""
 
     bias: float = 0.0
     """Added to every score."""
@@ -40,6 +40,8 @@ class RewardShaping:
     """It is then cut off beyond plus or minus this (trlX: 10, DeepSpeed-Chat: 5); null: off."""
     scale: RewardScale = RewardScale.none
     """none | running | ref: what it is divided by in the end (trlX's scale_reward)."""
+    center: bool = False
+    """Subtract the mean of the same scores before the division; otherwise the mean of scores is left where it is."""
     whiten: bool = False
     """Divide the rewards of tokens, KL penalty and dense rewards included, by their population standard deviation over
     the batch; their mean stays (openai/lm-human-preferences)."""
@@ -47,6 +49,8 @@ class RewardShaping:
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"reward.clip must be positive, or null, found {self.clip}")
+        if self.center and self.scale is RewardScale.none:
+            raise ValueError("reward.center=true takes the mean of the scores of reward.scale, which is none")
         if self.gain == 0:
             raise ValueError("reward.gain=0 would make every reward the same")
         self.moments = RunningMoments(MomentsKind.cumulative)
@@ -65,6 +69,8 @@ class RewardShaping:
     def shape(self, rewards_S: Tensor) -> Tensor:
         """The scores [S]; NaN, for no reward, stays NaN."""
         scores_S = self._clipped(rewards_S)
+        if self.center:
+            scores_S = scores_S - self.moments.mean
         # scores that were all the same so far have no scale to be divided by
         scaled = self.scale is not RewardScale.none and self.moments.std > 0
         return scores_S / self.moments.std if scaled else scores_S

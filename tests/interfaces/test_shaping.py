@@ -42,6 +42,13 @@ def test_ref_scale_is_that_of_the_first_batch_for_good():
     np.testing.assert_allclose(shaped(shaping, [100.0, 0.0]), np.array([100, 0]) / np.std([1, 3], ddof=1), rtol=1e-6)
 
 
+def test_centred_scores_have_the_running_mean_taken_off():
+    shaping = RewardShaping(scale=RewardScale.running, center=True)
+    shaped(shaping, [1.0, 3.0])
+    want = (np.array([2, 6]) - 3.0) / np.std([1, 3, 2, 6], ddof=1)
+    np.testing.assert_allclose(shaped(shaping, [2.0, 6.0]), want, rtol=1e-6)
+
+
 def test_missing_scores_stay_missing_and_are_in_no_moment():
     shaping = RewardShaping(scale=RewardScale.running)
     values = shaped(shaping, [1.0, NAN, 3.0])
@@ -110,5 +117,7 @@ def test_truncation_settings_that_contradict_are_refused(kwargs, message):
 def test_shaping_settings_are_checked():
     with pytest.raises(ValueError, match="clip must be positive"):
         RewardShaping(clip=0)
+    with pytest.raises(ValueError, match="center=true"):
+        RewardShaping(center=True)
     with pytest.raises(ValueError, match="gain=0"):
         RewardShaping(gain=0)
