@@ -17,7 +17,8 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
     Roles that share the model of another come after it. Each interface adopts what was saved with its model.
 
     Raises:
-        ValueError: a model cannot be loaded or shared, or one that is trained has no optimizer.
+        ValueError: a model cannot be loaded or shared, one that is trained has no optimizer, or two have different
+            vocabularies.
     """
     seed = experiment.seed
     used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
@@ -25,6 +26,7 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
     for role, spec in used.items():
         if isinstance(spec, SharedModel):
             models[role] = spec.load(role, seed=seed, loaded=models)
+    check_vocabularies(models, lead_role(experiment))
     tokenizer = models[lead_role(experiment)].tokenizer
     for rpc in experiment.graph.rpcs:
         if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].machine.trainable:
@@ -40,6 +42,25 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
         if role in experiment.interfaces:  # an evaluated role may have none
             experiment.interfaces[role].adopt(model.saved)
     return {role: models[role] for role in experiment.roles}
+
+
+def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
+    """Roles exchange token ids and never text, so what is a token of two of them must have the same id in both.
+
+    Further tokens that only one of them knows (a padding token, reserved ones) do no harm.
+
+    Raises:
+        ValueError: names the role and the token.
+    """
+    ids = {role: model.tokenizer.get_vocab() for role, model in models.items() if hasattr(model.tokenizer, "get_vocab")}
+    for role, own in ids.items():
+        known = ids.get(lead, own)
+        if differing := [token for token in known.keys() & own.keys() if known[token] != own[token]]:
+            token = min(differing)
+            raise ValueError(
+                f"models.{role} and models.{lead} have different vocabularies: token {token!r} has id {own[token]} in "
+                f"one and {known[token]} in the other ({len(differing)} differ), but roles exchange token ids"
+            )
 
 
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:

@@ -10,7 +10,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, dataflow
 from realign.runtime.local import LocalRuntime
-from realign.runtime.models import load_models, save_models
+from realign.runtime.models import check_vocabularies, load_models, save_models
 from tests.runtime.test_local import CountToken, experiment
 from tests.tiny import save_tiny
 
@@ -118,3 +118,21 @@ def test_a_model_that_takes_no_part_cannot_be_shared():
 def test_interfaces_ignore_what_was_kept_unless_they_say_otherwise():
     ModelInterface().adopt({"gain": 2.0})
     assert Model("x", None).saved == {}
+
+
+class Words:
+    """A tokenizer of these words, in this order."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words)}
+
+
+def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
+    actor, padded, other = Words("a", "b"), Words("a", "b", "<pad>"), Words("b", "a", "c")
+    models = {"actor": Model("actor", None, actor), "ref": Model("ref", None, padded), "rule": Model("rule", None)}
+    check_vocabularies(models, "actor")
+    with pytest.raises(ValueError, match=r"models\.reward and models\.actor have .*: token 'a' has id 1 .* and 0 in"):
+        check_vocabularies(models | {"reward": Model("reward", None, other)}, "actor")
