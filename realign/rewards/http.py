@@ -19,9 +19,10 @@ class HttpReward:
     """The reward function that asks `url`; what `load_function` makes of a name that is a URL.
 
     It posts `{"prompt": text, "response": text, "row": object}` and expects `{"reward": number}`, or null for no
-    verdict. A server that is busy or cannot be reached is asked again, twice; any other status is an error. How long
-    one response may take in all is the deadline of the reward workers (`timeout_s`), and `workers` is the number of
-    requests at once. Values of the row that JSON does not know are sent as text.
+    verdict. Dense rewards are asked for with another key, `"tokens": [text, ...]`, and are a list. A server that is
+    busy or cannot be reached is asked again, twice; any other status is an error. How long one response may take in all
+    is the deadline of the reward workers (`timeout_s`), and `workers` is the number of requests at once. Values of the
+    row that JSON does not know are sent as text.
     """
 
     url: str
@@ -32,14 +33,16 @@ class HttpReward:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{self.url!r} is not a URL such as http://host:port/path")
 
-    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float | None:
-        """The server's verdict.
+    def __call__(self, prompt: str, response: str, row: dict[str, Any], tokens: list[str] | None = None) -> Any:
+        """The server's verdict, as it said it: the reward workers check numbers.
 
         Raises:
             RuntimeError: the server gave no answer, refused, or answered something else.
         """
-        body = json.dumps({"prompt": prompt, "response": response, "row": row}, default=str).encode()
-        answer = self._post(body)
+        asked = {"prompt": prompt, "response": response, "row": row}
+        if tokens is not None:
+            asked["tokens"] = tokens
+        answer = self._post(json.dumps(asked, default=str).encode())
         try:
             return json.loads(answer)["reward"]
         except (ValueError, KeyError, TypeError) as error:

@@ -74,7 +74,8 @@ class Evaluation(Evaluator):
 
     def describe(self) -> str:
         """See `Evaluator`."""
-        return self.generation.describe()
+        swept = "".join(f"; also {name}={', '.join(map(str, values))}" for name, values in self.sweep.items())
+        return self.generation.describe() + swept
 
     def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """See `Evaluator`."""

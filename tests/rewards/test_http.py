@@ -52,6 +52,16 @@ def test_prompt_response_and_row_are_posted_and_the_reward_comes_back():
     assert got == [{"prompt": "2+2=", "response": "4 ü", "row": {"answer": 4, "file": "x"}}]
 
 
+def test_dense_rewards_are_asked_for_with_the_tokens():
+    with server(lambda request: (200, {"reward": [len(t) for t in request["tokens"]]})) as (url, _):
+        interface = RuleRewardInterface(function=url, workers=0, dense=True)
+        data = random_sample([[5]]).with_metadata(row=[{}])
+        out = interface.inference(Model("reward", None, tiny_tokenizer()), data, MicroBatchSpec())
+        interface.close()
+    lengths = [len(tiny_tokenizer().decode([i])) for i in data["input_ids"][2:]]
+    assert out["dense_rewards"].tolist() == [0, 0, *lengths]
+
+
 def test_no_verdict_is_none():
     with server(lambda request: (200, {"reward": None})) as (url, _):
         assert load_function(url)("", "", {}) is None

@@ -44,6 +44,11 @@ def test_a_sweep_adds_the_metrics_of_each_value():
     assert judged["prompt_mask"].numel() == 2 * 2 * (2 + 6)  # what is shown was sampled as `generation` says
 
 
+def test_the_launch_table_says_what_is_swept():
+    evaluation = Evaluation(Prompts(5), CountThrees(), LONG, sweep={"max_new_tokens": [1, 3]})
+    assert evaluation.describe() == f"{LONG.describe()}; also max_new_tokens=1, 3"
+
+
 def test_all_judges_are_opened_and_closed_with_the_run():
     reward, length = CountThrees(), Length()
     assert Evaluation(Prompts(5), reward, metrics={"length": length}).judges == [reward, length]
