@@ -7,35 +7,29 @@ and the gradient of all micro-batches is divided once, by the weight of the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.stats import Stats, merge_stats
-from realign.engines.attention import CONTEXT, Backend, PackedContext, packed_inputs
-from realign.engines.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.ema import WeightAverage
 from realign.engines.folders import save_folder
-from realign.engines.heads import read_head
-from realign.engines.lora import LoRA, adapters_off, merged_state, save_adapters
+from realign.engines.kernels import Backend
+from realign.engines.lora import LoRA
+from realign.engines.network import Network, Run
 from realign.engines.optim import OptimizerSpec
-from realign.engines.output import PackedOutput, ScalarBranch, ScalarHead
-from realign.engines.probe import probe, probe_branch
 from realign.engines.stepping import Stepper, counted, single
 from realign.engines.value_head import ValueNetwork
 from realign.functional.logprobs import LMHead
 
 Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
-Run: TypeAlias = Callable[[SequenceSample, SequenceSample], PackedOutput]
-"""From a micro-batch where it is, and the same one on the device of the model, to the output of a forward pass."""
 
 
 class TransformersEngine:
@@ -81,31 +75,32 @@ class TransformersEngine:
             ValueError: the model family cannot run packed.
         """
         self.name = name
+        self.network = Network(
+            name,
+            module,
+            dtype=dtype,
+            attention=attention,
+            dropout=dropout,
+            value_head=value_head,
+            lora=lora,
+            vocabulary=vocabulary,
+        )
+        if optimizer is None:
+            self.network.requires_grad_(False)
         self.module = module
         self.value_head = value_head
-        self._networks = nn.ModuleList([module] if value_head is None else [module, value_head]).eval()
-        if optimizer is None:
-            self._networks.requires_grad_(False)
+        self.head = self.network.head
+        self.device = self.network.device
         self.tokenizer = tokenizer
-        self.head = read_head(module)
-        self.device: torch.device = next(module.parameters()).device
-        self._training_head = read_head(module, dropout=dropout)
         self._seed = seed
-        self._attention = attention
         self._dropout = dropout
-        self._lora = lora
-        self._vocabulary = vocabulary
-        self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
-            torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
-        )
-        probe(module, self.head, attention=attention, autocast=self._autocast if dtype == torch.bfloat16 else None)
         self._checkpointed = _enable_checkpointing(module, dropout) if gradient_checkpointing else []
         self._stepper = (
-            Stepper(name, optimizer, self._networks.parameters(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
+            Stepper(name, optimizer, self.network.parameters(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
             if optimizer
             else None
         )
-        self._average = WeightAverage(self._networks.parameters(), ema_decay) if ema_decay is not None else None
+        self._average = WeightAverage(self.network.parameters(), ema_decay) if ema_decay is not None else None
 
     @property
     def trainable(self) -> bool:
@@ -127,37 +122,11 @@ class TransformersEngine:
         Raises:
             ValueError: the hook added no key, or one of another number of sequences.
         """
-        return self._forward(data, mb_spec, post_hook, partial(self._run, head=self.head))
+        return self._forward(data, mb_spec, post_hook, self.network.run)
 
     def reference(self, layers: int | None = None) -> Forward:
-        """`forward` of the policy as it is now, whatever is trained later; without values.
-
-        With LoRA it is the base model. Otherwise the model's lower layers must be frozen: a frozen copy of the top
-        `layers` layers, by default of all that train, stands beside the trained ones and shares what is below. A call
-        runs the trained ones, too.
-
-        Raises:
-            ValueError: the model has a scalar head, or more of it is trained than is copied.
-        """
-        if not isinstance(self.head, LMHead):
-            raise ValueError(f"model {self.name!r} has a scalar head; branch=reference is of a language model")
-        if self._lora is not None:
-            if layers is not None:
-                raise ValueError(f"layers={layers} has no effect: the reference of a model with lora is its base model")
-            return self._forward_of_base
-        needed = layers_that_train(self.module)
-        if needed is None:
-            raise ValueError(
-                f"model {self.name!r} trains all of its weights, so that no branch of it stays as it is: "
-                f"set models.{self.name}.trained_layers or lora"
-            )
-        if layers is not None:
-            check_layers("layers", layers, read_stack(self.module))
-            if layers < needed:
-                raise ValueError(f"layers={layers} of the reference are fewer than the {needed} that are trained")
-        frozen = ReferenceBranch(self.module, layers or needed)
-        probe_branch(self.module, frozen.branch)
-        return partial(self._forward, run=partial(self._run_reference, reference=frozen))
+        """`forward` of the policy as it is now, whatever is trained later; see `Network.reference`."""
+        return partial(self._forward, run=self.network.reference(layers))
 
     def _forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Run) -> SequenceSample:
         batches = data.split(mb_spec)
@@ -170,10 +139,6 @@ class TransformersEngine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
         return whole
-
-    def _forward_of_base(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        with adapters_off(self.module):
-            return self._forward(data, mb_spec, post_hook, partial(self._run, head=self.head, with_values=False))
 
     def train_batch(
         self,
@@ -206,7 +171,7 @@ class TransformersEngine:
         with self._training():
             for part in batches:
                 moved = part.to(self.device)
-                loss, stats = loss_fn(self._run(part, moved, self._training_head), moved)
+                loss, stats = loss_fn(self.network.run(part, moved, training=True), moved)
                 _check_loss(loss)
                 if loss.requires_grad:
                     (loss / weight).backward()
@@ -232,10 +197,10 @@ class TransformersEngine:
 
         if not isinstance(self.head, LMHead):
             raise ValueError(f"model {self.name!r} has a scalar head and cannot generate; use head=causal")
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.network.autocast():
             return generate(
                 self.module,
-                self._limited(self.head),
+                self.network.limited(self.head),
                 data,
                 config,
                 seed=seed,
@@ -260,9 +225,7 @@ class TransformersEngine:
         Raises:
             ValueError: a weight is not finite.
         """
-        for name, x in chain.from_iterable(network.state_dict().items() for network in self._networks):
-            if x.is_floating_point() and not bool(x.isfinite().all()):
-                raise ValueError(f"model {self.name!r} is not saved: weight {name!r} is not finite")
+        self.network.check_finite()
         path = Path(path)
         save_folder(path, self._write)
         if self._average is not None:
@@ -270,14 +233,7 @@ class TransformersEngine:
                 save_folder(path.with_name(f"{path.name}_ema"), self._write)
 
     def _write(self, folder: Path) -> None:
-        if self._lora is None:
-            self.module.save_pretrained(folder)
-        elif self._lora.merge_on_save:
-            self.module.save_pretrained(folder, state_dict=merged_state(self.module))
-        else:
-            save_adapters(self.module, folder)
-        if self.value_head is not None:
-            self.value_head.save(folder)
+        self.network.save(folder)
         self.tokenizer.save_pretrained(folder)
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,46 +268,6 @@ class TransformersEngine:
             raise ValueError(f"model {self.name!r} has no optimizer and cannot be trained; give it one under optimizer")
         return self._stepper
 
-    def _run(
-        self, part: SequenceSample, moved: SequenceSample, head: LMHead | ScalarHead, with_values: bool = True
-    ) -> PackedOutput:
-        """The packed forward pass of a micro-batch; `moved` is `part` on the engine's device."""
-        value = self.value_head if with_values else None
-        listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
-        with listening as heard:
-            hidden_TH = self._hidden(part, moved)
-        branch = None
-        if value is not None:
-            branch = ScalarBranch(partial(value.hidden, hidden_TH, heard) if heard else lambda: hidden_TH, value)
-        limited = self._limited(head) if isinstance(head, LMHead) else head
-        return PackedOutput(hidden_TH, limited, moved[TOKENS], part.cu_seqlens(), self._autocast, branch)
-
-    def _run_reference(self, part: SequenceSample, moved: SequenceSample, reference: ReferenceBranch) -> PackedOutput:
-        """The same, of the policy that `reference` keeps."""
-        with reference.branch.listening() as heard:
-            hidden_TH = self._hidden(part, moved)
-        if heard:
-            with self._autocast():
-                hidden_TH = reference.branch(heard)
-        head = self._limited(reference.head)
-        return PackedOutput(hidden_TH, head, moved[TOKENS], part.cu_seqlens(), self._autocast)
-
-    def _limited(self, head: LMHead) -> LMHead:
-        return head if self._vocabulary is None else head.first(self._vocabulary)
-
-    def _hidden(self, part: SequenceSample, moved: SequenceSample) -> Tensor:
-        """[T, H] last hidden states; the model is not called where there is no token."""
-        ids_T, cu_seqlens = moved[TOKENS], part.cu_seqlens()  # where the data is: usually on the host
-        if not len(ids_T):
-            weight = self.head.weight_VH if isinstance(self.head, LMHead) else self.head.weight_1H
-            return weight.new_zeros(0, weight.shape[1])
-        there = cu_seqlens.to(self.device, non_blocking=True)
-        context = PackedContext(there, self._attention, part.lengths[TOKENS].flat.tolist())
-        with self._autocast():
-            out = self.module.base_model(**packed_inputs(ids_T, cu_seqlens), **{CONTEXT: context})
-        hidden_TH: Tensor = out.last_hidden_state[0]
-        return hidden_TH
-
     @contextmanager
     def _training(self) -> Iterator[None]:
         """The state of modules and random numbers in which a training pass runs.
@@ -360,11 +276,11 @@ class TransformersEngine:
         `train_batch` and `forward` compute the same.
         """
         with ExitStack() as stack:
-            stack.callback(self._networks.eval)
+            stack.callback(self.network.eval)
             if self._dropout:
                 stack.enter_context(torch.random.fork_rng())
                 torch.manual_seed(derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps))
-                self._networks.train()
+                self.network.train()
             for layer in self._checkpointed:
                 layer.training = True
             yield

@@ -19,7 +19,7 @@ ADAPTER = "default"
 
 @dataclass
 class LoRA:
-    """Train low-rank updates W + alpha / rank * B A of linear layers and experts, and a scalar head; all else is frozen.
+    """Train low-rank updates W + alpha / rank * B A of linear layers, and a scalar head; all else is frozen.
 
     The learning rate is the optimizer's: only adapters (and scalar heads) train. B starts at 0, so that the model
     starts as it was. Needs the extra `peft`.
@@ -27,8 +27,8 @@ class LoRA:
     Attributes:
         rank: of the update.
         alpha: its weight is alpha / rank.
-        target_modules: names, or ends of names, of the layers; all-linear takes every linear layer but the head, and the
-            experts of a mixture.
+        target_modules: names, or ends of names, of the layers; all-linear takes every linear layer, and the experts of
+            a mixture, but not the head.
         dropout: on the input of A, in training only; needs dropout=true of the model.
         merge_on_save: write an ordinary model folder with W + alpha / rank * B A; false writes the adapters alone, as
             a folder of peft, to be loaded by it over the same base model.

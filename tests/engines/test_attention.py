@@ -267,5 +267,5 @@ def test_mixed_dtypes_under_autocast_are_brought_together():
     # qwen3 normalises queries and keys after the projection, which leaves them in fp32
     engine = tiny_engine("qwen3", dtype=torch.bfloat16)
     sample = random_sample([[9, 4]])
-    hidden_TH = engine._run(sample, sample, engine.head).hidden_TH
+    hidden_TH = engine.network.run(sample, sample).hidden_TH
     assert hidden_TH.isfinite().all()

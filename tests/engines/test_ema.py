@@ -33,7 +33,7 @@ def step(engine, seed=0, step_if=None):
 
 def test_the_average_follows_the_formula_and_is_saved_beside_the_model(tmp_path):
     engine = load(save_tiny(tmp_path / "m", "llama", tie_word_embeddings=True), value_head=ValueHead())
-    own = dict(engine._networks.named_parameters())
+    own = dict(engine.network.named_parameters())
     want = {name: p.detach().clone().double() for name, p in own.items()}
     for seed in range(4):
         step(engine, seed)
@@ -46,7 +46,9 @@ def test_the_average_follows_the_formula_and_is_saved_beside_the_model(tmp_path)
     for folder, wanted in (("actor", trained), ("actor_ema", want)):
         module = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / folder)
         head = load_file(tmp_path / "out" / folder / "value_head.safetensors")
-        found = {f"0.{n}": p for n, p in module.named_parameters()} | {f"1.{n}": p for n, p in head.items()}
+        found = {f"module.{n}": p for n, p in module.named_parameters()} | {
+            f"value_head.{n}": p for n, p in head.items()
+        }
         assert found.keys() == wanted.keys()
         for name, p in found.items():
             torch.testing.assert_close(p.detach(), wanted[name].float(), atol=1e-6, rtol=1e-6, msg=name)

@@ -433,7 +433,7 @@ def test_tied_embeddings_are_trained_through_both_uses():
     loose.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
     for model in (module, loose):
         engine = TransformersEngine("actor", model, None, seed=0, optimizer=OptimizerSpec())
-        engine._run(data, data, engine.head).logprobs().sum().backward()
+        engine.network.run(data, data).logprobs().sum().backward()
     parts = loose.model.embed_tokens.weight.grad, loose.lm_head.weight.grad
     assert all(part.abs().max() > 1e-3 for part in parts)
     torch.testing.assert_close(module.lm_head.weight.grad, sum(parts), atol=1e-5, rtol=1e-5)

@@ -155,7 +155,7 @@ def test_scalar_heads_of_every_family(family):
         if head == "value" and family in WITHOUT_TOKEN_CLASSIFIER:
             continue
         engine = tiny_engine(family, model={"head": head})  # the probe compares with the model's own output
-        out = engine._run(data, data, engine.head)
+        out = engine.network.run(data, data)
         x = out.scores() if head == "score" else out.values()
         assert x.shape == ((2,) if head == "score" else (9,))
         assert x.abs().max() > 1e-3

@@ -85,7 +85,7 @@ def test_trap_a9_scores_stand_at_the_last_token_whatever_it_is(text):
     ids_T[5:] = torch.tensor(text)
     sample = sample.with_tokens(input_ids=ids_T)
     with torch.no_grad():
-        got = engine._run(sample, sample, engine.head).scores()
+        got = engine.network.run(sample, sample).scores()
         hidden = engine.module.base_model.to(torch.float32)
         engine.module.set_attn_implementation("eager")
         last = hidden(input_ids=ids_T[None, 5:], use_cache=False).last_hidden_state[0, -1]
@@ -98,9 +98,9 @@ def test_trap_a1_first_tokens_do_not_touch_other_sequences():
     changed = sample["input_ids"].clone()
     changed[5] = (changed[5] + 1) % VOCAB
     with torch.no_grad():
-        before = engine._run(sample, sample, engine.head).logprobs()
+        before = engine.network.run(sample, sample).logprobs()
         other = sample.with_tokens(input_ids=changed)
-        after = engine._run(other, other, engine.head).logprobs()
+        after = engine.network.run(other, other).logprobs()
     assert torch.equal(before[:5], after[:5])
     assert before[5] == after[5] == 0
     assert not torch.equal(before[6:], after[6:])
@@ -111,7 +111,7 @@ def test_trap_b8_no_logits_are_kept_for_the_backward_pass():
     sample = random_sample([[40, 30], [50]])
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
-        out = engine._run(sample, sample, engine.head)
+        out = engine.network.run(sample, sample)
         sum(out.logprobs_and_entropy()).sum().backward()
     tokens = (120, 117)  # all of them, and those that are not first
     assert any(shape[0] in tokens for shape in kept if shape)

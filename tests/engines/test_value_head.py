@@ -111,15 +111,21 @@ def test_the_gradient_of_values_reaches_head_branch_and_trunk(tmp_path, layers, 
     engine = load(save_tiny(tmp_path / "m", "qwen2"), head=ValueHead(layers, init="normal"))
     other = load(tmp_path / "m", head=ValueHead(layers, init="normal"), gradient_checkpointing=checkpointing)
     data = random_sample(LENGTHS)
-    before = {n: p.detach().clone() for n, p in engine._networks.named_parameters()}
+    before = {n: p.detach().clone() for n, p in engine.network.named_parameters()}
     engine.train_batch(data, ONE, values_only, tokens)
     other.train_batch(data, MicroBatchSpec(n_microbatches=3), values_only, tokens)
-    moved = {n for n, p in engine._networks.named_parameters() if not torch.equal(p, before[n])}
-    assert {"0.model.embed_tokens.weight", "0.model.layers.0.mlp.up_proj.weight", "1.head.0.weight"} <= moved
-    assert ("0.model.layers.2.mlp.up_proj.weight" in moved) == (layers == 0)  # above the branch nothing sees values
-    assert ("1.branch.layers.1.mlp.up_proj.weight" in moved) == (layers == 2)
-    assert ("1.branch.after.0.weight" in moved) == (layers == 2)
-    for (name, p), q in zip(engine._networks.named_parameters(), other._networks.parameters(), strict=True):
+    moved = {n for n, p in engine.network.named_parameters() if not torch.equal(p, before[n])}
+    assert {
+        "module.model.embed_tokens.weight",
+        "module.model.layers.0.mlp.up_proj.weight",
+        "value_head.head.0.weight",
+    } <= moved
+    assert ("module.model.layers.2.mlp.up_proj.weight" in moved) == (
+        layers == 0
+    )  # above the branch nothing sees values
+    assert ("value_head.branch.layers.1.mlp.up_proj.weight" in moved) == (layers == 2)
+    assert ("value_head.branch.after.0.weight" in moved) == (layers == 2)
+    for (name, p), q in zip(engine.network.named_parameters(), other.network.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5, msg=name)
 
 
@@ -176,7 +182,7 @@ def test_a_model_with_a_value_head_continues_exactly(tmp_path):
     second = load(folder, head=ValueHead(1))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     second.train_batch(data[1], ONE, joint, tokens)
-    for p, q in zip(whole._networks.parameters(), second._networks.parameters(), strict=True):
+    for p, q in zip(whole.network.parameters(), second.network.parameters(), strict=True):
         assert torch.equal(p, q)
     with pytest.raises(ValueError, match="model 'actor': the engine has no value_head, but the saved state has one"):
         TransformersModel(str(folder), optimizer=STEP).load("actor", seed=0).machine.load_state_dict(first.state_dict())

@@ -1,0 +1,162 @@
+"""`Network`: the weights of a role, how packed sequences go through them, and what of them is written to a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from realign.api.data import TOKENS, SequenceSample
+from realign.engines.attention import CONTEXT, Backend, PackedContext, packed_inputs
+from realign.engines.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.engines.heads import read_head
+from realign.engines.lora import LoRA, adapters_off, merged_state, save_adapters
+from realign.engines.output import PackedOutput, ScalarBranch
+from realign.engines.probe import probe, probe_branch
+from realign.engines.value_head import ValueNetwork
+from realign.functional.logprobs import LMHead
+
+Run: TypeAlias = Callable[[SequenceSample, SequenceSample], PackedOutput]
+"""From a micro-batch where it is, and the same one on the device of the model, to the output of a forward pass."""
+
+
+class Network(nn.Module):
+    """A transformers model in eval mode, and beside it a value head where there is one."""
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        *,
+        dtype: torch.dtype,
+        attention: Backend,
+        dropout: bool,
+        value_head: ValueNetwork | None,
+        lora: LoRA | None,
+        vocabulary: int | None,
+    ) -> None:
+        """Probe the model; the arguments are those of `TransformersEngine`.
+
+        Raises:
+            ValueError: the model family cannot run packed.
+        """
+        super().__init__()
+        self.name = name
+        self.module = module
+        self.value_head = value_head
+        self.eval()
+        self.lora = lora
+        self.device: torch.device = next(module.parameters()).device
+        self.head = read_head(module)
+        self._training_head = read_head(module, dropout=dropout)
+        self._attention = attention
+        self._vocabulary = vocabulary
+        self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
+            torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
+        )
+        probe(module, self.head, attention=attention, autocast=self.autocast if dtype == torch.bfloat16 else None)
+
+    def run(
+        self, part: SequenceSample, moved: SequenceSample, *, training: bool = False, with_values: bool = True
+    ) -> PackedOutput:
+        """The packed forward pass of a micro-batch.
+
+        Args:
+            part: where it is, usually on the host, so that asking for lengths makes nobody wait.
+            moved: the same on the network's device.
+            training: keep the dropout before a scalar head.
+            with_values: give the output its value head, where there is one.
+        """
+        value = self.value_head if with_values else None
+        listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
+        with listening as heard:
+            hidden_TH = self._hidden(part, moved)
+        branch = None
+        if value is not None:
+            branch = ScalarBranch(partial(value.hidden, hidden_TH, heard) if heard else lambda: hidden_TH, value)
+        head = self._training_head if training else self.head
+        limited = self.limited(head) if isinstance(head, LMHead) else head
+        return PackedOutput(hidden_TH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch)
+
+    def reference(self, layers: int | None = None) -> Run:
+        """`run` of the policy as it is now, whatever is trained later; without values.
+
+        With LoRA it is the base model. Otherwise the model's lower layers must be frozen: a frozen copy of the top
+        `layers` layers, by default of all that train, stands beside the trained ones and shares what is below. A call
+        runs the trained ones, too.
+
+        Raises:
+            ValueError: the model has a scalar head, or more of it is trained than is copied.
+        """
+        if not isinstance(self.head, LMHead):
+            raise ValueError(f"model {self.name!r} has a scalar head; branch=reference is of a language model")
+        if self.lora is not None:
+            if layers is not None:
+                raise ValueError(f"layers={layers} has no effect: the reference of a model with lora is its base model")
+            return self._run_base
+        needed = layers_that_train(self.module)
+        if needed is None:
+            raise ValueError(
+                f"model {self.name!r} trains all of its weights, so that no branch of it stays as it is: "
+                f"set models.{self.name}.trained_layers or lora"
+            )
+        if layers is not None:
+            check_layers("layers", layers, read_stack(self.module))
+            if layers < needed:
+                raise ValueError(f"layers={layers} of the reference are fewer than the {needed} that are trained")
+        frozen = ReferenceBranch(self.module, layers or needed)
+        probe_branch(self.module, frozen.branch)
+        return partial(self._run_branch, reference=frozen)
+
+    def _run_base(self, part: SequenceSample, moved: SequenceSample) -> PackedOutput:
+        with adapters_off(self.module):
+            return self.run(part, moved, with_values=False)
+
+    def _run_branch(self, part: SequenceSample, moved: SequenceSample, reference: ReferenceBranch) -> PackedOutput:
+        with reference.branch.listening() as heard:
+            hidden_TH = self._hidden(part, moved)
+        if heard:
+            with self.autocast():
+                hidden_TH = reference.branch(heard)
+        head = self.limited(reference.head)
+        return PackedOutput(hidden_TH, head, moved[TOKENS], part.cu_seqlens(), self.autocast)
+
+    def limited(self, head: LMHead) -> LMHead:
+        """The head, for those tokens that can follow a text."""
+        return head if self._vocabulary is None else head.first(self._vocabulary)
+
+    def _hidden(self, part: SequenceSample, moved: SequenceSample) -> Tensor:
+        """[T, H] last hidden states; the model is not called where there is no token."""
+        ids_T, cu_seqlens = moved[TOKENS], part.cu_seqlens()
+        if not len(ids_T):
+            weight = self.head.weight_VH if isinstance(self.head, LMHead) else self.head.weight_1H
+            return weight.new_zeros(0, weight.shape[1])
+        there = cu_seqlens.to(self.device, non_blocking=True)
+        context = PackedContext(there, self._attention, part.lengths[TOKENS].flat.tolist())
+        with self.autocast():
+            out = self.module.base_model(**packed_inputs(ids_T, cu_seqlens), **{CONTEXT: context})
+        hidden_TH: Tensor = out.last_hidden_state[0]
+        return hidden_TH
+
+    def check_finite(self) -> None:
+        """Raise ValueError, with the name of the weight, if one is not finite."""
+        for network in (self.module, *([] if self.value_head is None else [self.value_head])):
+            for name, x in network.state_dict().items():
+                if x.is_floating_point() and not bool(x.isfinite().all()):
+                    raise ValueError(f"model {self.name!r} is not saved: weight {name!r} is not finite")
+
+    def save(self, folder: Path) -> None:
+        """Write an ordinary Hugging Face folder, adapters merged or alone as they say, and the value head into it."""
+        if self.lora is None:
+            self.module.save_pretrained(folder)
+        elif self.lora.merge_on_save:
+            self.module.save_pretrained(folder, state_dict=merged_state(self.module))
+        else:
+            save_adapters(self.module, folder)
+        if self.value_head is not None:
+            self.value_head.save(folder)
