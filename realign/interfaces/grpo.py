@@ -18,6 +18,7 @@ from realign.functional import (
     Scope,
     broadcast_to_tokens,
     degenerate_groups,
+    degenerate_rescale,
     normalize,
     segment_sum,
     sequence_index,
@@ -37,6 +38,9 @@ class GRPOActorInterface(PPOActorInterface):
     """Normalisation of rewards within groups; level=token weighs each response by its length instead."""
     min_group_size: int = 2
     """A group with fewer rewarded responses than this is left out of the loss."""
+    rescale_degenerate: bool = False
+    """Multiply advantages by B / (B - M), for M of the batch's B responses in groups of equal rewards, which teach
+    nothing (GPG, arXiv:2504.02546)."""
 
     credit = ModelInterface.credit  # a critic would learn nothing here
 
@@ -46,6 +50,11 @@ class GRPOActorInterface(PPOActorInterface):
             raise ValueError(
                 f"generation.n={self.generation.n}: a group of one response has nothing to be compared with; "
                 "use generation.n of 2 or more, or adv_norm.mean=batch and adv_norm.std=batch with min_group_size=1"
+            )
+        if self.rescale_degenerate and self.adv_norm.mean is not Scope.group:
+            raise ValueError(
+                f"rescale_degenerate makes up for groups whose advantages are all 0, and with "
+                f"adv_norm.mean={self.adv_norm.mean.value} there are none; set adv_norm.mean=group"
             )
         for name in ("gamma", "lam"):
             if getattr(self, name) != getattr(PPOActorInterface, name):
@@ -91,6 +100,8 @@ class GRPOActorInterface(PPOActorInterface):
         else:
             advantages_S = normalize(scores_S, group_S, valid_S, self.adv_norm, reduce)
             advantages_T = torch.where(mask_T, broadcast_to_tokens(advantages_S, cu_seqlens), 0)
+        if self.rescale_degenerate:
+            advantages_T = advantages_T * degenerate_rescale(scores_S, group_S, valid_S, reduce)
         return data.with_tokens(advantages=advantages_T, loss_mask=mask_T)
 
     def batch_stats(self, data: SequenceSample) -> Stats:
@@ -100,3 +111,10 @@ class GRPOActorInterface(PPOActorInterface):
         return super().batch_stats(data) | {
             "zero_std_fraction": masked_mean(flat_G.float(), torch.ones_like(flat_G)),
         }
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """Rows of the table that is shown at launch."""
+        rows = super().describe(batch_prompts)
+        if self.rescale_degenerate:
+            rows["advantage normalisation"] += ", times B / (B - M)"
+        return rows

@@ -14,6 +14,7 @@ shaped (`reward`), truncation is judged (`truncation`), the baseline is taken of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -152,8 +153,8 @@ class PPOActorInterface(ModelInterface):
     """Passes over the rollout batch."""
     n_minibatches: int = 1
     """Optimizer steps per pass; prompts are dealt out anew in each."""
-    clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    clip_low: float | None = 0.2
+    """The ratio is clipped below at 1 - clip_low; null, with cispo and gmpo only: it has no lower bound."""
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high (larger than clip_low: DAPO, arXiv:2503.14476)."""
     objective: PolicyObjective = PolicyObjective.clip
@@ -208,10 +209,14 @@ class PPOActorInterface(ModelInterface):
                 f"generation.{distorted[0]} changes the sampled distribution, and the ratios of this loss would be "
                 "wrong; use neutral settings for training (evaluation may use any)"
             )
+        gmpo = self.objective is PolicyObjective.gmpo
         checks = {
             "epochs": (self.epochs >= 1, "at least 1"),
             "n_minibatches": (self.n_minibatches >= 1, "at least 1"),
-            "clip_low": (0 <= self.clip_low <= 1, "from 0 to 1"),
+            "clip_low": (
+                self.clip_low is None or 0 <= self.clip_low <= (math.inf if gmpo else 1),
+                "at least 0" if gmpo else "from 0 to 1",
+            ),
             "clip_high": (self.clip_high >= 0, "at least 0"),
             "dual_clip": (self.dual_clip is None or self.dual_clip > 1, "above 1, or null"),
             "gamma": (0 <= self.gamma <= 1, "from 0 to 1"),
@@ -239,14 +244,30 @@ class PPOActorInterface(ModelInterface):
                 f"aggregation={self.aggregation.value} with aggregation_constant={self.aggregation_constant}: "
                 "aggregation=constant, and only it, needs a number of tokens per sequence"
             )
-        if self.dual_clip is not None and not self.objective.has_dual_clip:
-            raise ValueError(f"dual_clip={self.dual_clip:g} has no effect with objective={self.objective.value}")
+        self._check_objective()
         if self.truncation.overlong_buffer > self.generation.max_new_tokens:
             raise ValueError(
                 f"truncation.overlong_buffer={self.truncation.overlong_buffer} is longer than a response can be: "
                 f"generation.max_new_tokens={self.generation.max_new_tokens}"
             )
         self.kl_controller = self.kl.controller()
+
+    def _check_objective(self) -> None:
+        """Refuse settings of another objective than the chosen one."""
+        ranged, soft = self.objective.has_clip, self.objective is PolicyObjective.sapo
+        reads = {"clip_low": ranged, "clip_high": ranged, "tau_pos": soft, "tau_neg": soft}
+        unread = [n for n, read in reads.items() if not read and getattr(self, n) != getattr(PPOActorInterface, n)]
+        if self.dual_clip is not None and not self.objective.has_dual_clip:
+            unread.append("dual_clip")
+        if unread:
+            name, found = unread[0], getattr(self, unread[0])
+            value = "null" if found is None else f"{found:g}"
+            raise ValueError(f"{name}={value} has no effect with objective={self.objective.value}; leave it out")
+        if self.clip_low is None and self.objective.has_dual_clip:
+            raise ValueError(
+                f"clip_low=null: objective={self.objective.value} has a lower bound; give a number from 0 to 1 (a "
+                "ratio is never below 0, so 1 does not bound it)"
+            )
 
     def required_inputs(self, method: str) -> frozenset[str]:
         """Keys without which a setting would have no effect: `ref_logprobs` for a KL penalty, and so on."""
@@ -496,8 +517,21 @@ class PPOActorInterface(ModelInterface):
             "sampler": f"neutral, temperature {self.generation.temperature:g}",
             "KL to reference": place,
             "advantage normalisation": normalization_formula(self.adv_norm),
+            "policy objective": self._formula(),
             "loss aggregation": self.aggregation.value,
         }
+
+    def _formula(self) -> str:
+        """The policy objective with its bounds, for people."""
+        if self.objective is PolicyObjective.sapo:
+            return f"sapo, temperatures {self.tau_pos:g} and {self.tau_neg:g}"
+        if not self.objective.has_clip:
+            return f"{self.objective.value}, no ratio"
+        logarithm = self.objective is PolicyObjective.gmpo
+        start = 0 if logarithm else 1
+        low = ("-inf" if logarithm else "0") if self.clip_low is None else f"{start - self.clip_low:g}"
+        of = {PolicyObjective.gspo: "sequence ratio", PolicyObjective.gmpo: "log-ratio"}.get(self.objective, "ratio")
+        return f"{self.objective.value}, {of} in [{low}, {start + self.clip_high:g}]"
 
 
 @dataclass

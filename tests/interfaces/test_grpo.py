@@ -110,6 +110,18 @@ def test_a_group_with_too_few_rewards_is_left_out():
     assert out["loss_mask"][:9].sum() == 0
 
 
+def test_rescaling_makes_up_for_groups_of_equal_rewards():
+    rewards = [[1.0, 1.0, 1.0], [1.0, 0.0], [0.0, math.nan, 0.0], [5.0]]
+    spec = Normalization(Scope.group, Scope.none)
+    interface = GRPOActorInterface(adv_norm=spec, rescale_degenerate=True)
+    factor = 7 / 2  # the group of one is left out; of 3 + 2 + 2 responses two are told apart
+    expected = [0, 0, 0, 0.5 * factor, -0.5 * factor, 0, 0, 0, 0]
+    assert advantages(batch(rewards), adv_norm=spec, rescale_degenerate=True) == pytest.approx(expected)
+    assert interface.describe(4)["advantage normalisation"] == "A - mean(group) per sequence, times B / (B - M)"
+    with pytest.raises(ValueError, match=r"with adv_norm\.mean=batch there are none; set adv_norm\.mean=group"):
+        GRPOActorInterface(adv_norm=Normalization(Scope.batch, Scope.none), rescale_degenerate=True)
+
+
 def test_kl_in_the_reward_is_taken_off_before_the_group_is_compared():
     data = batch([[1.0, 1.0]]).with_tokens(ref_logprobs=torch.tensor([0, -0.5, -0.5, 0, 0, 0]))
     kl = KLPenalty(KLPlace.reward, coef=0.1)

@@ -47,6 +47,7 @@ PPO_SETTINGS = [
         if not (loo and mean is Scope.none)
     ),
     *({"objective": objective} for objective in PolicyObjective),
+    *({"objective": o, "clip_low": None, "clip_high": 0.4} for o in (PolicyObjective.cispo, PolicyObjective.gmpo)),
     {"reward": RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale=RewardScale.running)},
     {"reward": RewardShaping(scale=RewardScale.ref)},
     *(
@@ -93,7 +94,7 @@ SETTINGS: dict[str, list[dict]] = {
         {"label_smoothing": 0.2, "temperature": 0.7},
         {"length_normalized": True, "sft_coef": 0.5},
     ],
-    "GRPOActorInterface": PPO_SETTINGS,
+    "GRPOActorInterface": [*PPO_SETTINGS, {"rescale_degenerate": True}],
     "PPOActorInterface": [*PPO_SETTINGS, *PPO_ONLY],
     "PPOCriticInterface": [
         {"epochs": 2, "n_minibatches": 2},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.functional import Aggregation, KLEstimator, Normalization, Scope, aggregate, kl_estimate
+from realign.functional import Aggregation, KLEstimator, Normalization, PolicyObjective, Scope, aggregate, kl_estimate
 from realign.interfaces.critic import trained
 from realign.interfaces.ppo import (
     KLPenalty,
@@ -319,6 +319,7 @@ def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
         ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
         ({"clip_low": 1.5}, "clip_low must be from 0 to 1, found 1.5"),
         ({"clip_high": -0.1}, "clip_high must be at least 0, found -0.1"),
+        ({"clip_low": -0.1, "objective": PolicyObjective.gmpo}, "clip_low must be at least 0, found -0.1"),
         ({"dual_clip": 1.0}, "dual_clip must be above 1, or null, found 1.0"),
         ({"gamma": 1.1}, "gamma must be from 0 to 1, found 1.1"),
         ({"lam": math.nan}, "lam must be from 0 to 1, found nan"),
@@ -333,6 +334,38 @@ def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
 def test_a_setting_out_of_range_is_refused_before_anything_is_sampled(setting, text):
     with pytest.raises(ValueError, match=text):
         PPOActorInterface(**setting)
+
+
+@pytest.mark.parametrize(
+    ("objective", "setting", "text"),
+    [
+        ("sapo", {"clip_high": 0.28}, "clip_high=0.28 has no effect with objective=sapo; leave it out"),
+        ("reinforce", {"clip_low": None}, "clip_low=null has no effect with objective=reinforce"),
+        ("gspo", {"tau_neg": 2.0}, "tau_neg=2 has no effect with objective=gspo"),
+        ("cispo", {"dual_clip": 3.0}, "dual_clip=3 has no effect with objective=cispo"),
+        ("clip", {"clip_low": None}, r"clip_low=null: objective=clip has a lower bound; give a number from 0 to 1"),
+        ("gspo", {"clip_low": None}, "clip_low=null: objective=gspo has a lower bound"),
+    ],
+)
+def test_a_setting_that_the_objective_does_not_read_is_refused(objective, setting, text):
+    with pytest.raises(ValueError, match=text):
+        PPOActorInterface(objective=PolicyObjective(objective), **setting)
+
+
+@pytest.mark.parametrize(
+    ("objective", "setting", "row"),
+    [
+        ("clip", {"clip_high": 0.28}, "clip, ratio in [0.8, 1.28]"),
+        ("reinforce", {}, "reinforce, no ratio"),
+        ("cispo", {"clip_low": None, "clip_high": 4.0}, "cispo, ratio in [0, 5]"),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, "gspo, sequence ratio in [0.9997, 1.0004]"),
+        ("sapo", {}, "sapo, temperatures 1 and 1.05"),
+        ("gmpo", {"clip_low": 1.5, "clip_high": 0.4}, "gmpo, log-ratio in [-1.5, 0.4]"),
+        ("gmpo", {"clip_low": None}, "gmpo, log-ratio in [-inf, 0.2]"),
+    ],
+)
+def test_the_launch_table_says_the_objective_with_its_bounds(objective, setting, row):
+    assert PPOActorInterface(objective=PolicyObjective(objective), **setting).describe(8)["policy objective"] == row
 
 
 @pytest.mark.parametrize(
