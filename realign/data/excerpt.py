@@ -45,7 +45,7 @@ class Excerpt:
             ValueError: a text is not a string (names its row), no row is left, or the tokenizer does not tell where its
                 tokens stand in a text.
         """
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"excerpt needs a tokenizer that tells offsets, and {type(tokenizer).__name__} does not")
         reads = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))
         kept: list[int] = []

@@ -17,6 +17,15 @@ from typing import Any
 TIMEOUT_S = 10.0
 """Seconds that a program and its tests may take; `timeout_s` of the reward workers must be larger."""
 
+# The word that says "done" is read before the program runs and stands in no file, so that ending early does not pay.
+_RUNNER = """\
+import sys
+done = sys.stdin.read()
+with open(sys.argv[1], encoding="utf-8") as file:
+    program = compile(file.read(), "program.py", "exec")
+exec(program, {"__name__": "__main__"})
+print(done)
+"""
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -28,15 +37,15 @@ def passes(prompt: str, response: str, row: dict[str, Any]) -> float:
     """
     blocks = _BLOCK.findall(response)
     code = blocks[-1] if blocks else response
-    done = secrets.token_hex(16)  # a program that ends before its tests cannot say this
+    done = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
-        program.write_text(f"{code}\n\n{row['tests']}\n\nprint({done!r})\n", encoding="utf-8")
+        program.write_text(f"{code}\n\n{row['tests']}\n", encoding="utf-8")
         try:
             run = subprocess.run(
-                [sys.executable, "-I", str(program)],
+                [sys.executable, "-I", "-c", _RUNNER, str(program)],
                 cwd=folder,
-                stdin=subprocess.DEVNULL,
+                input=done.encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 timeout=TIMEOUT_S,

@@ -23,6 +23,7 @@ def block(code, language="python"):
         (block("import sys\nsys.exit(0)\n"), 0.0),
         (block("import os\nos._exit(0)\n"), 0.0),
         (block("while True pass"), 0.0),
+        (block("import sys\nprint(open(sys.argv[1]).read())\nsys.exit(0)\n"), 0.0),
         ("I cannot.", 0.0),
     ],
 )
