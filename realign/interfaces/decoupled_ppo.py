@@ -29,7 +29,15 @@ from realign.api import (
     masked_max,
     masked_mean,
 )
-from realign.functional import CapMode, ImportanceLevel, KLEstimator, behaviour_weights, kl_estimate, sequence_index
+from realign.functional import (
+    CapMode,
+    ImportanceLevel,
+    KLEstimator,
+    PolicyObjective,
+    behaviour_weights,
+    kl_estimate,
+    sequence_index,
+)
 from realign.interfaces import ppo
 
 __all__ = ["DecoupledPPOActorInterface", "Denominator", "RatioRange", "dataflow"]
@@ -112,6 +120,11 @@ class DecoupledPPOActorInterface(ppo.PPOActorInterface):
             raise ValueError(
                 "denominator=all keeps rejected tokens in the batch with a policy loss of 0, and entropy_coef, "
                 "kl.place=loss and value would still train on them: use denominator=kept"
+            )
+        if self.objective in (PolicyObjective.gspo, PolicyObjective.gmpo):
+            raise ValueError(
+                f"denominator=all keeps rejected tokens in the mean that objective={self.objective.value} takes over a "
+                "response, and they would be trained: use denominator=kept"
             )
 
     def required_inputs(self, method: str) -> frozenset[str]:

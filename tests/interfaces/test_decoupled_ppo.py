@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.functional import Aggregation, ImportanceLevel, KLEstimator, Normalization, Scope
+from realign.functional import (
+    Aggregation,
+    ImportanceLevel,
+    KLEstimator,
+    Normalization,
+    PolicyObjective,
+    Scope,
+    policy_objective,
+)
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface, Denominator, RatioRange, dataflow
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface
@@ -140,6 +148,28 @@ def test_trap_f1_the_behaviour_weight_is_a_constant():
     assert plain_T.any()
 
 
+@pytest.mark.parametrize("objective", PolicyObjective)
+def test_the_weight_multiplies_the_loss_of_a_token_under_every_objective(objective):
+    data = random_batch(1)
+    interface = DecoupledPPOActorInterface(objective=objective)
+    output = Output(data["prox_logprobs"] + 0.3 * data["advantages"])
+    want = policy_objective(
+        output.logprobs_T,
+        data["prox_logprobs"],
+        data["advantages"],
+        data["loss_mask"],
+        data.cu_seqlens(),
+        objective=objective,
+        clip_low=interface.clip_low,
+        clip_high=interface.clip_high,
+        weight_T=(data["prox_logprobs"] - data["logprobs"]).exp(),
+    ).loss_T.sum()
+    loss, _ = interface.loss(output, data)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-12)
+    found, expected = (torch.autograd.grad(x, output.logprobs_T)[0] for x in (loss, want))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_trap_f2_what_is_rejected_leaves_the_divisor_unless_it_is_asked_to_stay():
     data = batch([[0.0, 2.0, -1.0], [0.0, 3.0, 3.0]])
     cap = RatioRange(cap=2.0)
@@ -220,6 +250,14 @@ def test_trap_f5_what_is_rejected_has_no_gradient(level, denominator):
     assert grad_T[4:].all()
 
 
+@pytest.mark.parametrize("objective", PolicyObjective)
+def test_trap_f5_what_is_rejected_has_no_gradient_under_any_objective(objective):
+    data = batch([[1.0, 0.0, 0.1], [0.0, 0.2]], [[1.0, -1.0, 1.0], [-1.0, 1.0]])
+    interface = DecoupledPPOActorInterface(rejection=RatioRange(cap=1.5), objective=objective)
+    grad_T = gradient(interface, data, data["prox_logprobs"] + 0.05)
+    assert grad_T.bool().tolist() == [False, False, True, True, False, True, True]
+
+
 @pytest.mark.parametrize("denominator", Denominator)
 def test_trap_f5_a_batch_that_is_rejected_whole_makes_no_update(denominator):
     data = random_batch(0)
@@ -252,7 +290,7 @@ def test_trap_f9_the_clip_is_around_the_proximal_policy_and_the_weight_multiplie
     interface = DecoupledPPOActorInterface(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
     output = Output(data["prox_logprobs"] + math.log(ratio))
     total, stats = interface.loss(output, data)
-    assert float(total) == pytest.approx(0.5 * loss)
+    assert total.item() == pytest.approx(0.5 * loss)
     assert stat_values(stats)["dual_clip_fraction"] == float(ratio == 3.5)
 
 
@@ -315,6 +353,13 @@ def test_staleness_is_that_of_the_oldest_and_of_the_newest_token_of_a_response()
                 "kl": KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3),
             },
             "would still train on them",
+        ),
+        *(
+            (
+                {"denominator": Denominator.all, "rejection": RatioRange(cap=2.0), "objective": objective},
+                f"the mean that objective={objective.value} takes",
+            )
+            for objective in (PolicyObjective.gspo, PolicyObjective.gmpo)
         ),
     ],
 )
