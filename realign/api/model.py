@@ -249,6 +249,10 @@ class ModelInterface:
         """Keys that `method` cannot do without under the present settings; compared with the graph before loading."""
         return frozenset()
 
+    def written_outputs(self, method: str) -> frozenset[str] | None:
+        """Keys that `method` writes under the present settings, compared with the graph before loading; None: any."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart (a KL coefficient, running moments); empty when there is nothing."""
         return {}

@@ -104,6 +104,11 @@ def cut_responses(cut: ResponseCut | None, data: SequenceSample, tokenizer: Any)
     return Cut(remaining, kept_T, segment_sum(ends_T, cu_seqlens) > 0, cut.penalty)
 
 
+def reward_keys(dense: bool) -> frozenset[str]:
+    """The keys that a reward writes."""
+    return frozenset({"rewards", "dense_rewards"} if dense else {"rewards"})
+
+
 def _count_before(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] int64: how many of the tokens before this one, in its sequence, the mask holds."""
     running_T = F.pad(mask_T.long().cumsum(0), (1, 0))

@@ -43,7 +43,7 @@ from realign.functional import (
     pairwise_loss,
     rating_loss,
 )
-from realign.interfaces.cutting import ResponseCut, cut_responses
+from realign.interfaces.cutting import ResponseCut, cut_responses, reward_keys
 from realign.interfaces.pairs import answered, check_pairs, pairs_of, train_on_groups
 
 
@@ -97,6 +97,10 @@ class RewardModelInterface(ModelInterface):
     def required_inputs(self, method: str) -> frozenset[str]:
         """`prompt_mask`, to tell what the response is, for `cut` and `dense`."""
         return frozenset({"prompt_mask"} if method == "inference" and (self.cut or self.dense) else ())
+
+    def written_outputs(self, method: str) -> frozenset[str] | None:
+        """`rewards`, and `dense_rewards` if asked for."""
+        return reward_keys(self.dense) if method == "inference" else None
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`rewards` [S]: the normalised, clipped score of each sequence, or the penalty of `cut`; `dense_rewards`."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
-from realign.interfaces.cutting import ResponseCut, cut_responses
+from realign.interfaces.cutting import ResponseCut, cut_responses, reward_keys
 from realign.rewards.pool import RewardPool
 
 
@@ -72,6 +72,10 @@ class RuleRewardInterface(ModelInterface):
                 dense=self.dense,
             )
         return self._pool
+
+    def written_outputs(self, method: str) -> frozenset[str] | None:
+        """`rewards`, and `dense_rewards` if asked for."""
+        return reward_keys(self.dense) if method == "inference" else None
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`rewards` [S] fp32, NaN where there is none; with `dense` also `dense_rewards` [T]."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface
+from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.data import DataSpec
 from realign.engines.shared import check_shared
 from realign.interfaces.reward_model import RewardModelInterface
@@ -112,6 +112,7 @@ class Experiment:
                     f"interfaces.{rpc.model}, as set, needs key {missing[0]!r} in {rpc.method}, but RPC {rpc.name!r} "
                     "does not read it: a flag of the graph must provide it, such as graph.kl=true for ref_logprobs"
                 )
+            self._check_outputs(rpc)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -141,6 +142,18 @@ class Experiment:
             for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)
             for path, value in _fields(self.interfaces[role], "temperature")
         }
+
+    def _check_outputs(self, rpc: RPC) -> None:
+        written = self.interfaces[rpc.model].written_outputs(rpc.method)
+        own = {graph: interface for interface, graph in rpc.rename.items()}
+        declared = {own.get(key, key) for key in rpc.outputs}
+        if written is None or written == declared:
+            return
+        what = f"interfaces.{rpc.model}, as set, writes {', '.join(sorted(written))} in {rpc.method}"
+        raise ValueError(
+            f"{what}, but RPC {rpc.name!r} declares {', '.join(sorted(declared))}: a flag of the interface and one of "
+            f"the graph must agree, such as interfaces.{rpc.model}.dense and graph.dense"
+        )
 
     def _check_temperatures(self) -> None:
         found = self.temperatures

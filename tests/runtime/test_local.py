@@ -25,6 +25,7 @@ from realign.api import (
 from realign.functional import Normalization, Scope
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.local import LocalRuntime, batch_metrics, call
@@ -483,6 +484,15 @@ def test_a_response_has_one_length_in_training_and_in_evaluation():
     ).with_sequences(rewards=torch.tensor([3.0, math.nan]), truncated=torch.tensor([True, False]))
     want = {"reward": 3.0, "missing_rewards": 0.5, "response_tokens": 2.0, "truncated_fraction": 0.5}
     assert batch_metrics(batch) == stat_values(sequence_stats(batch)) == want
+
+
+@pytest.mark.parametrize(("interface", "graph"), [(True, False), (False, True)])
+def test_dense_rewards_are_a_matter_of_the_interface_and_of_the_graph(tmp_path, interface, graph):
+    parts = {"actor": PPOActorInterface(generation=GENERATION), "reward": RuleRewardInterface(dense=interface)}
+    with pytest.raises(ValueError, match=r"RPC 'reward_inf' declares .*interfaces\.reward\.dense and graph\.dense"):
+        experiment(tmp_path, interfaces=parts, graph=dataflow(dense=graph))
+    parts["reward"].dense = graph
+    assert experiment(tmp_path, interfaces=parts, graph=dataflow(dense=graph)).steps == 3
 
 
 def test_dense_rewards_add_up_to_the_reward_of_a_response(tmp_path):
