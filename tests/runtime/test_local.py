@@ -22,9 +22,11 @@ from realign.api import (
     Sum,
     stat_values,
 )
-from realign.functional import Normalization, Scope
+from realign.functional import Level, Normalization, Scope
+from realign.interfaces.cutting import ResponseCut
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.evaluation import sequence_stats
@@ -493,6 +495,37 @@ def test_dense_rewards_are_a_matter_of_the_interface_and_of_the_graph(tmp_path, 
         experiment(tmp_path, interfaces=parts, graph=dataflow(dense=graph))
     parts["reward"].dense = graph
     assert experiment(tmp_path, interfaces=parts, graph=dataflow(dense=graph)).steps == 3
+
+
+@pytest.mark.parametrize("kind", ["rule", "model"])
+def test_dense_rewards_are_the_credit_of_their_tokens(tmp_path, kind):
+    """Without discount, critic and normalisation a token's advantage is what its response still earns."""
+    (tmp_path / "third.py").write_text(
+        "def third(prompt, response, row, tokens):\n    return [float(token == '3') for token in tokens]\n"
+    )
+    reward = RuleRewardInterface(f"{tmp_path}/third.py:third", workers=0, dense=True)
+    if kind == "model":
+        reward = RewardModelInterface(dense=True, cut=ResponseCut([3], penalty=-2.0))
+    plain = Normalization(Scope.none, Scope.none, level=Level.token)
+    actor = PPOActorInterface(generation=GENERATION, lam=1.0, adv_norm=plain)
+    parts, models = {"actor": actor, "reward": reward}, {"actor": BigramModel(), "reward": BigramModel()}
+    e = experiment(tmp_path, interfaces=parts, models=models, graph=dataflow(dense=True), evaluation=None)
+    runtime = LocalRuntime(e)
+    values, batch = runtime.step(1)
+    credited = actor.credit(runtime.models["actor"], batch, MicroBatchSpec())
+    table, totals = BigramEngine(seed=0).values_V, []
+    for ids, given, advantages in zip(
+        batch.sequences(), batch.sequences("prompt_mask"), credited.sequences("advantages"), strict=True
+    ):
+        response = ids[~given].tolist()
+        earned = [float(token == 3) for token in response]
+        if kind == "model":
+            end = response.index(3) if 3 in response else None
+            earned = [0.0 if end is None or i > end else float(table[token]) for i, token in enumerate(response)]
+            earned[-1] += 0.0 if end is not None else -2.0
+        totals.append(sum(earned))
+        assert advantages[~given].tolist() == pytest.approx([sum(earned[i:]) for i in range(len(earned))], abs=1e-6)
+    assert values["reward"] == pytest.approx(sum(totals) / len(totals), abs=1e-6)
 
 
 def test_dense_rewards_add_up_to_the_reward_of_a_response(tmp_path):
