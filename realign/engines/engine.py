@@ -20,7 +20,7 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.engines.ema import WeightAverage
-from realign.engines.folders import save_folder
+from realign.engines.folders import AVERAGED, save_folder
 from realign.engines.kernels import Backend
 from realign.engines.lora import LoRA
 from realign.engines.network import Network, Run
@@ -230,7 +230,7 @@ class TransformersEngine:
         save_folder(path, self._write)
         if self._average is not None:
             with self._average.in_place():
-                save_folder(path.with_name(f"{path.name}_ema"), self._write)
+                save_folder(path.with_name(f"{path.name}{AVERAGED}"), self._write)
 
     def _write(self, folder: Path) -> None:
         self.network.save(folder)

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+AVERAGED = "_ema"
+"""What the folder of averaged weights is called behind the name of the model's own."""
+
 
 def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
     """The path of an existing folder, or a hub name; nothing here asks the network.
@@ -53,7 +56,6 @@ def write_state(folder: Path, state: Mapping[str, Any], role: str | None = None)
     """Put the `state_dict` of an interface into the folder of its model, as JSON; nothing if it is empty."""
     if not state:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     new = folder / f".{state_file(role)}"
     new.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     new.replace(folder / state_file(role))

@@ -15,7 +15,7 @@ from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.folders import check_path, read_states
 from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
 from realign.engines.kernels import Backend
-from realign.engines.lora import LoRA, add_adapters
+from realign.engines.lora import LoRA, add_adapters, require_peft
 from realign.engines.optim import OptimizerSpec
 from realign.engines.value_head import ValueHead, ValueNetwork
 
@@ -116,6 +116,8 @@ class TransformersModel:
         """
         from realign.engines.engine import TransformersEngine
 
+        if self.lora is not None:
+            require_peft(f"models.{name}.lora")
         module = self._read_module(name, seed)
         init_head(module, self.head_init, seed=derive_seed(seed, name, "head"))
         tokenizer = self._read_tokenizer(name)

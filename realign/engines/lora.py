@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ class LoRA:
                 raise ValueError(f"lora.{name} must be {valid}, found {getattr(self, name)}")
 
 
+def require_peft(what: str) -> None:
+    """Raise ValueError, with the name of the setting `what` and of the extra, if peft is not installed."""
+    if find_spec("peft") is None:
+        raise ValueError(f"{what} needs peft, which is not installed: pip install 'realign[peft]'")
+
+
 def add_adapters(module: Any, spec: LoRA, *, path: str, seed: int) -> None:
     """Put adapters into a transformers model, in place, and let only them and a scalar head require gradients.
 
@@ -62,12 +69,9 @@ def add_adapters(module: Any, spec: LoRA, *, path: str, seed: int) -> None:
         seed: of the A matrices.
 
     Raises:
-        ValueError: peft is not installed, or the target modules are not there or cannot be adapted.
+        ValueError: the target modules are not there or cannot be adapted.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("lora needs peft, which is not installed: pip install 'realign[peft]'") from error
+    from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
     config = LoraConfig(

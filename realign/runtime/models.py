@@ -7,7 +7,7 @@ from pathlib import Path
 
 from realign.api import Model, ModelInterface
 from realign.engines import SharedModel
-from realign.engines.folders import write_state
+from realign.engines.folders import AVERAGED, write_state
 from realign.runtime.experiment import Experiment
 
 
@@ -66,17 +66,20 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:
     """Write each trained model as a Hugging Face folder `folder/role`, and beside its weights the interfaces' state.
 
-    The state of a role that shares the model goes to the same folder, in a file of its own.
+    The state of a role that shares the model goes to the same folder, in a file of its own. An engine that averages its
+    weights has written a folder `folder/role_ema` as well, which gets the same states.
     """
     for role, model in models.items():
         if model.engine is None or not model.engine.trainable:
             continue
         model.engine.save(folder / role)
-        if role in interfaces:
-            write_state(folder / role, interfaces[role].state_dict())
-        for view in model.views:
-            if view.name in interfaces:
-                write_state(folder / role, interfaces[view.name].state_dict(), view.name)
+        own = [folder / role, folder / f"{role}{AVERAGED}"]
+        for path in filter(Path.is_dir, own):
+            if role in interfaces:
+                write_state(path, interfaces[role].state_dict())
+            for view in model.views:
+                if view.name in interfaces:
+                    write_state(path, interfaces[view.name].state_dict(), view.name)
 
 
 def lead_role(experiment: Experiment) -> str:

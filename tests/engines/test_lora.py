@@ -172,5 +172,5 @@ def test_bad_adapters_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="takes in the embeddings, which cannot be adapted"):
         load(folder, LoRA(target_modules=["embed_tokens"]))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"models\.actor: lora: lora needs peft, .* pip install 'realign\[peft\]'"):
+    with pytest.raises(ValueError, match=r"models\.actor\.lora needs peft, .* pip install 'realign\[peft\]'"):
         load(folder)

@@ -64,6 +64,17 @@ def test_state_of_interfaces_goes_with_the_weights_and_is_adopted(tmp_path):
     assert not (folder / "interface_state_ref.json").exists()  # nothing of the earlier save is left
 
 
+def test_averaged_weights_come_with_the_state_of_interfaces(tmp_path):
+    actor = TransformersModel(str(save_tiny(tmp_path / "m")), optimizer=OptimizerSpec(), ema_decay=0.5)
+    both = shared(tmp_path, "", models={"actor": actor, "ref": SharedModel("actor")})
+    models = load_models(both)
+    both.interfaces["ref"].kept = 0.25
+    save_models(tmp_path / "out", models, both.interfaces)
+    for name in ("interface_state.json", "interface_state_ref.json"):
+        texts = [(tmp_path / "out" / folder / name).read_text() for folder in ("actor", "actor_ema")]
+        assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
 def test_a_state_file_that_holds_no_state_is_named(tmp_path, text):
     folder = save_tiny(tmp_path / "model")
