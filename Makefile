@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # GNU OpenMP spins at barriers unless told not to; on shared machines runs would vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test lint types contracts check clean
+.PHONY: demo rlhf test lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -15,6 +15,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m realign.demo seed=$(SEED) $(ARGS)
+
+rlhf: $(VENV)/.installed
+	@$(BIN)/python -m realign.demo.rlhf seed=$(SEED) $(ARGS)
 
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest

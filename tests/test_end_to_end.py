@@ -16,6 +16,7 @@ from realign.data import TextData, WithPretraining
 from realign.demo.__main__ import experiments
 from realign.demo.__main__ import main as demo
 from realign.demo.arithmetic import add_without_carry, prepare, written
+from realign.demo.launch import Demo
 from realign.functional import KLEstimator
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import KLPenalty, KLPlace, ReferenceInterface
@@ -216,7 +217,7 @@ def test_the_demo_ends_with_a_line_of_json_and_its_picture(reward, tmp_path, cap
 
 def test_the_control_shuffles_the_rewards_that_train_and_not_those_that_judge():
     for argument, shuffled in (("shuffle=true", True), ("shuffle=false", False)):
-        _, grpo = experiments(Demo.parse([argument]))
+        _, grpo = experiments(Demo.parse([argument], name="demo", runs=["sft"]))
         assert (grpo.interfaces["reward"].shuffle, grpo.evaluation.reward.shuffle) == (shuffled, False)
 
 

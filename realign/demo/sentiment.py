@@ -25,6 +25,9 @@ from typing import Any
 from realign.demo.tiny import build_model, build_tokenizer, write_rows
 from realign.rewards.sentiment import compound
 
+GOLD = "realign.rewards.sentiment:compound"
+"""Who labels the pairs and judges the policy, as reward interfaces name it."""
+
 
 class Tone(IntEnum):
     """Of a clause."""

@@ -1,0 +1,83 @@
+"""How far a learned reward leads away from the gold one that it stands for (arXiv:2210.10760).
+
+A run keeps its responses as text (`sample_prompts`), with the learned reward of each. Here the gold function judges the
+same responses. Both rewards are then in deviations of those of the first step, which the reference policy sampled: so
+they can be compared, and both start at 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from realign.rewards import RewardFunction
+
+Sample = dict[str, Any]
+
+
+def judged(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
+    """The responses of each step of a `samples.jsonl` that have both rewards; `gold` is added to each.
+
+    Raises:
+        ValueError: no response has both.
+    """
+    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["gold"] = gold(row["prompt"], row["response"], row)
+    both = [row for row in rows if None not in (row["reward"], row["gold"])]
+    if not both:
+        raise ValueError(f"{samples} holds no response with a learned and a gold reward")
+    return [list(step) for _, step in groupby(both, key=lambda row: row["step"])]
+
+
+def compare(steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
+    """Learned and gold reward, step by step.
+
+    Args:
+        steps: what `judged` returned.
+
+    Returns:
+        For each step: `step`; `learned` and `gold`, means in deviations of the first step's; `gap`, their difference;
+        and `own_accuracy`, where it is known (`agreement`).
+    """
+    first = steps[0]
+    found = []
+    for samples in steps:
+        learned, gold = (_standard(samples, first, key) for key in ("reward", "gold"))
+        record = {"step": samples[0]["step"], "learned": learned, "gold": gold, "gap": learned - gold}
+        accuracy = agreement(samples)
+        found.append(record if accuracy is None else record | {"own_accuracy": accuracy})
+    return found
+
+
+def agreement(samples: Sequence[Sample]) -> float | None:
+    """The fraction of pairs of responses to one prompt that both rewards rank alike: the reward model's accuracy here.
+
+    Pairs of equal gold reward do not count; None if no pair is left. Equal learned rewards are no agreement.
+    """
+    prompts: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        prompts.setdefault(sample["id"], []).append(sample)
+    alike: list[bool] = []
+    for group in prompts.values():
+        learned, gold = _values(group, "reward"), _values(group, "gold")
+        a, b = np.triu_indices(len(group), k=1)
+        differs = gold[a] != gold[b]
+        alike += (((learned[a] - learned[b]) * (gold[a] - gold[b])) > 0)[differs].tolist()
+    return sum(alike) / len(alike) if alike else None
+
+
+def _standard(samples: Sequence[Sample], first: Sequence[Sample], key: str) -> float:
+    start = _values(first, key)
+    deviation = float(start.std()) or 1.0
+    return (float(_values(samples, key).mean()) - float(start.mean())) / deviation
+
+
+def _values(samples: Sequence[Mapping[str, Any]], key: str) -> npt.NDArray[np.float64]:
+    return np.array([sample[key] for sample in samples], dtype=np.float64)

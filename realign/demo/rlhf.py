@@ -1,0 +1,226 @@
+"""`make rlhf`: SFT, a reward model from preference pairs, and PPO against it, judged by who labelled the pairs.
+
+python -m realign.demo.rlhf [seed=0] [shuffle=true] [output_dir=runs/rlhf]
+                            [overrides of the PPO run] [sft.KEY=VALUE] [reward.KEY=VALUE: those of the runs before]
+
+The text is that of `realign.demo.sentiment`. The policy sees the learned reward only; how friendly its responses really
+are (gold), a lexicon says, as it did for the pairs. With shuffle=true the labels of the pairs are dealt out at random.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from realign.config import build_experiment, compose
+from realign.demo.gold import Sample, compare, judged
+from realign.demo.launch import Demo, launch, remove_earlier
+from realign.demo.sentiment import GOLD, Task, prepare
+from realign.rewards import load_function
+from realign.runtime import Evaluation, Experiment, LossEvaluation, RunResult, run
+from realign.runtime.curves import Panel, draw_curves
+
+NAME = "rlhf"
+RUNS = ("sft", "reward")
+TASK, PPO, PICTURE = "task", "ppo", "rlhf.png"
+LAST_STEPS = 10
+"""Steps at the end of PPO over which what is measured in training is averaged."""
+PANELS = (
+    Panel("gold score: VADER, held-out openings", {"eval/reward": "mean of sampled responses"}),
+    Panel(
+        "rewards of PPO's batches (deviations at step 1)",
+        {"learned": "learned, which PPO maximises", "gold": "gold"},
+    ),
+    Panel(
+        "accuracy of the reward model",
+        {
+            "accuracy": "its training pairs",
+            "eval/accuracy": "held-out pairs",
+            "own_accuracy": "pairs of PPO's responses",
+        },
+    ),
+    Panel("KL to the SFT model (nats per response)", {"ref_kl_per_sequence": "PPO's batches"}),
+    Panel("entropy (nats per token)", {"entropy": "PPO's batches"}),
+    Panel("critic", {"critic/explained_variance": "variance of returns explained"}),
+)
+
+
+class Results(NamedTuple):
+    """What the three runs left, and the seconds that they took."""
+
+    sft: RunResult
+    reward: RunResult
+    ppo: RunResult
+    seconds: float
+
+
+def main(arguments: list[str]) -> int:
+    """Run the demo; the last line of stdout is one JSON object."""
+    return launch(arguments, name=NAME, subject="friendlier reviews", runs=RUNS, train=train, show=show)
+
+
+def train(demo: Demo, console: Console) -> Results:
+    """Prepare the task, then the three runs.
+
+    Raises:
+        ValueError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
+        ImportError: vaderSentiment is not installed.
+    """
+    planned = experiments(demo)
+    load_function(GOLD)("", "", {})
+    remove_earlier(demo.output_dir, {TASK, *RUNS, PPO, PICTURE})
+    prepare(demo.output_dir / TASK, seed=demo.seed, shuffle=demo.shuffle)
+    started = time.perf_counter()
+    sft, reward, ppo = (run(experiment, console=console) for experiment in planned)
+    return Results(sft, reward, ppo, time.perf_counter() - started)
+
+
+def experiments(demo: Demo) -> tuple[Experiment, ...]:
+    """The three runs, checked; nothing is read or written.
+
+    Raises:
+        ValueError: an override is wrong, or leaves out what the demo measures.
+    """
+    task = Task.of(demo.output_dir / TASK)
+    folders = {name: demo.output_dir / name for name in (*RUNS, PPO)}
+    policy = folders["sft"] / "final" / "actor"
+    parts = {
+        "sft": [
+            f"models.actor.path={task.model}",
+            f"data.path={task.demonstrations}",
+            f"evaluation.data.path={task.held_out}",
+        ],
+        "reward": [
+            f"models.reward.path={policy}",
+            f"data.path={task.pairs}",
+            f"evaluation.data.path={task.held_out_pairs}",
+            f"calibration.data.path={task.prompts}",
+        ],
+        PPO: [
+            f"models.actor.path={policy}",
+            f"models.reward.path={folders['reward'] / 'final' / 'reward'}",
+            f"data.path={task.prompts}",
+            f"evaluation.data.path={task.held_out}",
+        ],
+    }
+    sft, reward, ppo = (
+        build_experiment(
+            compose(
+                [
+                    f"experiment={name}_sentiment",
+                    f"seed={demo.seed}",
+                    f"output_dir={folders[name]}",
+                    *own,
+                    *demo.overrides["" if name == PPO else name],
+                ]
+            )
+        )
+        for name, own in parts.items()
+    )
+    if not isinstance(reward.evaluation, LossEvaluation) or not isinstance(ppo.evaluation, Evaluation):
+        raise ValueError("the demo shows accuracy and gold score on held-out data: evaluations cannot be left out")
+    if not ppo.sample_prompts:
+        raise ValueError("the demo has the lexicon judge responses of PPO: sample_prompts must be at least 1, found 0")
+    return sft, reward, ppo
+
+
+def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
+    """Print the table and some responses, draw the picture, and return the JSON object of the last line."""
+    steps = judged(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
+    compared = compare(steps)
+    picture = draw(demo, results, compared)
+    summary = summarize(demo, results, compared)
+    console.print(report(summary))
+    for title, samples in (("before PPO", steps[0]), ("after PPO", steps[-1])):
+        console.print(f"{title}:")
+        for line in lines(samples):
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"learning curves: {picture}", highlight=False)
+    return summary | {"curves": str(picture)}
+
+
+def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> Path:
+    """The picture: gold score, learned against gold reward, accuracy, KL, entropy, critic."""
+    found = {record["step"]: record for record in compared}
+    ppo = [record | found.get(record["step"], {}) for record in results.ppo.history]
+    title = "Friendlier reviews: SFT, reward model, PPO" + (" with labels dealt at random (control)" * demo.shuffle)
+    phases = {"SFT": results.sft.history, "reward model": results.reward.history, "PPO": ppo}
+    return draw_curves(phases, demo.output_dir / PICTURE, title=title, panels=PANELS)
+
+
+def summarize(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The JSON object of the last line. "before" and "after" are PPO's; rewards are in deviations (`compare`)."""
+    gold = results.ppo.series("eval/reward")
+    numbers = {
+        "reward_model_accuracy": results.reward.series("eval/accuracy")[-1],
+        "gold_before": gold[0],
+        "gold_after": gold[-1],
+        **{f"{key}_reward": _last([record[key] for record in compared]) for key in ("learned", "gold")},
+        "reward_gap": _last([record["gap"] for record in compared]),
+        "kl": _last(results.ppo.series("ref_kl_per_sequence")),
+        "entropy_before": results.ppo.series("entropy")[0],
+        "entropy_after": _last(results.ppo.series("entropy")),
+    }
+    own = [record["own_accuracy"] for record in compared if "own_accuracy" in record]
+    if own:
+        numbers |= {"own_accuracy_before": own[0], "own_accuracy_after": _last(own)}
+    return {
+        "task": "friendlier reviews",
+        "seed": demo.seed,
+        "shuffled_labels": demo.shuffle,
+        **{name: round(value, 4) for name, value in numbers.items()},
+        "seconds": round(results.seconds, 1),
+    }
+
+
+def report(summary: dict[str, Any]) -> Table:
+    """The table at the end."""
+    table = Table(title=f"{summary['task']}, seed {summary['seed']}")
+    for column in ("", "before PPO", "after PPO"):
+        table.add_column(column, justify="left" if not column else "right")
+    learned, gold, gap = (f"{summary[key]:+.2f}" for key in ("learned_reward", "gold_reward", "reward_gap"))
+    rows = [
+        ("gold score (VADER, -1 to 1), held-out openings", *(f"{summary[f'gold_{at}']:+.3f}" for at in _TIMES)),
+        ("learned reward, in deviations", "0", learned),
+        ("gold reward of the same responses, in deviations", "0", gold),
+        ("gap: learned - gold", "0", gap),
+        ("accuracy of the reward model, held-out pairs", f"{summary['reward_model_accuracy']:.1%}", ""),
+    ]
+    if "own_accuracy_after" in summary:
+        rows.append(
+            ("... on pairs of the policy's responses", *(f"{summary[f'own_accuracy_{at}']:.1%}" for at in _TIMES))
+        )
+    rows += [
+        ("KL to the SFT model (nats per response)", "0", f"{summary['kl']:.1f}"),
+        ("entropy (nats per token)", *(f"{summary[f'entropy_{at}']:.2f}" for at in _TIMES)),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def lines(samples: Sequence[Sample], count: int = 3) -> list[str]:
+    """The first response to each of `count` prompts, with its rewards."""
+    firsts = {sample["id"]: sample for sample in reversed(samples)}
+    return [
+        f"{s['prompt']} {s['response']}  (learned {s['reward']:+.2f}, gold {s['gold']:+.2f})"
+        for s in list(reversed(firsts.values()))[:count]
+    ]
+
+
+_TIMES = ("before", "after")
+
+
+def _last(values: Sequence[float]) -> float:
+    kept = values[-LAST_STEPS:]
+    return sum(kept) / len(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
