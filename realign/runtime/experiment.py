@@ -46,7 +46,7 @@ class Experiment:
     data: DataSpec
     """Where the batches come from."""
     output_dir: Path = Path("runs")
-    """Gets metrics.jsonl, samples.jsonl, curves.png and model folders."""
+    """Gets metrics.jsonl, samples.jsonl, eval_samples.jsonl (held out), curves.png and model folders."""
     seed: int = 0
     """Root of every random choice of the run."""
     microbatch: MicroBatchSpec = field(default_factory=lambda: MicroBatchSpec(max_tokens_per_microbatch=16384))
@@ -213,7 +213,7 @@ class Experiment:
 
     def clear_earlier_run(self) -> None:
         """Remove what an earlier run left in `output_dir`, so that nothing of it can pass for this run's."""
-        for name in ("metrics.jsonl", "samples.jsonl", "curves.png"):
+        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png"):
             (self.output_dir / name).unlink(missing_ok=True)
         made = [self.output_dir / name for name in ("final", "best", "tensorboard")]
         for folder in (*made, *self.output_dir.glob("step_*")):

@@ -93,9 +93,10 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         runtime = LocalRuntime(experiment)
         stack.callback(runtime.close)
         experiment.clear_earlier_run()
-        metrics, samples = JsonLines(out / "metrics.jsonl"), JsonLines(out / "samples.jsonl")
-        stack.callback(metrics.close)
-        stack.callback(samples.close)
+        files = [JsonLines(out / f"{name}.jsonl") for name in ("metrics", "samples", "eval_samples")]
+        metrics, samples, eval_samples = files
+        for file in files:
+            stack.callback(file.close)
         receivers: list[Tracker] = [metrics, *trackers]
         for spec in experiment.trackers.values():
             receivers.append(spec.open(experiment.name, out))
@@ -111,15 +112,20 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
             for receiver in receivers:
                 receiver.log(step, values)
 
-        before = runtime.calibrate("before") | runtime.evaluate()[0]
+        def evaluate(step: int) -> dict[str, float]:
+            measured, result.samples = runtime.evaluate()
+            for record in result.samples:
+                eval_samples.write({"step": step, **record})
+            return measured
+
+        before = runtime.calibrate("before") | evaluate(0)
         log(0, before)
         saves.after_step(0, before, last=False)
         for step in range(1, experiment.steps + 1):
             values, batch = runtime.step(step)
             try:
                 if step == experiment.steps or runtime.evaluation_due(step):
-                    measured, result.samples = runtime.evaluate()
-                    values |= measured
+                    values |= evaluate(step)
                 if step == experiment.steps and experiment.calibration is not None and experiment.calibration.after:
                     runtime.check_progress()
                     runtime.save(out / "final")  # a calibration that fails costs no training

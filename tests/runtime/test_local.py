@@ -142,6 +142,9 @@ def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 3 * 8
     assert {"step", "id", "prompt", "response", "reward"} == samples[0].keys()
+    held_out = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
+    assert {r["step"] for r in held_out} == {0, 2, 3}
+    assert [r for r in held_out if r["step"] == 3] == [{"step": 3, **record} for record in result.samples]
     assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*.npz")) == [
         "final/actor/bigram.npz",
