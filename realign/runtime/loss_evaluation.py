@@ -11,7 +11,6 @@ import copy
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +19,16 @@ from torch import Tensor
 from realign.api import (
     RPC,
     DataflowGraph,
-    GenerationConfig,
     Mean,
     MicroBatchSpec,
     ModelOutput,
-    PipelinableEngine,
     SequenceSample,
     Stats,
     merge_stats,
     stat_values,
 )
-from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.model import LossFn, LossWeightFn, StepIf
+from realign.engines.shared import SharedEngine
 from realign.runtime.evaluator import Evaluator
 from realign.runtime.local import call, inputs_of
 
@@ -86,17 +84,14 @@ class LossEvaluation(Evaluator):
             if hasattr(interface, name):
                 setattr(interface, name, 1)
         model = runtime.models[self.role]
-        forward_only = dataclasses.replace(model, engine=ForwardOnly(model.machine))
+        forward_only = dataclasses.replace(model, engine=ForwardOnly(model.name, model.name, model.machine))
         return interface.train_step(forward_only, inputs_of(training, batch), runtime.experiment.microbatch)
 
 
-class ForwardOnly:
-    """A `PipelinableEngine` over another one: `train_batch` measures the loss and makes no step."""
+class ForwardOnly(SharedEngine):
+    """An engine that does what another one does, but whose `train_batch` measures the loss and makes no step."""
 
     trainable = True
-
-    def __init__(self, engine: PipelinableEngine) -> None:
-        self.engine = engine
 
     def train_batch(
         self,
@@ -121,22 +116,3 @@ class ForwardOnly:
 
         self.engine.forward(data, mb_spec, post_hook)
         return {**merge_stats(metrics), "loss": Mean(torch.stack(losses).sum(), weight.to(losses[0]))}
-
-    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """The engine's."""
-        return self.engine.forward(data, mb_spec, post_hook)
-
-    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """The engine's."""
-        return self.engine.generate(data, config, seed=seed)
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """The engine's."""
-        return self.engine.reduce(x)
-
-    def start_step(self, version: int) -> None:
-        """No schedule moves."""
-
-    def save(self, path: Path) -> None:
-        """The engine's."""
-        self.engine.save(path)

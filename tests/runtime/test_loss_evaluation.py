@@ -145,7 +145,10 @@ def test_rows_that_do_not_count_have_no_loss():
             raise AssertionError("nothing to measure")
 
     data = random_preferences().take([0])
-    assert ForwardOnly(NoEngine()).train_batch(data, MicroBatchSpec(), None, lambda _: torch.zeros(())) == {}
+    assert (
+        ForwardOnly("reward", "reward", NoEngine()).train_batch(data, MicroBatchSpec(), None, lambda _: torch.zeros(()))
+        == {}
+    )
 
 
 def test_config_chooses_it(tmp_path):
