@@ -39,17 +39,20 @@ class Table:
         return f"{self.path}, {self.unit} {self.places[index]}"
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column.
+        """The values of a column; `question.text` or `answers.0` is the part of a column that holds objects or lists.
 
         Raises:
             ValueError: a row does not have it; names the row, its columns and the nearest one.
         """
+        values = []
         for index, row in enumerate(self.rows):
-            if name not in row:
+            try:
+                values.append(row[name] if name in row else _part(row, name))
+            except (KeyError, IndexError, TypeError, ValueError):
                 near = difflib.get_close_matches(name, row, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{self.where(index)}: no column {name!r}; found {sorted(row)}{hint}")
-        return [row[name] for row in self.rows]
+                raise ValueError(f"{self.where(index)}: no column {name!r}; found {sorted(row)}{hint}") from None
+        return values
 
 
 def read_rows(path: str | Path, limit: int | None = None) -> Table:
@@ -78,6 +81,13 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
     if not table.rows:
         raise ValueError(f"{path} holds no rows")
     return table
+
+
+def _part(row: Row, path: str) -> Any:
+    found: Any = row
+    for name in path.split("."):
+        found = found[int(name)] if isinstance(found, list) else found[name]
+    return found
 
 
 def _near_file(file: Path) -> str:

@@ -97,3 +97,22 @@ def test_a_folder_of_another_kind_says_what_is_in_it(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"not a folder written by `save_to_disk`; found \['train.jsonl'\]"):
         read_rows(tmp_path)
+
+
+def test_parts_of_a_column_are_found_by_their_path(tmp_path):
+    row = {
+        "question": {"text": "why?"},
+        "answers": [{"text": "so"}, {"text": "no"}],
+        "a.b": "plain",
+        "a": {"b": "deep"},
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    table = read_rows(file)
+    found = [table.column(name)[0] for name in ("question.text", "answers.1.text", "a.b", "question")]
+    assert found == ["why?", "no", "plain", {"text": "why?"}]
+    for name in ("question.txt", "answers.2.text", "answers.x", "question.text.more", "question."):
+        with pytest.raises(
+            ValueError, match=rf"line 1: no column '{name}'; found \['a', 'a.b', 'answers', 'question'\]"
+        ):
+            table.column(name)
