@@ -81,6 +81,7 @@ def launch(
         The exit status.
     """
     transformers.utils.logging.disable_progress_bar()  # the bars of reading and writing a tiny model only flicker
+    transformers.utils.logging.set_verbosity_error()  # that a new head is new, it reports at length
     console = Console()
     try:
         demo = Demo.parse(arguments, name=name, runs=runs)

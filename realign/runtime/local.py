@@ -37,6 +37,8 @@ from realign.runtime.tracking import JsonLines, LiveDisplay, Tracker
 HEADLINE = (
     "reward",
     "eval/reward",
+    "accuracy",
+    "eval/accuracy",
     "nll",
     "entropy",
     "clip_fraction",
