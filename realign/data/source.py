@@ -56,7 +56,8 @@ class DataSource(FileSource):
     """A file of rows, and how a prompt is written from one (config node)."""
 
     prompt_column: str = "prompt"
-    """Column with a string, or (template=chat) a string or a list of messages with role and content."""
+    """Column with a string, or (template=chat) a string or a list of messages with role and content; `question.text` is
+    a part of a column."""
     template: Template = Template.plain
     """Plain text, or the tokenizer's chat template."""
     prefix: str = ""

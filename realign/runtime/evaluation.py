@@ -68,8 +68,13 @@ class Evaluation(Evaluator):
                 raise ValueError(f"evaluation.sweep.{name} is no field of generation; there are {', '.join(known)}")
             if self.generation.greedy and name in ("temperature", "top_k", "top_p"):
                 raise ValueError(f"evaluation.sweep.{name} has no effect on evaluation.generation.greedy=true")
+            if not values:
+                raise ValueError(f"evaluation.sweep.{name} has no value to try")
             for value in values:
-                variants[f"@{name}={value}"] = dataclasses.replace(self.generation, **{name: value})
+                try:
+                    variants[f"@{name}={value}"] = dataclasses.replace(self.generation, **{name: value})
+                except TypeError as error:
+                    raise ValueError(f"evaluation.sweep.{name} cannot be {value!r}: {error}") from error
         return variants
 
     def describe(self) -> str:
