@@ -36,8 +36,8 @@ class ValueHead:
     """A value of the state before each token, from the trunk of a language model or a branch off its top.
 
     Attributes:
-        layers: own copies of this many top layers and of the final norm, which start as the trunk's; 0: none, the head
-            reads the hidden states that the logits come from.
+        layers: own copies of this many top layers and of the final norm, which start as the trunk's and are not
+            recomputed under gradient_checkpointing; 0: none, the head reads what the logits come from.
         hidden: linear | mlp.
         init: zero | normal: how the last layer starts where the model's folder has no `value_head.safetensors`.
     """
