@@ -64,6 +64,11 @@ class ValueObjective:
             if value is not None and not value > 0:
                 raise ValueError(f"the value objective's {name} must be positive, found {value}")
 
+    def describe(self) -> str:
+        """The loss for people, without `coef`."""
+        kind = self.kind.value if self.kind is ValueLoss.mse else f"huber beyond {self.huber_delta:g}"
+        return kind if self.clip is None else f"{kind}, clipped at {self.clip:g} from the old value"
+
     def __call__(self, values_T: Tensor, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """[T] loss of every token of `loss_mask`, without `coef`; and its metrics.
 
@@ -107,7 +112,7 @@ class ValueNormalization:
     scale: ValueScale = ValueScale.none
     """none | exponential | cumulative."""
     beta: float = 0.99
-    """Of scale=exponential: what is kept of the moments at each training step (realhf: 0.99999)."""
+    """Of scale=exponential: what is kept of the moments at each training step (realhf: 0.99995)."""
     eps: float = 1e-5
     """Added to the deviation."""
 
@@ -220,12 +225,10 @@ class PPOCriticInterface(ModelInterface):
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Rows of the table that is shown at launch."""
         steps = self.epochs * self.n_minibatches
-        objective = self.objective
-        clip = "" if objective.clip is None else f", clipped at {objective.clip:g} from the old value"
         return {
             "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
             "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
-            "loss": f"{objective.kind.value}{clip}, {self.aggregation.value}",
+            "loss": f"{self.objective.describe()}, {self.aggregation.value}",
             "value normalisation": self.normalization.scale.value,
         }
 
