@@ -31,6 +31,16 @@ types: $(VENV)/.installed
 contracts: $(VENV)/.installed
 	@$(BIN)/lint-imports
 
+# An environment of its own: TRL, and beside it the last version of TRL that has a PPO trainer.
+.bench/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt
+	@$(PYTHON) -m venv .bench/venv
+	@.bench/venv/bin/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt -e . trl
+	@.bench/venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target .bench/trl_ppo trl==1.12.0
+	@touch $@
+
+bench: .bench/.installed
+	@.bench/venv/bin/python -m benchmarks.peer $(ARGS)
+
 check: lint types contracts test
 
 clean:

@@ -1,0 +1,165 @@
+"""realign's side: a `LocalRuntime` that is stepped by hand."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peer.work import EOS, Scenario, reward
+from realign.api import GenerationConfig, MicroBatchSpec
+from realign.data import PromptData
+from realign.engines import OptimizerSpec, TransformersModel
+from realign.engines.decoding import Rollout
+from realign.engines.loading import Head
+from realign.engines.network import Network
+from realign.engines.stepping import Stepper
+from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import CriticPlace, KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.reward_model import RewardModelInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.runtime import Experiment
+from realign.runtime.local import LocalRuntime
+
+
+def score(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """The scenario's reward."""
+    return reward(response)
+
+
+class Side:
+    """Runs steps and says where their time went."""
+
+    name = "realign"
+
+    def __init__(self, scenario: Scenario, folder: Path, steps: int, options: dict[str, Any]) -> None:
+        self.scenario = scenario
+        self.spent: dict[str, float] = defaultdict(float)
+        self.lengths: list[int] = []
+        self.inside = False
+        replay_lengths(self)
+        budget = options.get("max_tokens_per_microbatch", 8192)
+        experiment = Experiment(
+            name="benchmark",
+            steps=steps,
+            batch_prompts=scenario.prompts,
+            shuffle=False,
+            data=PromptData(str(folder / "prompts.jsonl")),
+            microbatch=MicroBatchSpec(max_tokens_per_microbatch=budget),
+            ratio_tolerance=float("inf"),  # forced end tokens are no draws of the policy
+            **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder),
+        )
+        self.runtime = LocalRuntime(experiment)
+        self._watch()
+
+    def _watch(self) -> None:
+        for model in self.runtime.models.values():
+            if model.engine is not None:
+                self._timed(model.engine, "forward")
+        self._timed(self.runtime.models["actor"].engine, "generate")
+        for owner, name in ((Network, "run"), (Stepper, "step"), (torch.Tensor, "backward")):
+            self._timed(owner, name)
+        self._timed(PPOActorInterface, "loss")
+        self._timed(PPOCriticInterface, "loss")
+
+    def _timed(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:  # counted already, as a part of what called it
+                return inner(*args, **kwargs)
+            self.inside, started = True, time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.spent[name] += time.perf_counter() - started
+                self.inside = False
+
+        setattr(owner, name, outer)
+
+    def step(self, number: int) -> dict[str, Any]:
+        """One step (from 1)."""
+        self.lengths = self.scenario.lengths(number)
+        self.spent.clear()
+        started = time.perf_counter()
+        values, batch = self.runtime.step(number)
+        wall = time.perf_counter() - started
+        found = [int(m.sum()) for m in batch.sequences("loss_mask")]
+        assert found == self.lengths, "the lengths were not replayed"
+        prompts = [int(m.sum()) for m in batch.sequences("prompt_mask")][:: self.scenario.group]
+        generate = self.spent["generate"]
+        return {
+            "wall": wall,
+            "rollout": generate,
+            "training": wall - generate,
+            "model_work": sum(self.spent.values()),
+            "spent": dict(self.spent),
+            "calls": {name: value for name, value in values.items() if name.startswith("time/")},
+            "prompt_tokens": prompts,
+            "lengths": found,
+        }
+
+
+def actor(scenario: Scenario, folder: Path) -> TransformersModel:
+    """The policy."""
+    tokenizer = str(folder / "tokenizer")
+    return TransformersModel(str(folder / "model"), tokenizer=tokenizer, device="cpu", optimizer=OptimizerSpec(lr=1e-6))
+
+
+def grpo(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """GRPO with a rule as the reward, called in this process as TRL calls it."""
+    generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+    return {
+        "graph": dataflow(),
+        "models": {"actor": actor(scenario, folder)},
+        "interfaces": {
+            "actor": GRPOActorInterface(generation=generation),
+            "reward": RuleRewardInterface("benchmarks.peer.side_realign:score", workers=0),
+        },
+    }
+
+
+def ppo(scenario: Scenario, folder: Path) -> dict[str, Any]:
+    """PPO with reference, reward model and critic; the critic starts as the reward model."""
+    learned = replace(actor(scenario, folder), path=str(folder / "reward"))
+    generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+    return {
+        "graph": dataflow(kl=True, critic=CriticPlace.own),
+        "models": {
+            "actor": actor(scenario, folder),
+            "ref": replace(actor(scenario, folder), optimizer=None),
+            "reward": replace(learned, head=Head.score, optimizer=None),
+            "critic": replace(learned, head=Head.value),
+        },
+        "interfaces": {
+            "actor": PPOActorInterface(
+                generation=generation, epochs=scenario.epochs, kl=KLPenalty(KLPlace.reward, coef=0.05)
+            ),
+            "ref": ReferenceInterface(),
+            "reward": RewardModelInterface(),
+            "critic": PPOCriticInterface(epochs=scenario.epochs),
+        },
+    }
+
+
+def replay_lengths(side: Side) -> None:
+    """Responses end where the scenario says: the end token is put in place there, and another one before.
+
+    The tokens are drawn from the whole distribution as always, so that the sampler does its work.
+    """
+    draw = Rollout._draw
+
+    def forced(self: Rollout, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
+        tokens_B, logprobs_B = draw(self, hidden_BH, counts_B)
+        sequences_B = self.rows[0, self.active - len(counts_B) : self.active]
+        last_B = counts_B + 1 >= torch.tensor(side.lengths)[sequences_B]
+        tokens_B = torch.where(last_B, EOS, torch.where(tokens_B == EOS, EOS + 1, tokens_B))
+        return tokens_B, logprobs_B
+
+    Rollout._draw = forced  # type: ignore[method-assign]

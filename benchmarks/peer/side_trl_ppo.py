@@ -1,0 +1,86 @@
+"""TRL's side of PPO: the `PPOTrainer` of the last version that has one (1.12)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peer.side_trl import TurnTaking
+from benchmarks.peer.work import Scenario
+
+
+class Side(TurnTaking):
+    """`PPOTrainer`."""
+
+    def __init__(self, scenario: Scenario, folder: Path, steps: int, options: dict[str, Any]) -> None:
+        super().__init__(scenario)
+        from datasets import Dataset
+        from torch.utils.data import DataLoader
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForSequenceClassification,
+            AutoTokenizer,
+            TrainerCallback,
+        )
+        from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+        micro = min(options.get("per_device_train_batch_size", 16), scenario.sequences)
+        config = PPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=scenario.sequences // micro,
+            num_mini_batches=1,
+            num_ppo_epochs=scenario.epochs,
+            local_rollout_forward_batch_size=scenario.sequences,
+            total_episodes=steps * scenario.sequences,
+            response_length=scenario.max_new,
+            stop_token="eos",
+            temperature=1.0,
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            kl_coef=0.05,
+            vf_coef=1.0,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=10_000,
+            disable_tqdm=True,
+            num_sample_generations=0,
+            seed=1,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="left")
+        rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in scenario.prompt_texts(steps)]
+        policy, reference = (AutoModelForCausalLM.from_pretrained(folder / "model") for _ in range(2))
+        reward, value = (
+            AutoModelForSequenceClassification.from_pretrained(folder / "reward", num_labels=1) for _ in range(2)
+        )
+        data = Dataset.from_list(rows)
+        self.trainer = PPOTrainer(
+            args=config,
+            processing_class=tokenizer,
+            model=policy,
+            ref_model=reference,
+            reward_model=reward,
+            value_model=value,
+            train_dataset=data,
+        )
+        # the prompts in their order, as on the other side
+        self.trainer.dataloader = DataLoader(
+            data, batch_size=scenario.sequences, collate_fn=self.trainer.data_collator, shuffle=False
+        )
+        side = self
+
+        class Steps(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                side.await_turn()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                side.report()
+                side.await_turn()
+
+        self.trainer.add_callback(Steps())
+        self.force_lengths(policy)
+        self.start()

@@ -1,0 +1,144 @@
+"""The work that both sides do: models, prompts, response lengths, rewards; and the floating-point operations it takes.
+
+Everything is a pure function of the scenario, so that two processes make the same work without talking.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAD, BOS, EOS = 0, 1, 2
+CHARACTERS = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0xAC00, 0xD7A0))]
+"""Characters that no normalisation of text changes."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One kind of rollout batch. Lengths in tokens."""
+
+    name: str
+    prompts: int
+    group: int
+    max_new: int
+    mean_new: int
+    prompt_low: int = 16
+    prompt_high: int = 64
+    vocabulary: int = 1024
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 768
+    algorithm: str = "grpo"
+    epochs: int = 1
+    """Passes over the rollout batch."""
+
+    @property
+    def sequences(self) -> int:
+        """Responses per step."""
+        return self.prompts * self.group
+
+    def tokenizer(self) -> Any:
+        """One token per character, so that every text reads as it was written."""
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        tokens = ["<pad>", "<bos>", "<eos>", *CHARACTERS[: self.vocabulary - 3]]
+        tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<bos>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<bos>"
+        )
+
+    def save_models(self, folder: Path) -> None:
+        """Write random Qwen2 models of this size, `model` and `reward` (one number per sequence), and a tokenizer."""
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.mlp,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )
+        Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+        config.num_labels = 1
+        Qwen2ForSequenceClassification(config).save_pretrained(folder / "reward")
+        self.tokenizer().save_pretrained(folder / "tokenizer")  # beside a model, AutoTokenizer would take Qwen's own
+
+    def prompt_texts(self, steps: int) -> list[str]:
+        """The prompts of all steps, in order."""
+        r = random.Random(f"prompts of {self.name}")
+        texts = []
+        for _ in range(steps * self.prompts):
+            length = r.randint(self.prompt_low, self.prompt_high)
+            texts.append("".join(r.choices(CHARACTERS[: self.vocabulary - 3], k=length)))
+        return texts
+
+    def lengths(self, step: int) -> list[int]:
+        """Tokens of each response of a step, end token included, prompt after prompt: geometric, cut at the limit."""
+        r = random.Random(f"lengths of {self.name} in step {step}")
+        drawn = (1 + int(r.expovariate(1 / max(1, self.mean_new - 1))) for _ in range(self.sequences))
+        return [max(2, min(self.max_new, n)) for n in drawn]
+
+    def flops(self, prompt_tokens: list[int], lengths: list[int]) -> dict[str, float]:
+        """Floating-point operations that a step cannot do without, for prompts in full with each response.
+
+        A product with a matrix of n weights counts 2 n for each token forward, 4 n backward; attention 4 hidden for
+        each pair of tokens that see each other. The language-model head counts where a token is predicted. The prompt
+        of a group counts once in the rollout and once in training.
+        """
+        head_size = self.hidden // self.heads
+        weights = self.layers * (
+            2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * head_size + 3 * self.hidden * self.mlp
+        )
+        each = [p for p in prompt_tokens for _ in range(self.group)]
+        tokens = sum(prompt_tokens) + sum(lengths)
+        pairs = sum(p * (p + 1) / 2 for p in prompt_tokens)
+        pairs += sum(n * p + n * (n + 1) / 2 for p, n in zip(each, lengths, strict=True))
+        forward = 2 * weights * tokens + 4 * self.hidden * self.layers * pairs
+        head = 2 * self.hidden * self.vocabulary * sum(lengths)
+        if self.algorithm == "grpo":
+            return {"rollout": forward + head, "training": 3 * (forward + head)}
+        # PPO: reference, reward model and critic read the batch once; actor and critic learn from it in each epoch.
+        scoring, training = 3 * forward + head, self.epochs * 3 * (2 * forward + head)
+        return {"rollout": forward + head, "training": scoring + training}
+
+
+def reward(text: str) -> float:
+    """Share of the characters with an even code."""
+    return sum(ord(c) % 2 == 0 for c in text) / max(1, len(text))
+
+
+SCENARIOS = {
+    s.name: s
+    for s in [
+        Scenario("long_tail", prompts=8, group=8, max_new=256, mean_new=48),
+        Scenario("short_tail", prompts=8, group=8, max_new=128, mean_new=64),
+        Scenario("long_prompts", prompts=8, group=8, max_new=256, mean_new=64, prompt_low=128, prompt_high=256),
+        Scenario("large_vocabulary", prompts=8, group=8, max_new=256, mean_new=48, vocabulary=32_000),
+        Scenario("many", prompts=24, group=8, max_new=256, mean_new=48),
+        Scenario("ppo_long_tail", prompts=64, group=1, max_new=256, mean_new=48, algorithm="ppo", epochs=4),
+        Scenario("ppo_tiny", prompts=4, group=1, max_new=8, mean_new=4, hidden=64, mlp=96, algorithm="ppo", epochs=2),
+        Scenario("tiny", prompts=2, group=2, max_new=8, mean_new=4, hidden=64, mlp=96),
+    ]
+}
+
+
+def write_prompts(scenario: Scenario, steps: int, path: Path) -> Path:
+    """The prompts as a JSONL file."""
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in scenario.prompt_texts(steps)))
+    return path

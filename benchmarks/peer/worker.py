@@ -1,0 +1,41 @@
+"""One side in a process of its own: reads step numbers from standard input, answers with a line of JSON each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peer.work import SCENARIOS
+
+
+def memory_mib() -> float:
+    """Resident memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main() -> None:
+    """Serve steps until standard input ends."""
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    import torch
+
+    torch.set_num_threads(spec["threads"])
+    side_module = importlib.import_module(f"benchmarks.peer.side_{spec['side']}")
+    side = side_module.Side(SCENARIOS[spec["scenario"]], Path(spec["folder"]), spec["steps"], spec["options"])
+    loaded = memory_mib()
+    print(json.dumps({"ready": True, "loaded_mib": loaded}), file=out, flush=True)
+    for line in sys.stdin:
+        result = side.step(int(line))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps(result | {"peak_mib": peak, "loaded_mib": loaded}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
