@@ -120,7 +120,7 @@ def _value(stat: Stat, fields: list[float]) -> float | None:
 
 
 def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> float | None:
-    if n < 2:
+    if not n:
         return None
     variances = (xx / n - (x / n) ** 2, yy / n - (y / n) ** 2)
     # A difference of sums is exact up to rounding only: what is as small as that is no variation.

@@ -114,6 +114,14 @@ def test_a_cut_response_is_judged_up_to_its_mark_and_one_without_is_not_judged_a
     assert rewards(strict, batch([[3], [4]])) == [-1, -1]
 
 
+def test_penalties_are_dealt_out_at_random_as_other_rewards_are(function):
+    data = batch([[3] * n for n in range(1, 9)], [[7] * n for n in range(1, 9)])  # the second group has the mark
+    settings = {"workers": 0, "cut": ResponseCut([7], penalty=-1.0)}
+    assert rewards(RuleRewardInterface(function, **settings), data) == [-1.0] * 8 + [10.5] * 8
+    shuffled = rewards(RuleRewardInterface(function, shuffle=True, **settings), data)
+    assert sorted(shuffled) == [-1.0] * 8 + [10.5] * 8 != shuffled
+
+
 @pytest.fixture
 def dense_function(tmp_path) -> str:
     """One reward per token: its place, times the row's price where the token is "c"; too few for "h", none for "e"."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
 from realign.derived import derived_rows
+from realign.interfaces import ppo
 from realign.interfaces.cutting import ResponseCut
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
 from realign.runtime import Experiment, RewardCalibration, run
@@ -102,6 +104,37 @@ def test_responses_are_cut_but_not_penalised_before_they_are_measured():
     assert found["calibration/std"] == pytest.approx(np.std(scores))
 
 
+class Same(Prompts):
+    """One prompt, again and again."""
+
+    def sample(self, rows) -> SequenceSample:
+        return SequenceSample.from_sequences([str(r) for r in rows], {"prompt_ids": [[[1]] for _ in rows]})
+
+
+def test_batches_and_checks_are_drawn_with_random_numbers_and_prompts_of_their_own():
+    policy = Model("policy", BigramEngine(seed=7), seed=0)
+    calibration = RewardCalibration(Same(40), after=True, samples=20, generation=SAMPLED, batch_prompts=5)
+    first, second = ([ids.tolist() for ids in b.sequences()] for b in calibration._answers(policy, Same(40), "a", 0))
+    assert len(first) == len(second) == 10
+    assert first != second
+    asked = [
+        {i for batch in calibration._answers(policy, Prompts(40), "a", draw) for i in batch.ids} for draw in (0, 1)
+    ]
+    assert [len(ids) for ids in asked] == [10, 10]
+    assert not asked[0] & asked[1]
+
+
+def test_labels_are_looked_at_only_where_they_say_how_large_rewards_should_be():
+    class Unread(Ratings):
+        def sample(self, rows):
+            raise AssertionError("read")
+
+    calibration = RewardCalibration(Prompts(5), before=True)
+    assert calibration.target(RewardModelInterface(), Unread()) == (0.0, 1.0)
+    assert calibration.target(RewardModelInterface(kind=RewardLoss.scalar_rating), Prompts(5)) == (0.0, 1.0)
+    assert calibration.target(RewardModelInterface(kind=RewardLoss.scalar_rating), Ratings())[0] == 2.5
+
+
 def experiment(tmp_path, **changes) -> Experiment:
     settings = {
         "name": "ratings",
@@ -138,10 +171,6 @@ def test_before_training_rewards_get_the_scale_of_the_ratings_and_afterwards_mea
 def test_a_calibration_that_fails_after_training_costs_no_training(tmp_path):
     flat = RewardCalibration(Prompts(5), after=True, samples=4, generation=GenerationConfig(greedy=True))
 
-    class Same(Prompts):
-        def sample(self, rows):
-            return SequenceSample.from_sequences([str(r) for r in rows], {"prompt_ids": [[[1]] for _ in rows]})
-
     flat.data = Same(5)
     with pytest.raises(ValueError, match="at least two finite scores that differ"):
         run(experiment(tmp_path, calibration=flat))
@@ -163,6 +192,29 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path
     settings = {"data": Prompts(5), "after": True, "samples": 64, "generation": SAMPLED} | changes
     with pytest.raises(ValueError, match=message):
         experiment(tmp_path, calibration=RewardCalibration(**settings))
+
+
+def test_a_reward_model_that_nothing_trains_is_calibrated_before_the_run_only(tmp_path):
+    settings = {"graph": ppo.dataflow(), "data": Prompts(8), "models": {"actor": Bigram(), "reward": Frozen()}}
+    settings["interfaces"] = {"actor": ppo.PPOActorInterface(generation=SAMPLED), "reward": RewardModelInterface()}
+    by_actor = {"data": Prompts(5), "policy": "actor", "samples": 64, "generation": SAMPLED}
+    with pytest.raises(ValueError, match=r"calibration\.after has no effect: nothing trains 'reward'"):
+        experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, after=True))
+    e = experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, before=True))
+    history = run(e).history
+    assert [record["step"] for record in history if "calibration/gain" in record] == [0]
+    assert e.interfaces["reward"].gain == history[0]["calibration/gain"]
+
+
+def test_prompts_that_no_micro_batch_can_hold_are_refused_before_training(tmp_path):
+    class Long(Prompts):
+        report = SimpleNamespace(longest=30)
+
+    calibration = RewardCalibration(Long(5), after=True, samples=64, generation=SAMPLED)
+    with pytest.raises(
+        ValueError, match=r"=34 cannot hold one sequence: the longest row has 30 tokens and a response up to 5"
+    ):
+        run(experiment(tmp_path, calibration=calibration, microbatch=MicroBatchSpec(34)))
 
 
 def test_the_shipped_reward_model_can_be_calibrated_by_config_and_the_gain_comes_back(tmp_path):

@@ -133,6 +133,15 @@ def test_state_of_an_interface_is_not_moved(tmp_path):
     assert actor.epochs == 2
 
 
+def test_rows_are_passed_once_whatever_the_training_makes_of_them(tmp_path):
+    runtime = LocalRuntime(experiment(tmp_path, "reward"))  # two mini-batches in training
+    engine, passes = runtime.models["reward"].engine, []
+    forward = engine.forward
+    engine.forward = lambda data, *rest: passes.append(len(data)) or forward(data, *rest)
+    runtime.evaluate()
+    assert passes == [3, 3, 1]
+
+
 @pytest.mark.parametrize("role", ["ref", "nobody"])
 def test_a_role_that_is_not_trained_is_refused(tmp_path, role):
     with pytest.raises(ValueError, match=rf"evaluation\.role '{role}' has"):
