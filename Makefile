@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # GNU OpenMP spins at barriers unless told not to; on shared machines runs would vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo rlhf test lint types contracts check clean
+.PHONY: bench demo rlhf test lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
