@@ -11,13 +11,15 @@ from realign.engines.shared import shared_roles
 from realign.runtime import Experiment
 
 OPTIMIZER_STEPS = "optimizer steps per step"
+IDLE_STEPS = "steps before the first update"
 
 
 def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     """Name and value of each row.
 
     What only the algorithm knows comes from the optional method `describe(batch_prompts) -> dict[str, str]` of each
-    role's interface; its row `optimizer steps per step`, when it starts with a number, is added up over the run.
+    role's interface; its row `optimizer steps per step`, when it starts with a number, is added up over the run, but
+    for the number of steps that its row `steps before the first update` starts with.
     """
     e = experiment
     rows = {"steps": f"{e.steps:,}", "prompts per step": f"{e.batch_prompts:,}"}
@@ -29,7 +31,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     for role, own in described.items():
         rows |= {f"{role}: {name}" if several else name: value for name, value in own.items()}
         if match := re.match(r"\d+", own.get(OPTIMIZER_STEPS, "")):
-            total = f"{int(match[0]) * e.steps:,}"
+            idle_steps = int(own.get(IDLE_STEPS, "0").split()[0])
+            total = f"{int(match[0]) * max(0, e.steps - idle_steps):,}"
             rows[f"{role}: optimizer steps in all" if several else "optimizer steps in all"] = total
     if e.dynamic_sampling is not None:
         rows["dynamic sampling"] = (

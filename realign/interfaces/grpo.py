@@ -104,6 +104,10 @@ class GRPOActorInterface(PPOActorInterface):
             advantages_T = advantages_T * degenerate_rescale(scores_S, group_S, valid_S, reduce)
         return data.with_tokens(advantages=advantages_T, loss_mask=mask_T)
 
+    def credit_formula(self) -> str:
+        """How rewards become advantages, for people."""
+        return "each token that of its response"
+
     def batch_stats(self, data: SequenceSample) -> Stats:
         """Metrics of the rollout batch: also, of the groups in the loss, the share whose rewards are all equal."""
         valid_S = segment_sum(data["loss_mask"], data.cu_seqlens()) > 0

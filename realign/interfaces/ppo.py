@@ -134,6 +134,11 @@ class EarlyStop:
         """Whether there is a bound."""
         return (self.kl, self.ratio) != (None, None)
 
+    def describe(self) -> str:
+        """The bounds for people; empty without one."""
+        bounds = {"approx_kl": self.kl, "ratio_mean": self.ratio}
+        return " or ".join(f"{name} above {bound:g}" for name, bound in bounds.items() if bound is not None)
+
     def allows(self, stats: Stats) -> bool:
         """Whether the mini-batch with these metrics (over all ranks) may make its step."""
         if not self.bounded:
@@ -197,7 +202,7 @@ class PPOActorInterface(ModelInterface):
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     """Bounds beyond which a rollout batch is not learned from any further."""
     critic_warmup_steps: int = 0
-    """Training steps at the start in which only the critic learns."""
+    """Training steps at the start in which only the critic, which has to be one of its own, learns."""
     aggregation: Aggregation = Aggregation.token_mean
     """How tokens and sequences weigh in the loss."""
     aggregation_constant: float | None = None
@@ -244,6 +249,11 @@ class PPOActorInterface(ModelInterface):
                 f"aggregation={self.aggregation.value} with aggregation_constant={self.aggregation_constant}: "
                 "aggregation=constant, and only it, needs a number of tokens per sequence"
             )
+        if self.value is not None and self.critic_warmup_steps:
+            raise ValueError(
+                f"critic_warmup_steps={self.critic_warmup_steps} lets a critic of its own learn alone; with `value` "
+                "the values learn in this role's own loss, and would wait too"
+            )
         self._check_objective()
         if self.truncation.overlong_buffer > self.generation.max_new_tokens:
             raise ValueError(
@@ -275,7 +285,7 @@ class PPOActorInterface(ModelInterface):
             "ref_logprobs": self.kl.place is not KLPlace.none,
             "truncated": self.truncation.looks,
             "bootstrap_values": self.truncation.bootstrap,
-            "values": self.value is not None,
+            "values": self.value is not None or self.critic_warmup_steps > 0,
         }
         if method == "train_step":
             needs["ptx_input_ids"] = self.ptx_coef > 0
@@ -508,17 +518,43 @@ class PPOActorInterface(ModelInterface):
         kl = self.kl
         place = "not applied" if kl.place is KLPlace.none else f"in the {kl.place.value}, {kl.estimator.value}"
         if kl.place is not KLPlace.none:
-            place += f", coefficient {kl.coef:g}" + (f" steered to {kl.target:g} nats" if kl.target else "")
-        return {
-            "group size (responses per prompt)": str(self.generation.n),
-            "sequences per step": str(batch_prompts * self.generation.n),
+            place += f", coefficient {kl.coef:g}"
+        if kl.target is not None:
+            place += f" at first, steered to {kl.target:g} nats per sequence over {kl.horizon:,} sequences"
+        whose = " of each mini-batch" if self.credit_per_minibatch else ""
+        rows = {
             "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
             "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
-            "sampler": f"neutral, temperature {self.generation.temperature:g}",
             "KL to reference": place,
-            "advantage normalisation": normalization_formula(self.adv_norm),
+            "credit": self.credit_formula(),
+            "advantage normalisation": normalization_formula(self.adv_norm) + whose,
             "policy objective": self._formula(),
             "loss aggregation": self.aggregation.value,
+        }
+        return rows | {name: value for name, value in self._further_rows().items() if value}
+
+    def credit_formula(self) -> str:
+        """How rewards become advantages, for people."""
+        return f"GAE, gamma {self.gamma:g}, lambda {self.lam:g}"
+
+    def _further_rows(self) -> dict[str, str]:
+        """Rows of `describe` for what is off by default; empty where it is off."""
+        n, shortest, best = self.generation.n, self.min_response_tokens, self.keep_best
+        kept = [f"the {best} of {n} per prompt with the highest scores"] if best is not None else []
+        kept += [f"those of at least {shortest} tokens"] if shortest else []
+        normalised = (self.reward_norm.mean, self.reward_norm.std) != (Scope.none, Scope.none)
+        return {
+            "scores": self.reward.describe(),
+            "truncated responses": self.truncation.describe(),
+            "score normalisation": normalization_formula(self.reward_norm, "R") if normalised else "",
+            "responses in the loss": ", ".join(kept),
+            "entropy bonus": f"coefficient {self.entropy_coef:g}" if self.entropy_coef else "",
+            "value loss": f"{self.value.describe()}, coefficient {self.value.coef:g}" if self.value is not None else "",
+            "pretraining loss": f"coefficient {self.ptx_coef:g}" if self.ptx_coef else "",
+            "early stop": self.early_stop.describe(),
+            "steps before the first update": f"{warm_up} (the critic learns alone)"
+            if (warm_up := self.critic_warmup_steps)
+            else "",
         }
 
     def _formula(self) -> str:
@@ -578,6 +614,7 @@ def dataflow(
             (ReMax, arXiv:2310.10505).
         ptx: the dataset adds pretraining text to each prompt (needed by `ptx_coef`).
     """
+    critic = CriticPlace(critic)  # plain Python may say "own"
     sampled = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
     scored, judged = ("input_ids", "loss_mask"), ("input_ids", "prompt_mask", "row")
     rewards = ("rewards", "dense_rewards") if dense else ("rewards",)
@@ -634,14 +671,14 @@ def old_logprobs(data: SequenceSample) -> Tensor:
     return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
 
 
-def normalization_formula(spec: Normalization) -> str:
-    """`spec` as a formula for people."""
+def normalization_formula(spec: Normalization, x: str = "A") -> str:
+    """`spec` as a formula for people; `x` is what it normalises."""
     mean = {Scope.none: "", Scope.batch: " - mean(batch)", Scope.group: " - mean(group)"}[spec.mean]
     if spec.leave_one_out:
         mean = mean.replace(")", " without itself)")
     if spec.std is Scope.none:
-        return f"A{mean} per {spec.level.value}"
+        return f"{x}{mean} per {spec.level.value}"
     kind = "sample" if spec.unbiased else "population"
     deviation = f"{kind} std({spec.std.value})"
     below = f"sqrt({deviation}^2 + {spec.eps:g})" if spec.eps_inside_sqrt else f"({deviation} + {spec.eps:g})"
-    return f"(A{mean}) / {below} per {spec.level.value}"
+    return f"({x}{mean}) / {below} per {spec.level.value}"

@@ -76,12 +76,26 @@ class RewardShaping:
         return scores_S / self.moments.std if scaled else scores_S
 
     def _clipped(self, rewards_S: Tensor) -> Tensor:
-        scores_S = (rewards_S + self.bias) * self.gain
+        exact_S = rewards_S.to(torch.promote_types(rewards_S.dtype, torch.float32))  # bf16 would round bias and mean
+        scores_S = (exact_S + self.bias) * self.gain
         return scores_S if self.clip is None else scores_S.clamp(-self.clip, self.clip)
 
     def tokens(self, rewards_T: Tensor, mask_T: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """The rewards of tokens [T], whitened where asked for."""
         return whiten(rewards_T, mask_T, shift_mean=False, reduce=reduce) if self.whiten else rewards_T
+
+    def describe(self) -> str:
+        """The shaping for people; empty where scores stay as they are."""
+        score = "R" if self.bias == 0 else f"(R {'+' if self.bias > 0 else '-'} {abs(self.bias):g})"
+        if self.gain != 1:
+            score = f"{self.gain:g} {score}"
+        steps = [] if score == "R" else [score]
+        steps += [] if self.clip is None else [f"clipped at {self.clip:g}"]
+        if self.scale is not RewardScale.none:
+            of = "of all scores so far" if self.scale is RewardScale.running else "of the first batch"
+            steps.append(f"{'centred and ' if self.center else ''}divided by the std {of}")
+        steps += ["rewards of tokens divided by their std"] if self.whiten else []
+        return ", ".join(steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The moments of the scores, where they are used."""
@@ -145,6 +159,18 @@ class Truncation:
     def looks(self) -> bool:
         """Whether anything depends on `truncated`."""
         return self.mask or self.bootstrap or self.reward is not TruncatedReward.keep
+
+    def describe(self) -> str:
+        """The policy for people; empty where truncated responses are as good as others."""
+        new = {TruncatedReward.zero: "score 0"}
+        if self.penalty is not None:
+            new |= {TruncatedReward.add: f"score {self.penalty:+g}", TruncatedReward.set: f"score {self.penalty:g}"}
+        steps = [new[self.reward]] if self.reward in new else []
+        steps += ["not in the loss"] if self.mask else []
+        steps += ["followed by the critic's value"] if self.bootstrap else []
+        if self.overlong_buffer:
+            steps.append(f"up to {self.overlong_penalty:g} less over the last {self.overlong_buffer:,} tokens")
+        return ", ".join(steps)
 
     def scores(self, scores_S: Tensor, truncated_S: Tensor | None, tokens_S: Tensor, max_tokens: int) -> Tensor:
         """The scores [S] after the policy.

@@ -35,6 +35,11 @@ PANELS = (
     ),
     Panel("response length (tokens)", {"response_tokens": "training batch", "eval/response_tokens": "held out"}),
     Panel("clip fraction", {"clip_fraction": "policy ratio"}),
+    Panel(
+        "explained variance of returns",
+        {"critic/explained_variance": "critic", "explained_variance": "value head"},
+    ),
+    Panel("value loss", {"critic/value_loss": "critic", "value_loss": "value head"}),
     Panel("gradient norm", {"grad_norm": "before clipping"}),
 )
 Record = Mapping[str, float]
