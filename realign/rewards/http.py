@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import Request, getproxies, proxy_bypass, urlopen
 
+_REACH_S = 10.0
 _PAUSES_S = (0.5, 2.0)
 _TRANSIENT = (429, 502, 503, 504)
 
@@ -32,6 +34,22 @@ class HttpReward:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{self.url!r} is not a URL such as http://host:port/path")
+
+    def reach(self) -> None:
+        """Connect once without asking anything, so that a run with a wrong address ends before it starts.
+
+        Raises:
+            ValueError: nothing listens there.
+        """
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        if parts.scheme in getproxies() and not proxy_bypass(host):
+            return  # whether the server is there, only the proxy knows
+        try:
+            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+            socket.create_connection((host, port), timeout=_REACH_S).close()
+        except OSError as error:
+            raise ValueError(f"reward function {self.url!r}: no server there ({error})") from error
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any], tokens: list[str] | None = None) -> Any:
         """The server's verdict, as it said it: the reward workers check numbers.

@@ -26,6 +26,7 @@ from realign.rewards.functions import (
     check_function,
     load_function,
 )
+from realign.rewards.http import HttpReward
 from realign.rewards.processes import Answers, RewardError, WorkerProcesses
 from realign.rewards.worker import FailureKind, Item, Problem, answer, limits_memory
 
@@ -111,6 +112,8 @@ class RewardPool:
         if isinstance(function, str):
             self.name = source = function
             self._function = load_function(function, arguments)
+            if isinstance(self._function, HttpReward):
+                self._function.reach()
         else:
             self.name = getattr(function, "__qualname__", type(function).__qualname__)
             self._function = function

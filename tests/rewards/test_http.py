@@ -109,6 +109,20 @@ def test_trap_c12_a_failing_request_leaves_its_response_without_reward_and_the_o
     assert [(f.index, "status 500" in f.message) for f in found.failures] == [(1, True)]
 
 
+def test_a_server_that_is_not_there_is_said_before_anything_is_asked():
+    with server(lambda request: (200, {})) as (url, got):
+        RuleRewardInterface(function=url).open()
+        assert got == []
+    with pytest.raises(ValueError, match=r"reward function 'http://127.*/score': no server there \(.*refused\)"):
+        RuleRewardInterface(function=url).open()
+
+
+def test_behind_a_proxy_only_the_proxy_knows(monkeypatch):
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
+    load_function("http://nowhere.invalid/score").reach()
+
+
 def test_a_url_stands_where_a_function_does():
     with server(lambda request: (200, {"reward": len(request["response"])})) as (url, _):
         interface = RuleRewardInterface(function=url, workers=0)
