@@ -60,7 +60,7 @@ def test_responses_with_their_end_fit_into_what_the_policy_may_sample():
 
 def test_labels_are_wrong_now_and_then_and_at_random_in_the_control(task, tmp_path):
     assert share_right(task.held_out_pairs) == 1
-    assert 0.9 <= share_right(task.pairs) < 1
+    assert 0.8 <= share_right(task.pairs) < 1
     rng = random.Random(1)
     control = [preference(rng, openings(), 0.5) for _ in range(400)]
     path = tmp_path / "control.jsonl"
