@@ -87,6 +87,15 @@ def test_rows_of_a_graph_with_two_trained_roles():
     }
 
 
+def test_steps_before_the_first_update_make_no_optimizer_step():
+    class Late(Actor):
+        def describe(self, batch_prompts):
+            return super().describe(batch_prompts) | {"steps before the first update": "50 (the critic learns alone)"}
+
+    rows = dict(derived_rows(experiment(interfaces={**experiment().interfaces, "actor": Late(epochs=4)})))
+    assert rows["actor: optimizer steps in all"] == "3,800"
+
+
 def test_the_filter_of_dynamic_sampling_is_a_row():
     rpcs = (RPC("judge", "judge", "inference", ("prompt_ids",), ("rewards",)),)
     graph = DataflowGraph(rpcs, dataset_keys=("prompt_ids",))

@@ -63,11 +63,28 @@ def built(task, out: Path, *more: str):
     return build_experiment(compose(overrides(task, out, *more)))
 
 
-@pytest.mark.parametrize("algorithm", ["grpo.GRPOActorInterface", "ppo.PPOActorInterface"])
-def test_trap_g8_cpu_training_end_to_end_without_flash_attn(task, reward, tmp_path, monkeypatch, algorithm):
+OWN_CRITIC = [
+    "graph.critic=own",
+    "models.critic._target_=realign.engines.TransformersModel",
+    "models.critic.path=${models.actor.path}",
+    "models.critic.head=value",
+    "models.critic.optimizer.lr=1e-3",
+    "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "critic"),
+    [("grpo.GRPOActorInterface", []), ("ppo.PPOActorInterface", []), ("ppo.PPOActorInterface", OWN_CRITIC)],
+    ids=["grpo", "ppo", "ppo with a critic"],
+)
+def test_trap_g8_cpu_training_end_to_end_without_flash_attn_or_vllm(
+    task, reward, tmp_path, monkeypatch, algorithm, critic
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    for absent in ("flash_attn", "vllm"):
+        monkeypatch.setitem(sys.modules, absent, None)
     result = run(
         built(
             task,
@@ -78,10 +95,12 @@ def test_trap_g8_cpu_training_end_to_end_without_flash_attn(task, reward, tmp_pa
             "graph.recompute=true",
             "interfaces.actor.kl={place: loss, estimator: k3, coef: 0.01}",
             "interfaces.actor.n_minibatches=2",
+            *critic,
         )
     )
     assert [r["step"] for r in result.history] == [0, 1, 2]
     assert result.series("optimizer_steps")
+    assert ("critic/explained_variance" in result.history[-1]) == bool(critic)
     folder = tmp_path / "run" / "final" / "actor"
     start, end = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (task.model, folder))
     assert any(not torch.equal(start[k], end[k]) for k in start)

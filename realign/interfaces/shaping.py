@@ -162,9 +162,10 @@ class Truncation:
 
     def describe(self) -> str:
         """The policy for people; empty where truncated responses are as good as others."""
-        new = {TruncatedReward.zero: "score 0"}
+        new = {TruncatedReward.zero: "score set to 0"}
         if self.penalty is not None:
-            new |= {TruncatedReward.add: f"score {self.penalty:+g}", TruncatedReward.set: f"score {self.penalty:g}"}
+            change = f"score {'raised' if self.penalty > 0 else 'lowered'} by {abs(self.penalty):g}"
+            new |= {TruncatedReward.add: change, TruncatedReward.set: f"score set to {self.penalty:g}"}
         steps = [new[self.reward]] if self.reward in new else []
         steps += ["not in the loss"] if self.mask else []
         steps += ["followed by the critic's value"] if self.bootstrap else []

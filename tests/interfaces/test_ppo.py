@@ -10,6 +10,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample,
 from realign.functional import Aggregation, KLEstimator, Normalization, PolicyObjective, Scope, aggregate, kl_estimate
 from realign.interfaces.critic import trained
 from realign.interfaces.ppo import (
+    CriticPlace,
     KLPenalty,
     KLPlace,
     PPOActorInterface,
@@ -312,6 +313,24 @@ def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
     assert PPOActorInterface().required_inputs("train_step") == set()
 
 
+def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
+    data = random_batch(2).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
+    other = data.with_tokens(ref_logprobs=torch.where(data["loss_mask"], data["ref_logprobs"] - 0.5, 0))
+    moved = {}
+    for place in KLPlace:
+        interface = PPOActorInterface(adv_norm=RAW, kl=KLPenalty(place, 0.5, KLEstimator.k2))
+        model = Model("actor", BigramEngine())
+        credits = [interface.credit(model, x, MicroBatchSpec()) for x in (data, other)]
+        # the loss alone: the credit is given, and the same
+        given = {"advantages": credits[0]["advantages"], "loss_mask": credits[0]["loss_mask"]}
+        trained_ = [train_once(interface, x.with_tokens(**given), MicroBatchSpec()) for x in (data, other)]
+        moved[place] = (
+            not torch.equal(credits[0]["advantages"], credits[1]["advantages"]),
+            not torch.equal(trained_[0].parameters[0], trained_[1].parameters[0]),
+        )
+    assert moved == {KLPlace.none: (False, False), KLPlace.reward: (True, False), KLPlace.loss: (False, True)}
+
+
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
@@ -400,6 +419,12 @@ def test_trap_c8_the_logged_kl_is_the_trained_one():
         PPOActorInterface(adv_norm=RAW, kl=KLPenalty(KLPlace.loss, 0.5, KLEstimator.k2)), data, MicroBatchSpec()
     )
     assert on.metrics["loss"] - off.metrics["loss"] == pytest.approx(0.5 * on.metrics["ref_kl"], rel=1e-5)
+    in_reward = PPOActorInterface(adv_norm=RAW, lam=1.0, kl=KLPenalty(KLPlace.reward, 0.5))
+    logged = train_once(in_reward, data, MicroBatchSpec()).metrics
+    credit = in_reward.credit(Model("actor", BigramEngine()), data, MicroBatchSpec())
+    rows = zip(credit.sequences("returns"), credit.sequences("loss_mask"), data["rewards"].tolist(), strict=True)
+    taken = [score - float(returns[mask][0]) for returns, mask, score in rows if mask.any()]
+    assert np.mean(taken) == pytest.approx(0.5 * logged["ref_kl_per_sequence"], rel=1e-5)
 
 
 def test_trap_c9_the_adaptive_coefficient_follows_trained_rows_once_per_batch():
@@ -466,6 +491,12 @@ def test_trap_f10_recomputed_log_probs_that_equal_the_samplers_change_nothing():
     recomputed = train_once(PPOActorInterface(), data.with_tokens(prox_logprobs=data["logprobs"]), MicroBatchSpec())
     for p, q in zip(plain.parameters, recomputed.parameters, strict=True):
         assert torch.equal(p, q)
+
+
+def test_plain_python_may_name_the_critics_place():
+    assert dataflow(critic="own").rpcs == dataflow(critic=CriticPlace.own).rpcs
+    with pytest.raises(ValueError, match="theirs"):
+        dataflow(critic="theirs")
 
 
 @pytest.mark.parametrize("kl", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.functional import KLEstimator, Level, Normalization, PolicyObjective, Scope
 from realign.interfaces.critic import ValueObjective
+from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace, PPOActorInterface
 from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 from realign.testing import BigramEngine, random_batch
+from tests.functional.test_normalization import over_ranks
 
 RAW = Normalization(Scope.none, Scope.none)
 CREDIT = ["input_ids", "loss_mask", "logprobs", "rewards", "truncated"]
@@ -144,6 +147,66 @@ def test_trap_c10_the_kl_of_tokens_that_do_not_train_is_in_no_return():
     interface = PPOActorInterface(kl=KLPenalty(KLPlace.reward, 0.5))
     first, second = (interface.credit(model(), x, MicroBatchSpec()) for x in (data, other))
     assert torch.equal(first["returns"], second["returns"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shaping", "want"),
+    [
+        (torch.bfloat16, {}, [1, 1, 1, 1.0078125]),
+        (torch.bfloat16, {"bias": 100.0}, [101, 101, 101, 101.0078125]),
+        (torch.bfloat16, {"scale": RewardScale.running, "center": True}, [-0.5, -0.5, -0.5, 1.5]),
+        (torch.int64, {"gain": 0.5, "clip": 0.75}, [0.5, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_trap_c13_scores_of_low_precision_are_shaped_in_fp32(dtype, shaping, want):
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2]] * 4]})
+    data = data.with_tokens(loss_mask=torch.tensor([False, True] * 4), logprobs=torch.zeros(8))
+    data = data.with_sequences(rewards=torch.tensor([1, 1, 1, 1.0078125]).to(dtype))
+    interface = PPOActorInterface(adv_norm=RAW, reward=RewardShaping(**shaping))
+    credit = interface.credit(model(), data, MicroBatchSpec())
+    assert credit["advantages"].dtype == torch.float32
+    assert credit["advantages"][credit["loss_mask"]].tolist() == pytest.approx(want, abs=1e-5)
+
+
+GROUP = Normalization(Scope.group, Scope.group)
+
+
+@pytest.mark.parametrize(
+    "interface",
+    [
+        GRPOActorInterface(),
+        GRPOActorInterface(adv_norm=Normalization(Scope.group, Scope.batch, leave_one_out=True)),
+        GRPOActorInterface(adv_norm=replace(GROUP, level=Level.token)),
+        PPOActorInterface(reward_norm=Normalization(Scope.group, Scope.none)),
+        PPOActorInterface(reward_norm=GROUP, adv_norm=RAW, keep_best=2, generation=GenerationConfig(n=4)),
+        PPOActorInterface(reward=RewardShaping(scale=RewardScale.running, center=True, whiten=True)),
+    ],
+    ids=range(6),
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_trap_e7_an_answer_has_the_same_advantages_on_whatever_rank_and_in_whatever_order(interface, seed):
+    data = random_batch(seed, n_prompts=7).select(CREDIT)
+    order = np.random.default_rng(seed).permutation(len(data)).tolist()
+
+    def advantages(rows, reduce=lambda x: x):
+        engine = BigramEngine()
+        engine.reduce = reduce
+        one, own = Model("actor", engine), deepcopy(interface)  # it may keep moments
+        return own.compute_advantages(one, own.prepare(one, data.take(rows)))["advantages"]
+
+    ranks = over_ranks([order[:3], order[3:]], advantages)
+    torch.testing.assert_close(ranks, advantages(order), rtol=0, atol=1e-6)
+    alone = dict(zip(data.ids, per_prompt(data, advantages(range(len(data)))), strict=True))
+    for i, moved in zip(data.take(order).ids, per_prompt(data.take(order), ranks), strict=True):
+        torch.testing.assert_close(moved, alone[i], rtol=0, atol=1e-6)
+    for part in data.minibatches(3, np.random.default_rng(seed)):  # a group is never dealt out
+        for i, ids in zip(part.ids, per_prompt(part, part["input_ids"]), strict=True):
+            assert torch.equal(ids, data.take([data.ids.index(i)])["input_ids"])
+
+
+def per_prompt(data: SequenceSample, x_T: torch.Tensor) -> list[torch.Tensor]:
+    """The values of `x_T` [T], prompt by prompt."""
+    return list(x_T.split(data.lengths["input_ids"].per_prompt.tolist()))
 
 
 def two_prompts(**sequence_keys) -> SequenceSample:
@@ -280,6 +343,7 @@ def test_the_loss_of_values_is_added_with_its_weight():
         ({"min_response_tokens": 300}, "min_response_tokens must be from 0 to generation.max_new_tokens=256"),
         ({"tau_pos": 0.0}, "tau_pos must be positive"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps must be at least 0"),
+        ({"critic_warmup_steps": 5, "value": ValueObjective()}, "critic_warmup_steps=5 .* would wait too"),
         ({"ptx_coef": -1.0}, "ptx_coef must be at least 0"),
         ({"truncation": Truncation(overlong_buffer=300)}, "is longer than a response can be"),
         ({"objective": PolicyObjective.sapo, "dual_clip": 3.0}, "dual_clip"),
@@ -308,3 +372,44 @@ def test_what_a_setting_needs_of_the_graph():
     assert interface.required_inputs("credit") == needed
     assert interface.required_inputs("train_step") == needed | {"ptx_input_ids"}
     assert interface.required_inputs("inference") == frozenset()
+
+
+def test_the_launch_table_says_what_is_done_beside_plain_ppo():
+    plain = PPOActorInterface().describe(8)
+    assert plain["credit"] == "GAE, gamma 1, lambda 0.95"
+    assert plain["KL to reference"] == "not applied"
+    table = PPOActorInterface(
+        generation=GenerationConfig(n=4),
+        kl=KLPenalty(KLPlace.reward, 0.15, target=6.0),
+        reward=RewardShaping(bias=-1.0, gain=2.0, clip=5.0, scale=RewardScale.running, center=True, whiten=True),
+        truncation=Truncation(TruncatedReward.add, penalty=-1.0, bootstrap=True, overlong_buffer=16),
+        reward_norm=Normalization(Scope.group, Scope.none),
+        credit_per_minibatch=True,
+        min_response_tokens=2,
+        keep_best=1,
+        entropy_coef=0.01,
+        ptx_coef=27.8,
+        early_stop=EarlyStop(kl=0.1, ratio=5.0),
+        critic_warmup_steps=50,
+    ).describe(8)
+    assert {name: value for name, value in table.items() if plain.get(name) != value} == {
+        "KL to reference": "in the reward, k1, coefficient 0.15 at first, steered to 6 nats per sequence over 10,000 "
+        "sequences",
+        "advantage normalisation": plain["advantage normalisation"] + " of each mini-batch",
+        "scores": "2 (R - 1), clipped at 5, centred and divided by the std of all scores so far, rewards of tokens "
+        "divided by their std",
+        "truncated responses": "score lowered by 1, followed by the critic's value, up to 1 less over the last 16 "
+        "tokens",
+        "score normalisation": "R - mean(group) per sequence",
+        "responses in the loss": "the 1 of 4 per prompt with the highest scores, those of at least 2 tokens",
+        "entropy bonus": "coefficient 0.01",
+        "pretraining loss": "coefficient 27.8",
+        "early stop": "approx_kl above 0.1 or ratio_mean above 5",
+        "steps before the first update": "50 (the critic learns alone)",
+    }
+    assert PPOActorInterface(value=ValueObjective(coef=0.1)).describe(8)["value loss"] == (
+        "mse, clipped at 0.2 from the old value, coefficient 0.1"
+    )
+    assert Truncation(TruncatedReward.set, penalty=-1.0).describe() == "score set to -1"
+    assert Truncation(mask=True).describe() == "not in the loss"
+    assert GRPOActorInterface().describe(8)["credit"] == "each token that of its response"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +22,19 @@ from realign.api import (
     Sum,
     stat_values,
 )
+from realign.engines import SharedModel
 from realign.functional import Level, Normalization, Scope
+from realign.interfaces.critic import PPOCriticInterface, ValueObjective
 from realign.interfaces.cutting import ResponseCut
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.ppo import (
+    CriticPlace,
+    KLPenalty,
+    KLPlace,
+    PPOActorInterface,
+    ReferenceInterface,
+    dataflow,
+)
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, Experiment, run
@@ -130,6 +139,43 @@ def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, i
         assert end < start + 0.5
     else:
         assert end > start + 2
+
+
+def learning_with_a_critic(tmp_path: Path, place: CriticPlace, *, shuffle: bool) -> tuple[list[float], list[float]]:
+    """Rewards and explained variances of PPO with a critic of its own, or with values of the actor's."""
+    own = place is CriticPlace.own
+    freely = ValueObjective(clip=None)
+    run_ = experiment(
+        tmp_path,
+        graph=dataflow(critic=place),
+        interfaces={
+            "actor": PPOActorInterface(
+                generation=GENERATION, gamma=0.5, value=None if own else replace(freely, coef=0.1)
+            ),
+            "critic": PPOCriticInterface(objective=freely),
+            "reward": CountToken(shuffle=shuffle),
+        },
+        models={"actor": BigramModel(lr=20.0), "critic": BigramModel(lr=2.0) if own else SharedModel("actor")},
+        evaluation=None,
+    )
+    runtime = LocalRuntime(run_)
+    history = [runtime.step(step)[0] for step in range(1, 31)]
+    explained = "critic/explained_variance" if own else "explained_variance"
+    return [record["reward"] for record in history], [record[explained] for record in history]
+
+
+def test_trap_g9_with_a_critic_reward_rises_values_explain_returns_and_neither_does_when_rewards_are_shuffled(tmp_path):
+    own, own_explained = learning_with_a_critic(tmp_path / "own", CriticPlace.own, shuffle=False)
+    assert sum(own[-5:]) / 5 > sum(own[:5]) / 5 + 1.5
+    assert own_explained[0] < 0 < 0.1 < min(own_explained[-5:])
+    # A bigram's table of values shares nothing with that of its logits, so a shared trunk makes no difference.
+    shared, shared_explained = learning_with_a_critic(tmp_path / "shared", CriticPlace.shared, shuffle=False)
+    assert shared == own
+    assert shared_explained == pytest.approx(own_explained, rel=1e-6)
+    for place in (CriticPlace.own, CriticPlace.shared):
+        shuffled, explained = learning_with_a_critic(tmp_path / f"shuffled_{place}", place, shuffle=True)
+        assert sum(shuffled[-5:]) / 5 < sum(shuffled[:5]) / 5 + 0.5
+        assert max(explained[-5:]) < 0.1
 
 
 def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
