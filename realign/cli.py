@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from realign.config.errors import ConfigError, explain, one_line, suggest
-from realign.config.folders import list_experiments
+from realign.config.folders import list_algorithms, list_experiments
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,19 +35,24 @@ Usage
   realign -m <overrides>       one run for each combination of a=1,2 b=x,y
   realign --cfg job <overrides>   print the composed config
 
-  <overrides> are key=value; start from experiment=NAME. Any field of a component can be set, listed in a YAML or not.
+  <overrides> are key=value; start from experiment=NAME, and lay algorithm=NAME over it. Any field of a component
+  can be set, listed in a YAML or not.
 
 Options
-  --config-dir DIR    a folder of your own, with experiment/NAME.yaml
+  --config-dir DIR    a folder of your own, with experiment/NAME.yaml and algorithm/NAME.yaml
   --debug             show the traceback of an error (as HYDRA_FULL_ERROR=1 does)
   --version, --help
 
 Experiments
 {experiments}
 
+Algorithms, over an experiment that trains an actor on rewards
+{algorithms}
+
 Examples
   realign experiment=grpo_arithmetic
   realign experiment=grpo_arithmetic interfaces.actor.adv_norm.std=none seed=1
+  realign experiment=grpo_arithmetic algorithm=rloo
   realign graph experiment=grpo_arithmetic graph.kl=true --format svg --out graph.svg
 """
 
@@ -162,9 +167,13 @@ def _dispatch(argv: list[str], debug: bool) -> int:
 
 def help_text(config_dir: Path | None = None) -> str:
     """What `realign --help` prints; imports neither torch nor Hydra."""
-    found = list_experiments(config_dir)
-    width = max(map(len, found), default=0)
-    return HELP.format(experiments="\n".join(f"  {name:<{width}}  {line}".rstrip() for name, line in found.items()))
+    groups = {"experiments": list_experiments(config_dir), "algorithms": list_algorithms(config_dir)}
+    width = max((len(name) for found in groups.values() for name in found), default=0)
+    lines = {
+        group: "\n".join(f"  {name:<{width}}  {line}".rstrip() for name, line in found.items())
+        for group, found in groups.items()
+    }
+    return HELP.format(**lines)
 
 
 def _built(args: argparse.Namespace, overrides: Sequence[str]) -> Experiment:

@@ -27,7 +27,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
 
     Args:
         overrides: such as `experiment=grpo_arithmetic`, `steps=10`, `interfaces.actor.adv_norm.std=none`.
-        config_dir: a folder of one's own with a group `experiment/`.
+        config_dir: a folder of one's own with a group `experiment/`, or `algorithm/`.
 
     Raises:
         ConfigError: one line that names the key and the nearest valid one.

@@ -52,9 +52,9 @@ def explain(error: Exception) -> str:
 
 
 def _siblings(key: str, owner: object) -> list[str]:
-    """What could have stood in place of `key`; at the root also the config group of the experiments."""
+    """What could have stood in place of `key`; at the root also the config groups."""
     names = [f.name for f in dataclasses.fields(owner)] if dataclasses.is_dataclass(owner) else []
-    return names if "." in key else [*names, "experiment"]
+    return names if "." in key else [*names, "experiment", "algorithm"]
 
 
 def _last(key: str) -> str:

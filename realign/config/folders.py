@@ -18,8 +18,17 @@ def experiments_dir() -> Path:
 
 def list_experiments(config_dir: Path | None = None) -> dict[str, str]:
     """Name and one-line description (first comment line) of every experiment, ours and those of a user's folder."""
+    return _listed("experiment", config_dir)
+
+
+def list_algorithms(config_dir: Path | None = None) -> dict[str, str]:
+    """The same of every `algorithm=NAME`, which is laid over an experiment."""
+    return _listed("algorithm", config_dir)
+
+
+def _listed(group: str, config_dir: Path | None) -> dict[str, str]:
     folders = [experiments_dir(), *([config_dir] if config_dir is not None else [])]
-    files = [path for folder in folders for path in sorted((folder / "experiment").glob("*.yaml"))]
+    files = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
     return {path.stem: _header(path) for path in files}
 
 

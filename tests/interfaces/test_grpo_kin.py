@@ -1,0 +1,321 @@
+"""GRPO and its kin as shipped (`algorithm=NAME`): the whole update of each against a reference in plain numpy.
+
+A reference reads its algorithm's formula one response at a time, in float64, and gives the loss as a function of the
+policy; its gradient is taken by central differences, so that nothing but the formula is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.config import build_experiment, compose
+from realign.config.folders import list_algorithms
+from realign.engines import SharedModel
+from realign.interfaces.greedy import GreedyInterface
+from realign.interfaces.ppo import ReferenceInterface
+from realign.runtime.local import LocalRuntime
+from realign.testing import BigramEngine, random_batch
+from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
+
+LIMIT, BUFFER, VOCABULARY = 8, 3, 5
+NEEDS = {"dapo": [f"interfaces.actor.truncation.overlong_buffer={BUFFER}"]}
+
+
+@functools.cache
+def shipped(name: str, *overrides: str):
+    return build_experiment(
+        compose(["experiment=grpo_arithmetic", f"algorithm={name}", *NEEDS.get(name, []), *overrides])
+    )
+
+
+@dataclass
+class Response:
+    """One response: its sampled tokens, those before each of them, and everything that credit is made of."""
+
+    group: int
+    before: np.ndarray
+    tokens: np.ndarray
+    old: np.ndarray
+    ref: np.ndarray
+    reward: float
+    baseline: float
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def logprobs(self, table: np.ndarray) -> np.ndarray:
+        logp = table - np.log(np.exp(table).sum(1, keepdims=True))
+        return logp[self.before, self.tokens]
+
+
+def responses(data: SequenceSample) -> list[Response]:
+    """Those with a reward and a token that trains."""
+    keys = ("input_ids", "loss_mask", "logprobs", "ref_logprobs")
+    rows = zip(data.group_index().tolist(), data["rewards"].tolist(), *map(data.sequences, keys), strict=True)
+    made = []
+    for group, reward, ids, mask, old, ref in rows:
+        at = np.flatnonzero(mask)
+        baseline = float(data["baseline_rewards"][group])
+        arrays = (np.asarray(x) for x in (ids[at - 1], ids[at], old[at], ref[at]))
+        made.append(Response(group, *arrays, reward, baseline))
+    return [r for r in made if len(r) and np.isfinite(r.reward)]
+
+
+# --- credit: for each response the advantages of its tokens ---
+
+Credit = list[np.ndarray]
+
+
+def compared(formula: Callable[[np.ndarray, np.ndarray], np.ndarray]):
+    """`formula(rewards, lengths)` of each group, for every token of a response."""
+
+    def credit(batch: list[Response], scores: list[float] | None = None) -> Credit:
+        scores = [r.reward for r in batch] if scores is None else scores
+        out: list[np.ndarray] = [np.zeros(0)] * len(batch)
+        for group in {r.group for r in batch}:
+            members = [i for i, r in enumerate(batch) if r.group == group]
+            found = formula(np.array([scores[i] for i in members]), np.array([len(batch[i]) for i in members]))
+            for i, advantage in zip(members, found, strict=True):
+                out[i] = np.full(len(batch[i]), advantage)
+        return out
+
+    return credit
+
+
+def over_deviation(r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return np.zeros(len(r)) if np.ptp(r) == 0 else (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+
+
+less_mean = compared(lambda r, lengths: r - r.mean())
+standardised = compared(over_deviation)
+
+
+def less_the_others(batch):
+    scores = [r.reward - 0.05 * (r.old - r.ref).sum() for r in batch]
+    return compared(lambda s, lengths: np.array([s[i] - np.delete(s, i).mean() for i in range(len(s))]))(batch, scores)
+
+
+def less_mean_over_batch_deviation(batch):
+    deviation = np.std([r.reward for r in batch], ddof=1) + 1e-4
+    return [a / deviation for a in less_mean(batch)]
+
+
+def less_mean_by_length(batch):
+    return compared(lambda r, lengths: r - (lengths * r).sum() / lengths.sum())(batch)
+
+
+def less_mean_rescaled(batch):
+    groups = [[r.reward for r in batch if r.group == g] for g in {r.group for r in batch}]
+    constant = sum(len(rewards) for rewards in groups if np.ptp(rewards) == 0)
+    return [a * len(batch) / (len(batch) - constant) for a in less_mean(batch)]
+
+
+def with_penalty_on_length(batch):
+    past = [max(0, len(r) - (LIMIT - BUFFER)) for r in batch]
+    return standardised(batch, [r.reward - p / BUFFER for r, p in zip(batch, past, strict=True)])
+
+
+def whitened(credit: Credit) -> Credit:
+    x = np.concatenate(credit)
+    return [(a - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8) for a in credit]
+
+
+def returns(batch, coef: float, baseline: bool = False) -> Credit:
+    """Reward still to come at each token, a penalty of `coef` times KL at this and each later token included."""
+    kl = [np.cumsum((r.old - r.ref)[::-1])[::-1] for r in batch]
+    return [r.reward - baseline * r.baseline - coef * k for r, k in zip(batch, kl, strict=True)]
+
+
+# --- objective: for each response the losses of its tokens ---
+
+
+def clipped(low: float, high: float):
+    return lambda a, logp, r, _: -np.minimum(a * r, a * np.clip(r, 1 - low, 1 + high))
+
+
+def policy_gradient(a, logp, r, start):
+    return -a * logp
+
+
+def weighted(a, logp, r, start):
+    return -np.minimum(start, 5.0) * a * logp  # the weight is no function of the policy
+
+
+def sequence_clipped(a, logp, r, start):
+    s = np.exp(np.log(r).mean())
+    return -np.minimum(a * s, a * np.clip(s, 1 - 3e-4, 1 + 4e-4))
+
+
+def gated(a, logp, r, start):
+    tau = np.where(a > 0, 1.0, 1.05)
+    return -a * 4 / tau / (1 + np.exp(-tau * (r - 1)))
+
+
+def geometric(a, logp, r, start):
+    log = np.where(a > 0, np.minimum(np.log(r), 0.4), np.maximum(np.log(r), -0.4))
+    return -a * np.exp(log.mean())
+
+
+# --- aggregation of the losses of all tokens ---
+
+
+def over_tokens(losses):
+    return np.concatenate(losses).mean()
+
+
+def over_sequences(losses):
+    return np.mean([x.mean() for x in losses])
+
+
+def sums(losses):
+    return np.mean([x.sum() for x in losses])
+
+
+def constant(losses):
+    return sums(losses) / LIMIT
+
+
+class Formula(NamedTuple):
+    credit: Callable[[list[Response]], Credit]
+    objective: Callable[..., np.ndarray]
+    aggregate: Callable[[list[np.ndarray]], float]
+    penalty: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    groups: bool = True
+    """A response without a sibling is left out."""
+
+
+PPO = clipped(0.2, 0.2)
+FORMULAS = {
+    "grpo": Formula(standardised, PPO, over_sequences, lambda x, ref: 0.04 * (np.exp(ref - x) - (ref - x) - 1)),
+    "dr_grpo": Formula(less_mean, PPO, constant),
+    "rloo": Formula(less_the_others, policy_gradient, sums),
+    "reinforce_plus_plus": Formula(lambda b: whitened(returns(b, 0.01)), PPO, over_tokens, groups=False),
+    "reinforce_plus_plus_baseline": Formula(
+        lambda b: whitened(less_mean(b)), PPO, over_tokens, lambda x, ref: 1e-5 / 2 * (x - ref) ** 2, groups=False
+    ),
+    "remax": Formula(lambda b: returns(b, 0.05, baseline=True), policy_gradient, sums, groups=False),
+    "lite_ppo": Formula(less_mean_over_batch_deviation, PPO, over_tokens),
+    "opo": Formula(less_mean_by_length, policy_gradient, sums),
+    "gpg": Formula(less_mean_rescaled, policy_gradient, over_tokens),
+    "dapo": Formula(with_penalty_on_length, clipped(0.2, 0.28), over_tokens),
+    "cispo": Formula(standardised, weighted, over_tokens),
+    "gspo": Formula(standardised, sequence_clipped, over_sequences),
+    "sapo": Formula(standardised, gated, over_sequences),
+    "gmpo": Formula(standardised, geometric, over_sequences),
+}
+
+
+def reference(formula: Formula, data: SequenceSample, table: np.ndarray) -> tuple[float, np.ndarray]:
+    """The loss at `table`, and its gradient."""
+    batch = responses(data)
+    groups = [r.group for r in batch]
+    batch = [r for r in batch if groups.count(r.group) > 1 or not formula.groups]
+    credit = formula.credit(batch)
+    starts = [np.exp(r.logprobs(table) - r.old) for r in batch]
+
+    def loss(at: np.ndarray) -> float:
+        losses = []
+        for r, a, start in zip(batch, credit, starts, strict=True):
+            logp = r.logprobs(at)
+            losses.append(formula.objective(a, logp, np.exp(logp - r.old), start))
+            if formula.penalty is not None:
+                losses[-1] = losses[-1] + formula.penalty(logp, r.ref)
+        return float(formula.aggregate(losses))
+
+    gradient = np.zeros_like(table)
+    for at in np.ndindex(table.shape):
+        step = np.zeros_like(table)
+        step[at] = 1e-5
+        gradient[at] = (loss(table + step) - loss(table - step)) / 2e-5
+    return loss(table), gradient
+
+
+def batch_and_engine(seed: int) -> tuple[SequenceSample, BigramEngine]:
+    """A ragged batch that was sampled near the engine's policy: ratios from almost 1 to far off."""
+    engine = BigramEngine(vocabulary=VOCABULARY, seed=seed, lr=1.0)
+    data = random_batch(seed, n_prompts=8, vocabulary=VOCABULARY)
+    rng = np.random.default_rng(seed)
+    off = np.repeat(10 ** rng.uniform(-4.5, -0.3, data.n_sequences), data.lengths["input_ids"].flat)
+    logp = engine.output(data).logprobs().numpy() + off * rng.normal(size=len(off))
+    ref = logp + 0.3 * rng.normal(size=len(off))
+    return data.with_tokens(logprobs=torch.tensor(logp), ref_logprobs=torch.tensor(ref)), engine
+
+
+def test_every_shipped_algorithm_has_a_reference():
+    assert FORMULAS.keys() == list_algorithms().keys()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_loss_and_gradient_are_those_of_the_formula(name, seed):
+    made = shipped(name, f"interfaces.actor.generation={{n: 4, max_new_tokens: {LIMIT}}}")
+    data, engine = batch_and_engine(seed)
+    (inputs,) = (rpc.inputs for rpc in made.graph.rpcs if rpc.name == "actor_train")
+    start = engine.logits_VV.clone()
+    actor, two = made.interfaces["actor"], MicroBatchSpec(n_microbatches=2)
+    stats = actor.train_step(Model("actor", engine), data.select(inputs), two)
+    loss, gradient = reference(FORMULAS[name], data, start.numpy())
+    assert stat_values(stats)["loss"] == pytest.approx(loss, abs=1e-6)
+    np.testing.assert_allclose((start - engine.logits_VV).numpy(), gradient, atol=2e-7)
+    assert np.abs(gradient).max() > 1e-3
+
+
+def test_no_two_of_them_are_the_same_update():
+    data, engine = batch_and_engine(0)
+    found = {name: reference(formula, data, engine.logits_VV.numpy())[1] for name, formula in FORMULAS.items()}
+    for (name, a), (other, b) in itertools.combinations(found.items(), 2):
+        assert np.abs(a - b).max() > 1e-4, (name, other)
+
+
+# --- learning ---
+
+
+ON_POLICY = {"gpg": 60.0, "opo": 10.0, "remax": 10.0, "rloo": 10.0}
+"""Those that make one step per batch, and their learning rates: plain SGD feels the size of an advantage, and sums."""
+OTHERS = {"dr_grpo": 30.0, "gspo": 20.0}
+"""Learning rates of those with a ratio, whose second step per batch sees it leave 1; else 10."""
+
+
+class Start(BigramModel):
+    """Actor and reference begin as the same policy."""
+
+    def load(self, name, *, seed):
+        return super().load(name, seed=1)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, name, shuffle):
+    steps = [] if name in ON_POLICY else ["interfaces.actor.n_minibatches=2"]
+    made = shipped(name, "interfaces.actor.generation={n: 8, max_new_tokens: 4, fixed_length: true}", *steps)
+    actor = made.interfaces["actor"]
+    parts = {
+        "actor": actor,
+        "reward": CountToken(shuffle=shuffle),
+        "ref": ReferenceInterface(),
+        "baseline": GreedyInterface(actor.generation),
+    }
+    models = {"actor": Start((ON_POLICY | OTHERS).get(name, 10.0)), "ref": Start(), "baseline": SharedModel("actor")}
+    toy = experiment(
+        tmp_path,
+        steps=14,
+        graph=made.graph,
+        interfaces=parts,
+        models=models,
+        data=Prompts(64),
+        evaluation=None,
+        dynamic_sampling=made.dynamic_sampling,
+    )
+    runtime = LocalRuntime(toy)
+    rewards = [runtime.step(step)[0]["reward"] for step in range(1, 15)]
+    start, end = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    assert (end < start + 0.5) if shuffle else (end > start + 1.0), rewards
