@@ -17,6 +17,8 @@ OWN = ["ppo", "deepspeed_chat", "openrlhf_ppo", "instructgpt", "llama2_chat", "q
 """Recipes with a critic of its own, trained beside the actor."""
 SHARED = ["lm_human_preferences", "trlx_ppo"]
 """Recipes whose values come from a head on the policy's trunk."""
+AREAL = ["areal_ppo", "areal_decoupled"]
+"""Recipes of AReaL's first generation: several responses per prompt, judged by a function."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def small(name: str, folders: dict, out: Path, *more: str) -> list[str]:
-    learned = name != "trlx_ppo"
+    learned = name not in ("trlx_ppo", *AREAL)
     data = {"data.path": folders["prompts"]}
     if name == "instructgpt":
         data = {"data.prompts.path": folders["prompts"], "data.pretraining.path": folders["text"]}
@@ -98,6 +100,20 @@ def test_a_recipe_with_a_shared_trunk_runs_end_to_end(name, folders, tmp_path):
     last = trained(name, folders, tmp_path / "run")
     assert {"value_loss", "explained_variance", "return_mean"} & last.keys() >= {"value_loss"}
     assert (tmp_path / "run" / "final" / "actor" / "value_head.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", AREAL)
+def test_a_recipe_of_areal_runs_end_to_end(name, folders, tmp_path):
+    overrides = small(name, folders, tmp_path / "run", "interfaces.actor.generation.n=4")
+    result = run(build_experiment(compose(overrides)))
+    first, last = result.history[1:]
+    assert first["optimizer_steps"] == last["optimizer_steps"] == 4
+    assert first["first_logprob_diff_max"] < 1e-4
+    assert {"policy_loss", "early_stopped", "advantage_max"} <= last.keys()
+    with_critic = name == "areal_ppo"
+    assert ({"critic/value_loss", "ref_kl_per_sequence", "kl_coef"} <= last.keys()) == with_critic
+    assert any(key.startswith("behaviour_weight") for key in last) != with_critic
+    assert (tmp_path / "run" / "final" / "critic").exists() == with_critic
 
 
 def test_lm_human_preferences_step_by_step(folders, tmp_path):
