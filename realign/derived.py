@@ -12,6 +12,8 @@ from realign.runtime import Experiment
 
 OPTIMIZER_STEPS = "optimizer steps per step"
 IDLE_STEPS = "steps before the first update"
+OF_TRAINING = {OPTIMIZER_STEPS, "prompts per optimizer step", "loss"}
+"""Rows that are left out for a role that the graph does not train, such as the reward model of PPO."""
 
 
 def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
@@ -27,6 +29,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     for role in roles:
         rows |= _sampling_rows(e, role)
     described = {role: _describe(e.interfaces[role], e.batch_prompts) for role in roles}
+    for role in set(roles) - {rpc.model for rpc in e.graph.rpcs if rpc.method == "train_step"}:
+        described[role] = {name: value for name, value in described[role].items() if name not in OF_TRAINING}
     several = sum(map(bool, described.values())) > 1
     for role, own in described.items():
         rows |= {f"{role}: {name}" if several else name: value for name, value in own.items()}

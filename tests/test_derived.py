@@ -96,6 +96,12 @@ def test_steps_before_the_first_update_make_no_optimizer_step():
     assert rows["actor: optimizer steps in all"] == "3,800"
 
 
+def test_a_role_that_is_not_trained_has_no_rows_of_training():
+    e = experiment()
+    graph = DataflowGraph(tuple(rpc for rpc in e.graph.rpcs if rpc.name != "judge_train"), dataset_keys=("prompt_ids",))
+    assert not [name for name, _ in derived_rows(experiment(graph=graph)) if name.startswith("judge")]
+
+
 def test_the_filter_of_dynamic_sampling_is_a_row():
     rpcs = (RPC("judge", "judge", "inference", ("prompt_ids",), ("rewards",)),)
     graph = DataflowGraph(rpcs, dataset_keys=("prompt_ids",))

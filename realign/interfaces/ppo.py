@@ -673,6 +673,8 @@ def old_logprobs(data: SequenceSample) -> Tensor:
 
 def normalization_formula(spec: Normalization, x: str = "A") -> str:
     """`spec` as a formula for people; `x` is what it normalises."""
+    if (spec.mean, spec.std) == (Scope.none, Scope.none):
+        return "none"
     mean = {Scope.none: "", Scope.batch: " - mean(batch)", Scope.group: " - mean(group)"}[spec.mean]
     if spec.leave_one_out:
         mean = mean.replace(")", " without itself)")

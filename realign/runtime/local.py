@@ -44,6 +44,8 @@ HEADLINE = (
     "clip_fraction",
     "approx_kl",
     "ref_kl_per_sequence",
+    "critic/explained_variance",
+    "explained_variance",
     "response_tokens",
     "grad_norm",
     "lr",

@@ -509,7 +509,7 @@ def test_the_graph_scores_before_it_trains(kl, recompute):
 
 
 def test_the_formula_says_what_is_computed():
-    assert normalization_formula(RAW) == "A per sequence"
+    assert normalization_formula(RAW) == "none"
     assert normalization_formula(Normalization(Scope.group, Scope.none, leave_one_out=True)) == (
         "A - mean(group without itself) per sequence"
     )
