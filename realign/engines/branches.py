@@ -127,10 +127,12 @@ def train_top(module: Any, layers: int) -> None:
 def layers_that_train(module: Any) -> int | None:
     """The smallest number of top layers such that nothing below them requires a gradient; None: something always does.
 
-    At least 1. Embeddings are below every layer, the final norm and the head above.
+    At least 1. Embeddings are below every layer, also those that the head is tied to; the final norm and any other head
+    are above.
     """
     stack = read_stack(module)
     above = {id(p) for part in stack.top(0) for p in part.parameters()} | {id(p) for p in _head_parameters(module)}
+    above -= {id(p) for p in module.get_input_embeddings().parameters()}
     trained = {id(p) for p in module.parameters() if p.requires_grad} - above
     for n in range(len(stack.layers) + 1):
         if trained <= {id(p) for layer in stack.top(n) for p in layer.parameters()}:

@@ -89,6 +89,9 @@ def test_a_reference_over_a_trunk_that_moves_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "m")
     with pytest.raises(ValueError, match=r"models\.ref: model 'actor' trains all of its weights.*trained_layers or l"):
         load(folder)
+    tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)  # the head's weight is the trunk's, too
+    with pytest.raises(ValueError, match=r"models\.ref: model 'actor' trains all of its weights"):
+        load(tied)
     with pytest.raises(ValueError, match=r"models\.ref: layers=1 .* are fewer than the 2 that are trained"):
         load(folder, layers=1, trained_layers=2)
     with pytest.raises(ValueError, match=r"models\.ref: layers must be from 1 to 3, .* layers, found 4"):
