@@ -212,8 +212,8 @@ class RewardModelInterface(ModelInterface):
         self.gain, self.bias = float(state["gain"]), float(state["bias"])
 
     def adopt(self, saved: Mapping[str, Any]) -> None:
-        """Take over the gain and the bias that the weights were saved with."""
-        if saved:
+        """Take over the gain and the bias that the weights were saved with; those of a policy or a critic have none."""
+        if "gain" in saved:
             self.load_state_dict(saved)
 
     def describe(self, batch_prompts: int) -> dict[str, str]:

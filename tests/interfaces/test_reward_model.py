@@ -11,7 +11,9 @@ from transformers import AutoModelForSequenceClassification
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.engines import TransformersModel
+from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.cutting import ResponseCut
+from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
@@ -198,6 +200,15 @@ def test_gain_and_bias_come_with_the_weights_they_were_saved_with():
     assert (second.gain, second.bias) == (1.0, 0.0)
     second.adopt(first.state_dict())
     assert (second.gain, second.bias) == (1.0, -2.0)
+
+
+@pytest.mark.parametrize(
+    "other", [PPOActorInterface(), PPOCriticInterface(normalization=ValueNormalization(ValueScale.cumulative))]
+)
+def test_a_reward_model_starts_from_the_folder_of_a_policy_or_a_critic(other):
+    reward = RewardModelInterface()
+    reward.adopt(other.state_dict())
+    assert (reward.gain, reward.bias) == (1.0, 0.0)
 
 
 def answered_by_hand() -> SequenceSample:
