@@ -106,11 +106,18 @@ class RunningMoments:
         """`x * scale + mean`, which undoes `normalize`."""
         return (x_N.double() * self.scale + self.mean).to(at_least_fp32(x_N).dtype)
 
-    def state_dict(self) -> dict[str, float]:
-        """Plain numbers, for JSON."""
-        return {"mean": self._mean, "variance": self._variance, "weight": self._weight, "count": self.count}
+    def state_dict(self) -> dict[str, float | str]:
+        """Plain numbers and the kind, for JSON."""
+        numbers = {"mean": self._mean, "variance": self._variance, "weight": self._weight, "count": self.count}
+        return {"kind": self.kind.value, **numbers}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from saved moments."""
+    def load_state_dict(self, state: Mapping[str, float | str]) -> None:
+        """Continue from saved moments.
+
+        Raises:
+            ValueError: they are of the other kind, under whose weights this one would count new batches wrongly.
+        """
+        if state["kind"] != self.kind.value:
+            raise ValueError(f"saved running moments are {state['kind']}, and cannot go on as {self.kind.value}")
         self._mean, self._variance = float(state["mean"]), float(state["variance"])
         self._weight, self.count = float(state["weight"]), float(state["count"])
