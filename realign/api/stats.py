@@ -39,6 +39,14 @@ class Sum(NamedTuple):
     value: Tensor
 
 
+class Variance(NamedTuple):
+    """A population variance, kept as count, sum and sum of squares in float64 (0-d tensors); merged by adding them."""
+
+    n: Tensor
+    x: Tensor
+    xx: Tensor
+
+
 class Correlation(NamedTuple):
     """A Pearson correlation of x and y, kept as six float64 sums (0-d tensors); merged by adding them."""
 
@@ -50,7 +58,7 @@ class Correlation(NamedTuple):
     xy: Tensor
 
 
-Stat: TypeAlias = Mean | Max | Min | Sum | Correlation
+Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Correlation
 Stats: TypeAlias = dict[str, Stat]
 
 
@@ -63,6 +71,12 @@ def masked_max(x: Tensor, mask: Tensor) -> Max:
     """The `Max` of `x` [N] where `mask` [N] bool holds; -inf (left out of the report) when it holds nowhere."""
     floor = torch.full((1,), -torch.inf, device=x.device)
     return Max(torch.cat([floor, torch.where(mask, x.detach().float(), -torch.inf)]).max())
+
+
+def masked_variance(x: Tensor, mask: Tensor) -> Variance:
+    """The `Variance` of `x` [N] where `mask` [N] bool holds; left out of the report when it holds nowhere."""
+    x = torch.where(mask, x.detach().double(), 0)
+    return Variance(mask.sum().double(), x.sum(), (x * x).sum())
 
 
 def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Correlation:
@@ -113,6 +127,9 @@ def _value(stat: Stat, fields: list[float]) -> float | None:
     if isinstance(stat, Mean):
         total, weight = fields
         return total / weight if weight != 0 else None
+    if isinstance(stat, Variance):
+        n, x, xx = fields
+        return max(0.0, xx / n - (x / n) ** 2) if n else None
     if isinstance(stat, Correlation):
         return _pearson(*fields)
     of_nothing = {Max: -math.inf, Min: math.inf}.get(type(stat))
@@ -133,7 +150,8 @@ def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
     kind = type(raw) if isinstance(raw, Stat) else Mean
     if not isinstance(raw, tuple) or len(raw) != len(kind._fields):
         raise ValueError(
-            f"metric {name!r} must be Mean, Max, Min, Sum, Correlation or (total, weight), found {type(raw).__name__}"
+            f"metric {name!r} must be Mean, Max, Min, Sum, Variance, Correlation or (total, weight), "
+            f"found {type(raw).__name__}"
         )
     fields = [torch.as_tensor(x).detach() for x in raw]
     for x in fields:
@@ -158,6 +176,8 @@ def _merge(name: str, a: Stat, b: Stat) -> Stat:
         return Min(torch.minimum(a.value, b.value))
     if isinstance(a, Sum) and isinstance(b, Sum):
         return Sum(a.value + b.value)
+    if isinstance(a, Variance) and isinstance(b, Variance):
+        return Variance(a.n + b.n, a.x + b.x, a.xx + b.xx)
     if isinstance(a, Correlation) and isinstance(b, Correlation):
         return Correlation(*(p + q for p, q in zip(a, b, strict=True)))
     raise ValueError(f"metric {name!r} is a {type(a).__name__} in one part and a {type(b).__name__} in another")

@@ -39,14 +39,12 @@ from realign.api import (
     Stats,
     masked_max,
     masked_mean,
+    masked_variance,
     merge_stats,
     part_sizes,
-    stat_values,
 )
 from realign.functional import (
-    AdaptiveKLController,
     Aggregation,
-    FixedKLController,
     KLEstimator,
     Level,
     Normalization,
@@ -66,86 +64,11 @@ from realign.functional import (
     token_rewards,
 )
 from realign.interfaces.critic import ValueObjective, trained, value_stats
+from realign.interfaces.formulas import normalization_formula, objective_formula
+from realign.interfaces.limits import EarlyStop, KLPenalty, KLPlace
 from realign.interfaces.pretraining import mix_pretraining
+from realign.interfaces.reference import ReferenceInterface, old_logprobs, score_logprobs
 from realign.interfaces.shaping import RewardShaping, Truncation
-
-
-class KLPlace(StrEnum):
-    """Where the penalty for leaving the reference policy is applied: once, never in both places."""
-
-    none = "none"
-    reward = "reward"
-    loss = "loss"
-
-
-@dataclass
-class KLPenalty:
-    """KL penalty against the reference policy."""
-
-    place: KLPlace = KLPlace.none
-    """none | reward (subtracted from every token's reward) | loss (added to the loss)."""
-    coef: float = 0.05
-    """Weight, in reward (or loss) per nat; the first one when `target` is set."""
-    estimator: KLEstimator = KLEstimator.k1
-    """k1 | k2 | k3 | abs, per token. In the loss k1 has an expected gradient of 0 and is refused."""
-    target: float | None = None
-    """Nats per sequence that the adaptive controller steers to; null keeps `coef` fixed (arXiv:1909.08593)."""
-    horizon: int = 10_000
-    """Sequences over which the adaptive controller corrects an error."""
-
-    def __post_init__(self) -> None:
-        if self.place is KLPlace.loss and self.estimator is KLEstimator.k1:
-            raise ValueError("kl.estimator=k1 in the loss has an expected gradient of 0; choose k2 or k3")
-        if not self.coef >= 0:
-            raise ValueError(f"kl.coef must not be negative, found {self.coef}")
-        if self.target is not None and self.place is KLPlace.none:
-            raise ValueError(f"kl.target={self.target:g} steers a penalty that kl.place=none does not apply")
-        if self.target is not None and self.coef == 0:
-            raise ValueError("kl.target multiplies kl.coef, and would leave a coefficient of 0 at 0; start above 0")
-
-    def controller(self) -> FixedKLController | AdaptiveKLController:
-        """The object that holds the coefficient."""
-        if self.target is None:
-            return FixedKLController(self.coef)
-        return AdaptiveKLController(self.coef, self.target, self.horizon)
-
-
-@dataclass
-class EarlyStop:
-    """Bounds on how far one rollout batch may move the policy.
-
-    The mini-batch that is found beyond a bound makes no optimizer step (no weight, moment or schedule moves), and the
-    rest of the batch's mini-batches and epochs are left out.
-    """
-
-    kl: float | None = None
-    """Nats per token: bound on `approx_kl` (k3 of the old policy against the present one); null: none."""
-    ratio: float | None = None
-    """Bound on the mean probability ratio `ratio_mean` (realhf: 5); null: none."""
-
-    def __post_init__(self) -> None:
-        if self.kl is not None and not self.kl > 0:
-            raise ValueError(f"early_stop.kl must be positive, or null, found {self.kl}")
-        if self.ratio is not None and not self.ratio > 1:
-            raise ValueError(f"early_stop.ratio must be above 1, or null, found {self.ratio}")
-
-    @property
-    def bounded(self) -> bool:
-        """Whether there is a bound."""
-        return (self.kl, self.ratio) != (None, None)
-
-    def describe(self) -> str:
-        """The bounds for people; empty without one."""
-        bounds = {"approx_kl": self.kl, "ratio_mean": self.ratio}
-        return " or ".join(f"{name} above {bound:g}" for name, bound in bounds.items() if bound is not None)
-
-    def allows(self, stats: Stats) -> bool:
-        """Whether the mini-batch with these metrics (over all ranks) may make its step."""
-        if not self.bounded:
-            return True  # without reading metrics, which waits for the device
-        values = stat_values(stats)
-        bounds = {"approx_kl": self.kl, "ratio_mean": self.ratio}
-        return all(bound is None or values.get(name, 0.0) <= bound for name, bound in bounds.items())
 
 
 @dataclass
@@ -421,6 +344,7 @@ class PPOActorInterface(ModelInterface):
             "policy_loss": masked_mean(clip.loss_T, mask_T),
             "clip_fraction": masked_mean(clip.clipped_T, mask_T),
             "ratio_mean": masked_mean(clip.ratio_T, mask_T),
+            "ratio_var": masked_variance(clip.ratio_T, mask_T),
             "ratio_max": masked_max(clip.ratio_T, mask_T),
             "ratio_min": Min(-masked_max(-clip.ratio_T, mask_T).value),
             "ratio_clamped_fraction": masked_mean(clip.clamped_T, mask_T),
@@ -460,7 +384,11 @@ class PPOActorInterface(ModelInterface):
         """Metrics of the rollout batch itself."""
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
         trained_S = segment_sum(mask_T, cu_seqlens) > 0
-        stats: Stats = {"trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S))}
+        surprise_S = segment_sum(torch.where(mask_T, -data["logprobs"], 0), cu_seqlens)
+        stats: Stats = {
+            "trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S)),
+            "entropy_per_sequence": masked_mean(surprise_S, trained_S),
+        }
         if "advantages" in data:
             stats |= self.credit_stats(data)
         if "ref_logprobs" in data:
@@ -471,14 +399,13 @@ class PPOActorInterface(ModelInterface):
         return stats
 
     def credit_stats(self, data: SequenceSample) -> Stats:
-        """Metrics of advantages, over the tokens that train; of values and returns where there is a critic."""
+        """Metrics of advantages, over the tokens that train."""
         mask_T, advantages_T = data["loss_mask"], data["advantages"]
-        stats: Stats = {
+        return {
             "advantage_mean": masked_mean(advantages_T, mask_T),
             "advantage_max": masked_max(advantages_T, mask_T),
             "advantage_min": Min(-masked_max(-advantages_T, mask_T).value),
         }
-        return stats
 
     def _update_kl(self, model: Model, data: SequenceSample, stats: Stats) -> None:
         """Move the coefficient once per rollout batch, by the KL per trained sequence over all ranks (SEEDS A34)."""
@@ -515,20 +442,16 @@ class PPOActorInterface(ModelInterface):
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Rows of the table that is shown at launch."""
         steps = self.epochs * self.n_minibatches
-        kl = self.kl
-        place = "not applied" if kl.place is KLPlace.none else f"in the {kl.place.value}, {kl.estimator.value}"
-        if kl.place is not KLPlace.none:
-            place += f", coefficient {kl.coef:g}"
-        if kl.target is not None:
-            place += f" at first, steered to {kl.target:g} nats per sequence over {kl.horizon:,} sequences"
         whose = " of each mini-batch" if self.credit_per_minibatch else ""
         rows = {
             "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
             "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
-            "KL to reference": place,
+            "KL to reference": self.kl.describe(),
             "credit": self.credit_formula(),
             "advantage normalisation": normalization_formula(self.adv_norm) + whose,
-            "policy objective": self._formula(),
+            "policy objective": objective_formula(
+                self.objective, self.clip_low, self.clip_high, self.tau_pos, self.tau_neg
+            ),
             "loss aggregation": self.aggregation.value,
         }
         return rows | {name: value for name, value in self._further_rows().items() if value}
@@ -556,30 +479,6 @@ class PPOActorInterface(ModelInterface):
             if (warm_up := self.critic_warmup_steps)
             else "",
         }
-
-    def _formula(self) -> str:
-        """The policy objective with its bounds, for people."""
-        if self.objective is PolicyObjective.sapo:
-            return f"sapo, temperatures {self.tau_pos:g} and {self.tau_neg:g}"
-        if not self.objective.has_clip:
-            return f"{self.objective.value}, no ratio"
-        logarithm = self.objective is PolicyObjective.gmpo
-        start = 0 if logarithm else 1
-        low = ("-inf" if logarithm else "0") if self.clip_low is None else f"{start - self.clip_low:g}"
-        of = {PolicyObjective.gspo: "sequence ratio", PolicyObjective.gmpo: "log-ratio"}.get(self.objective, "ratio")
-        return f"{self.objective.value}, {of} in [{low}, {start + self.clip_high:g}]"
-
-
-@dataclass
-class ReferenceInterface(ModelInterface):
-    """A frozen policy that only scores: `logprobs` of sampled tokens, at the sampler's temperature."""
-
-    temperature: float = 1.0
-    """Must be the sampler's; the launch compares them."""
-
-    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`logprobs` [T] of the sampled tokens."""
-        return score_logprobs(model, data, mb_spec, self.temperature)
 
 
 class CriticPlace(StrEnum):
@@ -657,30 +556,12 @@ def dataflow(
     return DataflowGraph(tuple(rpcs), dataset_keys=dataset_keys, results=("versions", "truncated"))
 
 
-def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
-    """A sample with `logprobs` [T] of the tokens of `loss_mask` under the model, at `temperature`."""
-
-    def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-        return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
-
-    return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
-
-
-def old_logprobs(data: SequenceSample) -> Tensor:
-    """[T] log-probs that ratios are taken against: the recomputed ones where the graph has them, else behaviour."""
-    return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
-
-
-def normalization_formula(spec: Normalization, x: str = "A") -> str:
-    """`spec` as a formula for people; `x` is what it normalises."""
-    if (spec.mean, spec.std) == (Scope.none, Scope.none):
-        return "none"
-    mean = {Scope.none: "", Scope.batch: " - mean(batch)", Scope.group: " - mean(group)"}[spec.mean]
-    if spec.leave_one_out:
-        mean = mean.replace(")", " without itself)")
-    if spec.std is Scope.none:
-        return f"{x}{mean} per {spec.level.value}"
-    kind = "sample" if spec.unbiased else "population"
-    deviation = f"{kind} std({spec.std.value})"
-    below = f"sqrt({deviation}^2 + {spec.eps:g})" if spec.eps_inside_sqrt else f"({deviation} + {spec.eps:g})"
-    return f"({x}{mean}) / {below} per {spec.level.value}"
+__all__ = [
+    "CriticPlace",
+    "EarlyStop",
+    "KLPenalty",
+    "KLPlace",
+    "PPOActorInterface",
+    "ReferenceInterface",
+    "dataflow",
+]

@@ -20,6 +20,7 @@ from realign.api import (
     correlation,
     masked_max,
     masked_mean,
+    masked_variance,
     merge_stats,
     stat_values,
 )
@@ -134,8 +135,8 @@ def test_one_name_has_one_kind(a: object, b: object, kinds: str) -> None:
 @pytest.mark.parametrize(
     ("stat", "message"),
     [
-        (t(1.0), "must be Mean, Max, Min, Sum, Correlation or .*, found Tensor"),
-        ((t(1.0),), "must be Mean, Max, Min, Sum, Correlation or .*, found tuple"),
+        (t(1.0), "must be Mean, Max, Min, Sum, Variance, Correlation or .*, found Tensor"),
+        ((t(1.0),), "must be Mean, Max, Min, Sum, Variance, Correlation or .*, found tuple"),
         (Sum(torch.zeros(2)), r"must be of single numbers, found a tensor of shape \[2\]"),
     ],
 )
@@ -167,3 +168,13 @@ def test_a_correlation_by_hand_and_where_there_is_none() -> None:
     assert value([1, 2, 3], [1, 3, 2]) == {"r": pytest.approx(0.5)}
     assert value([1, 2, 3], [3, 2, 1]) == {"r": pytest.approx(-1.0)}
     assert value([2.1, 2.1, 2.1], [1, 2, 3]) == value([1], [2]) == value([], []) == {}
+
+
+def test_a_variance_is_that_of_all_parts_together():
+    x = torch.tensor([1.0, 1.5, 4.0, -2.0, math.nan])
+    mask = x.isfinite()
+    whole = stat_values({"v": masked_variance(x, mask)})
+    parts = merge_stats({"v": masked_variance(x[i : i + 2], mask[i : i + 2])} for i in (0, 2, 4))
+    assert whole["v"] == pytest.approx(float(x[:4].var(correction=0)))
+    assert stat_values(parts)["v"] == pytest.approx(whole["v"])
+    assert stat_values({"v": masked_variance(x, torch.zeros(5, dtype=torch.bool))}) == {}
