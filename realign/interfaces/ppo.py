@@ -203,7 +203,21 @@ class PPOActorInterface(ModelInterface):
             )
 
     def required_inputs(self, method: str) -> frozenset[str]:
-        """Keys without which a setting would have no effect: `ref_logprobs` for a KL penalty, and so on."""
+        """Keys without which a setting would have no effect: `ref_logprobs` for a KL penalty, and so on.
+
+        Raises:
+            ValueError: the graph has a critic of its own (it calls `credit`), and a setting is for one without.
+        """
+        if method == "credit" and self.credit_per_minibatch:
+            raise ValueError(
+                "credit_per_minibatch assigns credit in train_step, but with graph.critic=own it is assigned once, for "
+                "actor and critic; use graph.critic=shared or none"
+            )
+        if method == "credit" and self.value is not None:
+            raise ValueError(
+                "value adds the loss of values to the policy's, but with graph.critic=own the critic learns them; "
+                "use graph.critic=shared, or set value=null"
+            )
         needs = {
             "ref_logprobs": self.kl.place is not KLPlace.none,
             "truncated": self.truncation.looks,

@@ -361,6 +361,16 @@ def test_bounds_are_checked():
         EarlyStop(ratio=0.5)
 
 
+def test_settings_without_a_critic_of_its_own_are_refused_with_one():
+    for setting, message in (
+        ({"credit_per_minibatch": True}, "credit_per_minibatch assigns credit in train_step"),
+        ({"value": ValueObjective()}, "with graph.critic=own the critic learns them"),
+    ):
+        PPOActorInterface(**setting).required_inputs("train_step")
+        with pytest.raises(ValueError, match=message):
+            PPOActorInterface(**setting).required_inputs("credit")
+
+
 def test_what_a_setting_needs_of_the_graph():
     interface = PPOActorInterface(
         kl=KLPenalty(KLPlace.loss, estimator=KLEstimator.k2),
@@ -369,9 +379,10 @@ def test_what_a_setting_needs_of_the_graph():
         ptx_coef=1.0,
     )
     needed = {"ref_logprobs", "truncated", "bootstrap_values", "values"}
-    assert interface.required_inputs("credit") == needed
+    assert replace(interface, value=None).required_inputs("credit") == needed - {"values"}
     assert interface.required_inputs("train_step") == needed | {"ptx_input_ids"}
     assert interface.required_inputs("inference") == frozenset()
+    assert PPOActorInterface(critic_warmup_steps=1).required_inputs("credit") == {"values"}
 
 
 def test_the_launch_table_says_what_is_done_beside_plain_ppo():
