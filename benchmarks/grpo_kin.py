@@ -6,7 +6,8 @@
 
 Every algorithm trains the same model on the same prompts, with the same learning rate, for 60 steps of 32 prompts with
 8 responses. Those with a ratio make 4 optimizer steps per batch, so that the ratio leaves 1; the others make one. A run
-that is already in runs/grpo_kin/NAME is not made again. The last lines are a table of held-out accuracy.
+that is already in runs/grpo_kin/NAME is not made again. The control is GRPO on rewards dealt out at random. The last
+lines are a table of held-out accuracy: first, halfway, last.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ COMMON = [
 ]
 ON_POLICY = {"gpg", "opo", "remax", "rloo"}
 MORE = {"dapo": ["interfaces.actor.truncation.overlong_buffer=1"]}
+CONTROL = "grpo_shuffled_rewards"
 METRIC = "eval/reward"
 BLUE, GREY = "#0072B2", "#8C8C8C"
 
 Points = list[tuple[float, float]]
 
 
-def curve(name: str, overrides: list[str]) -> Points:
-    """Held-out accuracy over steps: of the run in its folder, or of a new one."""
-    folder = OUT / name
+def curve(name: str, overrides: list[str], *, label: str | None = None) -> Points:
+    """Held-out accuracy over steps: of the run in its folder (`label`, else `name`), or of a new one."""
+    folder = OUT / (label or name)
     if not (folder / "final").exists():
         ratio = [] if name in ON_POLICY else ["interfaces.actor.n_minibatches=4"]
         own = [f"algorithm={name}", f"name={name}", f"output_dir={folder}", "overwrite=true", *ratio]
@@ -64,7 +66,7 @@ def draw(curves: dict[str, Points], path: Path) -> None:
         ax.plot(*zip(*curves["grpo"], strict=True), color=GREY, linestyle="--", linewidth=1.2)
         ax.plot(*zip(*points, strict=True), color=BLUE, marker="o", markersize=3, linewidth=1.6)
         ax.set_title(name, fontsize=9)
-        ax.set_ylim(0, 1)
+        ax.set_ylim(0, 1.04)
         ax.tick_params(labelsize=8, labelbottom=True)
         ax.grid(alpha=0.25)
     figure.savefig(path, dpi=110)
@@ -75,7 +77,9 @@ def main(overrides: list[str]) -> None:
     curves = {}
     for name in names:
         curves[name] = curve(name, overrides)
-        print(f"{name:<30} {curves[name][0][1]:.2f} -> {curves[name][-1][1]:.2f}", flush=True)
+    curves[CONTROL] = curve("grpo", [*overrides, "interfaces.reward.shuffle=true"], label=CONTROL)
+    for name, points in curves.items():
+        print(f"{name:<30} {points[0][1]:.2f} -> {points[len(points) // 2][1]:.2f} -> {points[-1][1]:.2f}")
     draw(curves, OUT / "curves.png")
 
 
