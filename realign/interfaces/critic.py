@@ -63,6 +63,8 @@ class ValueObjective:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"the value objective's {name} must be positive, found {value}")
+        if self.kind is not ValueLoss.huber and self.huber_delta != ValueObjective.huber_delta:
+            raise ValueError(f"the value objective's huber_delta={self.huber_delta:g} has no effect with kind=mse")
 
     def describe(self) -> str:
         """The loss for people, without `coef`."""
@@ -115,6 +117,16 @@ class ValueNormalization:
     """Of scale=exponential: what is kept of the moments at each training step (realhf: 0.99995)."""
     eps: float = 1e-5
     """Added to the deviation."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1 or not self.eps >= 0:
+            raise ValueError(
+                f"normalization.beta must be in [0, 1) and eps at least 0, found {self.beta:g} and {self.eps:g}"
+            )
+        if self.scale is not ValueScale.exponential and self.beta != ValueNormalization.beta:
+            raise ValueError(f"normalization.beta={self.beta:g} has no effect with scale={self.scale.value}")
+        if self.scale is ValueScale.none and self.eps != ValueNormalization.eps:
+            raise ValueError(f"normalization.eps={self.eps:g} has no effect with scale=none")
 
     def moments(self) -> RunningMoments | None:
         """The object that keeps them; mean 0 and deviation 1 until the first training step."""

@@ -53,7 +53,7 @@ class RewardShaping:
             raise ValueError("reward.center=true takes the mean of the scores of reward.scale, which is none")
         if self.gain == 0:
             raise ValueError("reward.gain=0 would make every reward the same")
-        self.moments = RunningMoments(MomentsKind.cumulative)
+        self.moments = RunningMoments(MomentsKind.cumulative, eps=0.0)
 
     def observe(self, rewards_S: Tensor, valid_S: Tensor, reduce: Callable[[Tensor], Tensor]) -> None:
         """Take a rollout batch into the moments that `scale` divides by.
@@ -71,9 +71,8 @@ class RewardShaping:
         scores_S = self._clipped(rewards_S)
         if self.center:
             scores_S = scores_S - self.moments.mean
-        # scores that were all the same so far have no scale to be divided by
-        scaled = self.scale is not RewardScale.none and self.moments.std > 0
-        return scores_S / self.moments.std if scaled else scores_S
+        # scores that were all the same so far, up to rounding, have no scale to be divided by: it is 1 then
+        return scores_S if self.scale is RewardScale.none else scores_S / self.moments.scale
 
     def _clipped(self, rewards_S: Tensor) -> Tensor:
         exact_S = rewards_S.to(torch.promote_types(rewards_S.dtype, torch.float32))  # bf16 would round bias and mean
@@ -148,6 +147,10 @@ class Truncation:
             raise ValueError(
                 f"truncation.overlong_buffer and overlong_penalty must not be negative, found {self.overlong_buffer} "
                 f"and {self.overlong_penalty}"
+            )
+        if not self.overlong_buffer and self.overlong_penalty != Truncation.overlong_penalty:
+            raise ValueError(
+                f"truncation.overlong_penalty={self.overlong_penalty:g} has no effect with truncation.overlong_buffer=0"
             )
         if self.mask and (self.reward is not TruncatedReward.keep or self.bootstrap):
             raise ValueError(

@@ -92,7 +92,7 @@ def test_values_are_those_of_the_state_before_a_token_and_bootstrap_that_after_t
 
 @pytest.mark.parametrize("scale", [ValueScale.exponential, ValueScale.cumulative])
 def test_normalisation_is_the_identity_before_the_first_update_and_then_that_of_the_returns(scale):
-    interface = PPOCriticInterface(normalization=ValueNormalization(scale, beta=0.9, eps=0.0))
+    interface = PPOCriticInterface(normalization=ValueNormalization(scale, eps=0.0))
     plain = PPOCriticInterface()
     engine = BigramEngine()
     data = random_batch(1).select(KEYS)
@@ -179,6 +179,21 @@ def test_sequences_without_a_trained_token_cost_no_pass():
 def test_settings_that_cannot_work_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         PPOCriticInterface(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "message"),
+    [
+        (ValueObjective, {"huber_delta": 3.0}, "huber_delta=3 has no effect with kind=mse"),
+        (ValueNormalization, {"beta": 0.9}, "beta=0.9 has no effect with scale=none"),
+        (ValueNormalization, {"scale": ValueScale.cumulative, "beta": 0.9}, "no effect with scale=cumulative"),
+        (ValueNormalization, {"eps": 0.1}, "eps=0.1 has no effect with scale=none"),
+        (ValueNormalization, {"scale": ValueScale.exponential, "beta": 1.0}, r"beta must be in \[0, 1\)"),
+    ],
+)
+def test_options_without_effect_are_refused(kind, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**kwargs)
 
 
 def test_the_objective_is_checked():

@@ -58,6 +58,8 @@ def test_missing_scores_stay_missing_and_are_in_no_moment():
 
 def test_scores_that_are_all_the_same_are_left_as_they_are():
     assert shaped(RewardShaping(scale=RewardScale.running), [2.0, 2.0]) == [2.0, 2.0]
+    nearly = [0.1, 0.1, 0.1 + 1e-8]  # the rounding of fp32 is no scale
+    np.testing.assert_allclose(shaped(RewardShaping(scale=RewardScale.ref), nearly), nearly, rtol=1e-6)
 
 
 def test_state_is_restored():
@@ -107,6 +109,7 @@ def test_the_overlong_penalty_grows_within_the_buffer():
         ({"penalty": -1.0}, "truncation.reward=keep with truncation.penalty=-1.0"),
         ({"mask": True, "bootstrap": True}, "truncation.mask=true"),
         ({"overlong_buffer": -1}, "must not be negative"),
+        ({"overlong_penalty": 2.0}, "overlong_penalty=2 has no effect with truncation.overlong_buffer=0"),
     ],
 )
 def test_truncation_settings_that_contradict_are_refused(kwargs, message):
