@@ -29,7 +29,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     for role in roles:
         rows |= _sampling_rows(e, role)
     described = {role: _describe(e.interfaces[role], e.batch_prompts) for role in roles}
-    for role in set(roles) - {rpc.model for rpc in e.graph.rpcs if rpc.method == "train_step"}:
+    untrained = set(roles) - {rpc.model for rpc in e.graph.rpcs if rpc.method == "train_step"}
+    for role in untrained:
         described[role] = {name: value for name, value in described[role].items() if name not in OF_TRAINING}
     several = sum(map(bool, described.values())) > 1
     for role, own in described.items():
@@ -56,6 +57,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
     idle += [f"models.{r}" for r in e.models if r not in e.roles]
+    idle += [f"models.{r}.optimizer" for r in e.models if r in untrained and getattr(e.models[r], "optimizer", None)]
     rows["config keys never read"] = ", ".join(idle) or "none"
     return list(rows.items())
 
