@@ -140,10 +140,16 @@ class AdaptiveKLController:
             n_steps: sequences since the last update; 0 changes nothing.
 
         Raises:
-            ValueError: `kl` is not finite, which would destroy the coefficient for good.
+            ValueError: `kl` is not finite, or `n_steps` so far beyond `horizon` that the coefficient could become 0 or
+                negative; either would destroy it for good.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL given to the adaptive controller must be finite, found {kl}")
+        if self.clip * n_steps >= self.horizon:
+            raise ValueError(
+                f"the horizon of the adaptive KL controller must be above {self.clip:g} x {n_steps} sequences of an "
+                f"update, or the coefficient could become 0 or negative; found {self.horizon:g}"
+            )
         error = min(max(kl / self.target - 1, -self.clip), self.clip)
         self.value *= 1 + error * n_steps / self.horizon
 

@@ -52,8 +52,10 @@ class LossEvaluation(Evaluator):
         first: SequenceSample | None = None
         for batch in self.batches(dataset):
             for rpc in self._before(training, runtime.experiment.graph):
-                parts = runtime.models[rpc.model], runtime.interfaces[rpc.model]
-                batch, _ = call(rpc, *parts, batch, runtime.experiment.microbatch)
+                interface = runtime.interfaces[rpc.model]
+                if rpc.method == "credit":  # counts the scores that it shapes into moments
+                    interface = copy.deepcopy(interface)
+                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.experiment.microbatch)
             first = first or batch
             stats.append(self._loss(training, runtime, batch))
         assert first is not None

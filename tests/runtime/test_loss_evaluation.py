@@ -10,7 +10,9 @@ import torch
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.interfaces import dpo, ppo, reward_model, sft
+from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import ReferenceInterface
+from realign.interfaces.shaping import RewardScale, RewardShaping
 from realign.runtime import Experiment, LocalRuntime, LossEvaluation, run
 from realign.runtime.loss_evaluation import ForwardOnly
 from realign.testing import random_preferences
@@ -131,6 +133,23 @@ def test_state_of_an_interface_is_not_moved(tmp_path):
     assert "eval/loss" in found
     assert actor.state_dict() == state
     assert actor.epochs == 2
+
+
+def test_credit_of_held_out_rows_moves_no_scale_of_scores(tmp_path):
+    """Measured before training, they would be the batch that `scale=ref` divides by for good."""
+    actor = ppo.PPOActorInterface(reward=RewardShaping(scale=RewardScale.ref))
+    e = experiment(
+        tmp_path,
+        "sft",
+        graph=ppo.dataflow(critic=ppo.CriticPlace.own),
+        interfaces={"actor": actor, "critic": PPOCriticInterface(), "reward": CountThrees()},
+        models={"actor": Bigram(), "critic": Bigram()},
+        data=Prompts(8),
+        evaluation=LossEvaluation(Prompts(4), role="critic"),
+    )
+    state = actor.state_dict()
+    assert "eval/value_loss" in LocalRuntime(e).evaluate()[0]
+    assert actor.state_dict() == state
 
 
 def test_rows_are_passed_once_whatever_the_training_makes_of_them(tmp_path):
