@@ -1,1 +1,1 @@
-"""`python -m realign.demo`: a tiny model learns addition by SFT and then by GRPO, on a laptop, in minutes."""
+"""Tiny models that learn in minutes on a laptop: addition (`python -m realign.demo`), reviews (`realign.demo.rlhf`)."""

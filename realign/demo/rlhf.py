@@ -46,7 +46,7 @@ PANELS = (
         },
     ),
     Panel("KL to the SFT model (nats per response)", {"ref_kl_per_sequence": "PPO's batches"}),
-    Panel("entropy (nats per token)", {"entropy": "PPO's batches"}),
+    Panel("response length (tokens)", {"response_tokens": "training batch"}),
     Panel("critic", {"critic/explained_variance": "variance of returns explained"}),
 )
 
@@ -146,7 +146,7 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
 
 
 def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> Path:
-    """The picture: gold score, learned against gold reward, accuracy, KL, entropy, critic."""
+    """The picture: gold score, learned against gold reward, accuracy, KL, lengths, critic."""
     found = {record["step"]: record for record in compared}
     ppo = [record | found.get(record["step"], {}) for record in results.ppo.history]
     title = "Friendlier reviews: SFT, reward model, PPO" + (" with labels dealt at random (control)" * demo.shuffle)
@@ -164,9 +164,10 @@ def summarize(demo: Demo, results: Results, compared: Sequence[dict[str, float]]
         **{f"{key}_reward": _last([record[key] for record in compared]) for key in ("learned", "gold")},
         "reward_gap": _last([record["gap"] for record in compared]),
         "kl": _last(results.ppo.series("ref_kl_per_sequence")),
-        "entropy_before": results.ppo.series("entropy")[0],
-        "entropy_after": _last(results.ppo.series("entropy")),
     }
+    for metric in ("entropy", "response_tokens"):
+        values = results.ppo.series(metric)
+        numbers |= {f"{metric}_before": values[0], f"{metric}_after": _last(values)}
     own = [record["own_accuracy"] for record in compared if "own_accuracy" in record]
     if own:
         numbers |= {"own_accuracy_before": own[0], "own_accuracy_after": _last(own)}
@@ -198,6 +199,7 @@ def report(summary: dict[str, Any]) -> Table:
         )
     rows += [
         ("KL to the SFT model (nats per response)", "0", f"{summary['kl']:.1f}"),
+        ("response length (tokens)", *(f"{summary[f'response_tokens_{at}']:.1f}" for at in _TIMES)),
         ("entropy (nats per token)", *(f"{summary[f'entropy_{at}']:.2f}" for at in _TIMES)),
     ]
     for row in rows:

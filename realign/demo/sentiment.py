@@ -5,7 +5,8 @@ every tone are equally frequent, so a model that imitates them is neutral on ave
 and exclamation marks change what a word of praise counts, so the tone is not that of the single words.
 
 Preferences are pairs of continuations of one opening; VADER (`realign.rewards.sentiment`) says which is friendlier.
-Like people, the labels of training pairs are wrong now and then; those of held-out pairs are VADER's own.
+People who label pairs tend to take the longer one (arXiv:2310.03716). So do some labels of training pairs here: what
+the reward model learns of that, the policy will exploit. The labels of held-out pairs are VADER's own.
 
 `prepare` writes an ordinary Hugging Face folder and JSONL files, on which every command of the CLI works; so does
 
@@ -113,7 +114,7 @@ def prepare(
     seed: int,
     demonstrations: int = 20_000,
     pairs: int = 4000,
-    mistakes: float = 0.1,
+    hasty: float = 0.3,
     shuffle: bool = False,
     held_out_pairs: int = 500,
     held_out: int = 96,
@@ -126,7 +127,7 @@ def prepare(
         seed: of all that is drawn here, and of the weights.
         demonstrations: reviews for SFT.
         pairs: preferences for the reward model.
-        mistakes: fraction of these whose label is wrong.
+        hasty: fraction of these of which the longer one is preferred, whatever it says.
         shuffle: deal their labels out at random: the control under which nothing may be learned.
         held_out_pairs: preferences to judge the reward model by, without mistakes.
         held_out: openings to judge the policy by.
@@ -147,8 +148,8 @@ def prepare(
             for opening in rng.choices(kept, k=demonstrations)
         ),
     )
-    wrong = 0.5 if shuffle else mistakes
-    write_rows(task.pairs, (preference(rng, kept, wrong) for _ in range(pairs)))
+    labelled = [preference(rng, kept, hasty) for _ in range(pairs)]
+    write_rows(task.pairs, (dealt_out(rng, pair) for pair in labelled) if shuffle else labelled)
     words = vocabulary()
     build_model("llama", 2 + len(words), seed=seed).save_pretrained(task.model)
     _tokenizer(words).save_pretrained(task.model)
@@ -160,17 +161,25 @@ def openings() -> list[str]:
     return [f"{lead} the {aspect} {place}" for lead in LEADS for place, aspects in PLACES.items() for aspect in aspects]
 
 
-def preference(rng: random.Random, openings: Sequence[str], mistakes: float = 0.0) -> dict[str, str]:
-    """A pair of continuations of one opening that VADER tells apart; exchanged in this fraction of cases."""
+def preference(rng: random.Random, openings: Sequence[str], hasty: float = 0.0) -> dict[str, str]:
+    """A pair of continuations of one opening that VADER tells apart; preferred by length in this fraction of cases."""
     while True:
         prompt = rng.choice(openings)
         two = [continuation(rng, prompt) for _ in range(2)]
-        scores = [compound(prompt, response, {}) for response in two]
-        if scores[0] != scores[1]:
+        judged = [compound(prompt, response, {}) for response in two]
+        if judged[0] != judged[1]:
             break
-    if (scores[0] < scores[1]) != (rng.random() < mistakes):
-        two.reverse()
-    return {"prompt": prompt, "chosen": two[0], "rejected": two[1]}
+    lengths = [len(response.split()) for response in two]
+    if rng.random() < hasty and lengths[0] != lengths[1]:
+        judged = [float(length) for length in lengths]
+    chosen, rejected = two if judged[0] > judged[1] else reversed(two)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def dealt_out(rng: random.Random, pair: Mapping[str, str]) -> dict[str, str]:
+    """The pair with its label given by a coin."""
+    chosen, rejected = rng.sample([pair["chosen"], pair["rejected"]], 2)
+    return {"prompt": pair["prompt"], "chosen": chosen, "rejected": rejected}
 
 
 def continuation(rng: random.Random, opening: str) -> str:

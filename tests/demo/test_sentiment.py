@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from realign.demo.sentiment import continuation, openings, preference, prepare, vocabulary
+from realign.demo.sentiment import continuation, openings, prepare, vocabulary
 from realign.rewards.sentiment import compound
 
 
@@ -58,14 +58,20 @@ def test_responses_with_their_end_fit_into_what_the_policy_may_sample():
     assert longest + 1 <= 32
 
 
-def test_labels_are_wrong_now_and_then_and_at_random_in_the_control(task, tmp_path):
+def test_labels_that_are_wrong_prefer_the_longer_response(task):
     assert share_right(task.held_out_pairs) == 1
-    assert 0.8 <= share_right(task.pairs) < 1
-    rng = random.Random(1)
-    control = [preference(rng, openings(), 0.5) for _ in range(400)]
-    path = tmp_path / "control.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in control))
-    assert 0.4 < share_right(path) < 0.6
+    assert 0.75 <= share_right(task.pairs) < 1
+    for row in rows(task.pairs):
+        chosen, rejected = row["chosen"], row["rejected"]
+        if compound(row["prompt"], chosen, {}) < compound(row["prompt"], rejected, {}):
+            assert len(chosen.split()) > len(rejected.split())
+
+
+def test_the_control_deals_labels_out_at_random(tmp_path):
+    sizes = {"demonstrations": 5, "pairs": 400, "held_out_pairs": 40}
+    control = prepare(tmp_path, seed=0, shuffle=True, **sizes)
+    assert 0.4 < share_right(control.pairs) < 0.6
+    assert share_right(control.held_out_pairs) == 1
 
 
 def test_the_task_is_a_function_of_its_seed(task, tmp_path):
