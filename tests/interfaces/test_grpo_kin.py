@@ -240,7 +240,7 @@ def reference(formula: Formula, data: SequenceSample, table: np.ndarray) -> tupl
 
 
 def batch_and_engine(seed: int) -> tuple[SequenceSample, BigramEngine]:
-    """A ragged batch that was sampled near the engine's policy: ratios around the bounds of every clip, on both sides."""
+    """A ragged batch that was sampled near the engine's policy: ratios around the bounds of every clip."""
     engine = BigramEngine(vocabulary=VOCABULARY, seed=seed, lr=1.0)
     data = random_batch(seed, n_prompts=24, vocabulary=VOCABULARY)
     rng = np.random.default_rng(seed)
