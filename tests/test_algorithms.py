@@ -10,6 +10,7 @@ from realign import cli
 from realign.config import ConfigError, build_experiment, compose
 from realign.config.folders import experiments_dir, list_algorithms
 from realign.demo.arithmetic import prepare
+from realign.interfaces.formulas import normalization_formula
 from realign.runtime.local import LocalRuntime
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
@@ -72,6 +73,22 @@ def test_an_algorithm_stands_over_templates_with_a_reward_function_and_with_a_re
     for experiment, overrides in (("grpo", rule), ("ppo", learned)):
         made = build_experiment(compose([f"experiment={experiment}", f"algorithm={name}", *overrides]))
         assert all(rpc.model != "critic" for rpc in made.graph.rpcs)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_normalises_the_same_over_experiments_that_normalise_otherwise(name):
+    """openrlhf_ppo whitens tokens, llama2_chat scores: neither the level nor a flag may stay behind."""
+    given = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl", *NEEDS.get(name, [])]
+    config = compose(["experiment=ppo", f"algorithm={name}", "interfaces.actor.generation.n=4", *given])
+    grouped = config.interfaces["actor"]["_target_"].endswith("GRPOActorInterface")
+    more = {"openrlhf_ppo": ["interfaces.actor.lam=0.95"]} if grouped else {"openrlhf_ppo": [], "llama2_chat": []}
+    actor = build_experiment(config).interfaces["actor"]
+    for experiment, own in more.items():
+        overrides = [f"experiment={experiment}", f"algorithm={name}", "interfaces.actor.generation.n=4", *given, *own]
+        other = build_experiment(compose(overrides)).interfaces["actor"]
+        for norm in ("adv_norm", "reward_norm"):
+            assert normalization_formula(getattr(other, norm)) == normalization_formula(getattr(actor, norm))
+        assert not other.credit_per_minibatch
 
 
 def test_dapo_asks_for_the_length_of_its_buffer():
