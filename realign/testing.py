@@ -76,6 +76,7 @@ class BigramEngine:
     """`PipelinableEngine` of a bigram table in float64, with plain SGD: small enough to check by hand."""
 
     trainable = True
+    outputs = frozenset({"logprobs", "values", "scores"})
 
     def __init__(self, *, vocabulary: int = 11, seed: int = 0, lr: float = 0.5) -> None:
         generator = torch.Generator().manual_seed(seed)

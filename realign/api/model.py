@@ -12,13 +12,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from torch import Tensor
 
 from realign.api.data import SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.stats import Stat, Stats
+
+if TYPE_CHECKING:
+    from realign.api.dataflow import RPC
 
 
 @dataclass
@@ -122,6 +125,11 @@ class PipelinableEngine(Protocol):
     @property
     def trainable(self) -> bool:
         """Whether `train_batch` may be called (an optimizer was configured)."""
+        ...
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """What its `ModelOutput` can give: "logprobs" of a language model, "values" and "scores" of a scalar head."""
         ...
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -252,6 +260,17 @@ class ModelInterface:
     def written_outputs(self, method: str) -> frozenset[str] | None:
         """Keys that `method` writes under the present settings, compared with the graph before loading; None: any."""
         return None
+
+    def needed_outputs(self) -> frozenset[str]:
+        """What the interface asks of its model's `ModelOutput`; compared with the model's head once it is loaded."""
+        return frozenset()
+
+    def check(self, rpc: RPC) -> None:
+        """Refuse a call under which a setting would do harm or have no effect; made before anything is loaded.
+
+        Raises:
+            ValueError: names the setting, and the flag of the graph that it does not go with.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart (a KL coefficient, running moments); empty when there is nothing."""

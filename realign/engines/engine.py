@@ -108,6 +108,13 @@ class TransformersEngine:
         return self._stepper is not None
 
     @property
+    def outputs(self) -> frozenset[str]:
+        """See `PipelinableEngine.outputs`."""
+        language = {"logprobs"} if isinstance(self.head, LMHead) else set()
+        scalar = {"values", "scores"} if self.value_head is not None or not language else set()
+        return frozenset(language | scalar)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End tokens: the tokenizer's and those of the model's `generation_config`, of which nothing else is used."""
         found: set[int] = set()

@@ -120,6 +120,11 @@ class SharedEngine:
         self.of = of
         self.engine = engine
 
+    @property
+    def outputs(self) -> frozenset[str]:
+        """See `PipelinableEngine.outputs`."""
+        return self.engine.outputs
+
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
         return self.engine.forward(data, mb_spec, post_hook)
@@ -158,6 +163,11 @@ class ReferenceEngine(SharedEngine):
         """Score with `forward`, which the engine of role `of` gave."""
         super().__init__(name, of, engine)
         self._score = forward
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """See `PipelinableEngine.outputs`."""
+        return frozenset({"logprobs"})
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""

@@ -82,6 +82,11 @@ class Normalization:
     level: Level = Level.sequence
     """What the caller normalises; `normalize` itself takes whatever elements it is given."""
 
+    @property
+    def active(self) -> bool:
+        """Whether it changes anything."""
+        return (self.mean, self.std) != (Scope.none, Scope.none)
+
     def __post_init__(self) -> None:
         self.mean = _member(Scope, "mean", self.mean)
         self.std = _member(Scope, "std", self.std)

@@ -137,7 +137,10 @@ class ValueNormalization:
 
 @dataclass
 class PPOCriticInterface(ModelInterface):
-    """A model with head=value (or a view of an actor with a value head) that learns the returns."""
+    """A model with head=value (or a view of an actor with a value head) that learns the returns.
+
+    It deals prompts into mini-batches of its own, not the actor's, and an early stop of the actor does not stop it.
+    """
 
     epochs: int = 1
     """Passes over the rollout batch."""
@@ -164,6 +167,10 @@ class PPOCriticInterface(ModelInterface):
                 "aggregation=constant has no number of tokens here; choose a mean over tokens or sequences"
             )
         self.moments = self.normalization.moments()
+
+    def needed_outputs(self) -> frozenset[str]:
+        """What a scalar head gives."""
+        return frozenset({"values", "scores"})
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`values` [T] of the state before each token, `bootstrap_values` [S] of the state after the last one."""

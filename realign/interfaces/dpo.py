@@ -63,6 +63,10 @@ class DPOInterface(ModelInterface):
         if self.label_smoothing and self.kind is DPOLoss.ipo:
             raise ValueError(f"label_smoothing={self.label_smoothing:g} belongs to kind=sigmoid, but kind is ipo")
 
+    def needed_outputs(self) -> frozenset[str]:
+        """Log-probs."""
+        return frozenset({"logprobs"})
+
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a fresh order; pairs are never parted.
 

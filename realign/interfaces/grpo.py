@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from realign.api import GenerationConfig, Model, ModelInterface, SequenceSample, Stats, masked_mean
+from realign.api import RPC, GenerationConfig, Model, ModelInterface, SequenceSample, Stats, masked_mean
 from realign.functional import (
     Level,
     Normalization,
@@ -24,6 +24,7 @@ from realign.functional import (
     sequence_index,
 )
 from realign.interfaces.ppo import KLPlace, PPOActorInterface, dataflow
+from realign.interfaces.shaping import total_rewards
 
 __all__ = ["GRPOActorInterface", "dataflow"]
 
@@ -57,14 +58,13 @@ class GRPOActorInterface(PPOActorInterface):
                 f"adv_norm.mean={self.adv_norm.mean.value} there are none; set adv_norm.mean=group"
             )
         for name in ("gamma", "lam"):
-            if getattr(self, name) != getattr(PPOActorInterface, name):
+            if getattr(self, name) not in (getattr(PPOActorInterface, name), 1.0):
                 raise ValueError(
                     f"{name}={getattr(self, name):g} has no effect: GRPO gives every token its response's advantage; "
                     "leave it out, or use PPOActorInterface"
                 )
-        norms = (self.reward_norm.mean, self.reward_norm.std)
         unused = {
-            "reward_norm": norms != (Scope.none, Scope.none),
+            "reward_norm": self.reward_norm.active,
             "reward.whiten": self.reward.whiten,
             "truncation.bootstrap": self.truncation.bootstrap,
             "value": self.value is not None,
@@ -80,13 +80,25 @@ class GRPOActorInterface(PPOActorInterface):
                 f"min_group_size must be from 1 to generation.n={self.generation.n}, found {self.min_group_size}"
             )
 
+    def _check_normalization(self) -> None:
+        """Every level is fine here: that of responses, and that of tokens, which weighs responses by length."""
+
+    def check(self, rpc: RPC) -> None:
+        """Refuse a baseline that the mean of the group takes out again."""
+        if "values" in rpc.inputs:
+            raise ValueError("graph.critic has no place in GRPO, which compares responses; use PPOActorInterface")
+        super().check(rpc)
+        if "baseline_rewards" in rpc.inputs and self.adv_norm.mean is Scope.group:
+            raise ValueError(
+                "graph.greedy_baseline takes the same number off every response of a group, and adv_norm.mean=group "
+                "takes it out again; set adv_norm.mean=none (ReMax), or leave the baseline out"
+            )
+
     def compute_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Add `advantages` [T]: every sampled token of a response gets its reward, normalised within its group."""
         cu_seqlens, group_S = data.cu_seqlens(), data.group_index()
         mask_T = data["loss_mask"]
-        scores_S = data["rewards"]
-        if "dense_rewards" in data:
-            scores_S = scores_S + segment_sum(torch.where(mask_T, data["dense_rewards"], 0), cu_seqlens)
+        scores_S = total_rewards(data)
         if self.kl.place is KLPlace.reward:
             scores_S = scores_S - self.kl_controller.value * segment_sum(self.reward_kl(data), cu_seqlens)
         valid_S = data["rewards"].isfinite() & (segment_sum(mask_T, cu_seqlens) > 0)
@@ -111,7 +123,7 @@ class GRPOActorInterface(PPOActorInterface):
     def batch_stats(self, data: SequenceSample) -> Stats:
         """Metrics of the rollout batch: also, of the groups in the loss, the share whose rewards are all equal."""
         valid_S = segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
-        flat_G = degenerate_groups(data["rewards"], data.group_index(), valid_S)
+        flat_G = degenerate_groups(total_rewards(data), data.group_index(), valid_S)
         return super().batch_stats(data) | {
             "zero_std_fraction": masked_mean(flat_G.float(), torch.ones_like(flat_G)),
         }

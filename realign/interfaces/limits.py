@@ -45,7 +45,8 @@ class KLPenalty:
     def describe(self) -> str:
         """Where and how it is applied, for people."""
         if self.place is KLPlace.none:
-            return "not applied"
+            unread = self.coef != KLPenalty.coef
+            return "not applied" + (f" (kl.coef={self.coef:g} is not read)" if unread else "")
         text = f"in the {self.place.value}, {self.estimator.value}, coefficient {self.coef:g}"
         if self.target is None:
             return text

@@ -68,7 +68,7 @@ from realign.interfaces.formulas import normalization_formula, objective_formula
 from realign.interfaces.limits import EarlyStop, KLPenalty, KLPlace
 from realign.interfaces.pretraining import mix_pretraining
 from realign.interfaces.reference import ReferenceInterface, old_logprobs, score_logprobs
-from realign.interfaces.shaping import RewardShaping, Truncation
+from realign.interfaces.shaping import RewardShaping, Truncation, total_rewards
 
 
 @dataclass
@@ -178,12 +178,26 @@ class PPOActorInterface(ModelInterface):
                 "the values learn in this role's own loss, and would wait too"
             )
         self._check_objective()
+        self._check_normalization()
         if self.truncation.overlong_buffer > self.generation.max_new_tokens:
             raise ValueError(
                 f"truncation.overlong_buffer={self.truncation.overlong_buffer} is longer than a response can be: "
                 f"generation.max_new_tokens={self.generation.max_new_tokens}"
             )
         self.kl_controller = self.kl.controller()
+
+    def _check_normalization(self) -> None:
+        """Refuse a level at which this interface does not normalise."""
+        if self.adv_norm.active and self.adv_norm.level is not Level.token:
+            raise ValueError(
+                f"adv_norm.level={self.adv_norm.level.value}: advantages of tokens are normalised, by adv_norm.level="
+                "token; scores of responses by reward_norm"
+            )
+        if self.reward_norm.active and self.reward_norm.level is not Level.sequence:
+            raise ValueError(
+                f"reward_norm.level={self.reward_norm.level.value}: a response has one score, which is normalised by "
+                "reward_norm.level=sequence"
+            )
 
     def _check_objective(self) -> None:
         """Refuse settings of another objective than the chosen one."""
@@ -202,27 +216,61 @@ class PPOActorInterface(ModelInterface):
                 "ratio is never below 0, so 1 does not bound it)"
             )
 
-    def required_inputs(self, method: str) -> frozenset[str]:
-        """Keys without which a setting would have no effect: `ref_logprobs` for a KL penalty, and so on.
+    def check(self, rpc: RPC) -> None:
+        """Refuse settings that do no good in this graph: by who says what states are worth, by what rewards it has."""
+        if rpc.method == "credit":
+            self._check_own_critic()
+        elif rpc.method == "train_step":
+            self._check_training(frozenset(rpc.inputs))
+        if "dense_rewards" in rpc.inputs and (self.reward.shapes_scores or self.reward_norm.active):
+            raise ValueError(
+                "reward.bias, gain, clip, scale and reward_norm act on the score of a whole response, which "
+                "graph.dense=true leaves at 0; shape the rewards of tokens where they are made"
+            )
+        if "baseline_rewards" in rpc.inputs and self.truncation.changes_scores:
+            raise ValueError(
+                "truncation.reward and truncation.overlong_buffer would change the scores of samples and not that of "
+                "the greedy answer which graph.greedy_baseline takes off; leave truncation as it is, or mask=true"
+            )
 
-        Raises:
-            ValueError: the graph has a critic of its own (it calls `credit`), and a setting is for one without.
-        """
-        if method == "credit" and self.credit_per_minibatch:
+    def _check_own_critic(self) -> None:
+        if self.credit_per_minibatch:
             raise ValueError(
                 "credit_per_minibatch assigns credit in train_step, but with graph.critic=own it is assigned once, for "
                 "actor and critic; use graph.critic=shared or none"
             )
-        if method == "credit" and self.value is not None:
+        if self.value is not None:
             raise ValueError(
                 "value adds the loss of values to the policy's, but with graph.critic=own the critic learns them; "
                 "use graph.critic=shared, or set value=null"
             )
+
+    def _check_training(self, inputs: frozenset[str]) -> None:
+        credited = "advantages" in inputs
+        if self.critic_warmup_steps and not credited:
+            raise ValueError(
+                f"critic_warmup_steps={self.critic_warmup_steps}: in this graph no critic of its own could learn "
+                "alone; set graph.critic=own"
+            )
+        if "values" in inputs and not credited and self.value is None:
+            raise ValueError(
+                "value=null, but with graph.critic=shared the policy's loss is what trains the values; set value (such "
+                "as value.coef=0.1), or use graph.critic=own"
+            )
+        if "ptx_input_ids" in inputs and not self.ptx_coef:
+            raise ValueError("ptx_coef=0, but graph.ptx=true brings pretraining text; set ptx_coef, or graph.ptx=false")
+
+    def needed_outputs(self) -> frozenset[str]:
+        """Log-probs, and the values whose loss is added."""
+        return frozenset({"logprobs"} if self.value is None else {"logprobs", "values"})
+
+    def required_inputs(self, method: str) -> frozenset[str]:
+        """Keys without which a setting would have no effect: `ref_logprobs` for a KL penalty, and so on."""
         needs = {
             "ref_logprobs": self.kl.place is not KLPlace.none,
             "truncated": self.truncation.looks,
             "bootstrap_values": self.truncation.bootstrap,
-            "values": self.value is not None or self.critic_warmup_steps > 0,
+            "values": self.value is not None,
         }
         if method == "train_step":
             needs["ptx_input_ids"] = self.ptx_coef > 0
@@ -288,6 +336,8 @@ class PPOActorInterface(ModelInterface):
                 if self.credit_per_minibatch:
                     part = self.compute_advantages(model, part)
                     further.append(self.credit_stats(part))
+                    if self.value is not None:
+                        further.append(value_stats(part, model))
                 if self.ptx_coef:
                     part = mix_pretraining(part, self.ptx_coef, self.loss_weight, model.machine.reduce)
                 steps.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight, step_if))
@@ -309,7 +359,8 @@ class PPOActorInterface(ModelInterface):
             scores_S = scores_S - self._baseline(data)
             valid_S = valid_S & scores_S.isfinite()
         if self.keep_best is not None:
-            valid_S = keep_best(scores_S, data.group_index(), valid_S, self.keep_best)
+            total_S = total_rewards(data.with_sequences(rewards=scores_S))
+            valid_S = keep_best(total_S, data.group_index(), valid_S, self.keep_best)
         mask_T = data["loss_mask"] & broadcast_to_tokens(valid_S, cu_seqlens)
         return data.with_sequences(rewards=scores_S).with_tokens(loss_mask=mask_T)
 
@@ -318,7 +369,7 @@ class PPOActorInterface(ModelInterface):
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
         reduce, group_S = model.machine.reduce, data.group_index()
         scores_S = data["rewards"]
-        if (self.reward_norm.mean, self.reward_norm.std) != (Scope.none, Scope.none):
+        if self.reward_norm.active:
             scores_S = normalize(scores_S, group_S, segment_sum(mask_T, cu_seqlens) > 0, self.reward_norm, reduce)
         kl_T, coef = None, 0.0
         if self.kl.place is KLPlace.reward:
@@ -398,11 +449,10 @@ class PPOActorInterface(ModelInterface):
         """Metrics of the rollout batch itself."""
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
         trained_S = segment_sum(mask_T, cu_seqlens) > 0
-        surprise_S = segment_sum(torch.where(mask_T, -data["logprobs"], 0), cu_seqlens)
-        stats: Stats = {
-            "trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S)),
-            "entropy_per_sequence": masked_mean(surprise_S, trained_S),
-        }
+        stats: Stats = {"trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S))}
+        if "logprobs" in data:
+            surprise_S = segment_sum(torch.where(mask_T, -data["logprobs"], 0), cu_seqlens)
+            stats["entropy_per_sequence"] = masked_mean(surprise_S, trained_S)
         if "advantages" in data:
             stats |= self.credit_stats(data)
         if "ref_logprobs" in data:
@@ -479,7 +529,7 @@ class PPOActorInterface(ModelInterface):
         n, shortest, best = self.generation.n, self.min_response_tokens, self.keep_best
         kept = [f"the {best} of {n} per prompt with the highest scores"] if best is not None else []
         kept += [f"those of at least {shortest} tokens"] if shortest else []
-        normalised = (self.reward_norm.mean, self.reward_norm.std) != (Scope.none, Scope.none)
+        normalised = self.reward_norm.active
         return {
             "scores": self.reward.describe(),
             "truncated responses": self.truncation.describe(),

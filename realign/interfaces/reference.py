@@ -16,6 +16,10 @@ class ReferenceInterface(ModelInterface):
     temperature: float = 1.0
     """Must be the sampler's; the launch compares them."""
 
+    def needed_outputs(self) -> frozenset[str]:
+        """Log-probs."""
+        return frozenset({"logprobs"})
+
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`logprobs` [T] of the sampled tokens."""
         return score_logprobs(model, data, mb_spec, self.temperature)

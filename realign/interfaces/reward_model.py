@@ -102,6 +102,10 @@ class RewardModelInterface(ModelInterface):
         """`rewards`, and `dense_rewards` if asked for."""
         return reward_keys(self.dense) if method == "inference" else None
 
+    def needed_outputs(self) -> frozenset[str]:
+        """What a scalar head gives."""
+        return frozenset({"scores"})
+
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`rewards` [S]: the normalised, clipped score of each sequence, or the penalty of `cut`; `dense_rewards`."""
         cut = cut_responses(self.cut, data, model.tokenizer)

@@ -43,6 +43,10 @@ class SFTInterface(ModelInterface):
                 "aggregation=constant has no number of tokens here; choose a mean over tokens or sequences"
             )
 
+    def needed_outputs(self) -> frozenset[str]:
+        """Log-probs."""
+        return frozenset({"logprobs"})
+
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a fresh order."""
         parts = data.minibatches(self.n_minibatches, np.random.default_rng(model.call_seed("minibatches")))

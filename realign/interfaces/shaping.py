@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realign.functional import MomentsKind, RunningMoments, overlong_penalty, whiten
+from realign.api import SequenceSample
+from realign.functional import MomentsKind, RunningMoments, overlong_penalty, segment_sum, whiten
 
 
 class RewardScale(StrEnum):
@@ -54,6 +55,12 @@ class RewardShaping:
         if self.gain == 0:
             raise ValueError("reward.gain=0 would make every reward the same")
         self.moments = RunningMoments(MomentsKind.cumulative, eps=0.0)
+
+    @property
+    def shapes_scores(self) -> bool:
+        """Whether the score of a response is changed (whitening changes the rewards of tokens)."""
+        plain = (self.bias, self.gain, self.clip) == (0, 1, None)
+        return not plain or self.scale is not RewardScale.none
 
     def observe(self, rewards_S: Tensor, valid_S: Tensor, reduce: Callable[[Tensor], Tensor]) -> None:
         """Take a rollout batch into the moments that `scale` divides by.
@@ -159,6 +166,11 @@ class Truncation:
             )
 
     @property
+    def changes_scores(self) -> bool:
+        """Whether the score of a response depends on its length."""
+        return self.reward is not TruncatedReward.keep or self.overlong_buffer > 0
+
+    @property
     def looks(self) -> bool:
         """Whether anything depends on `truncated`."""
         return self.mask or self.bootstrap or self.reward is not TruncatedReward.keep
@@ -194,4 +206,17 @@ class Truncation:
         return scores_S
 
 
-__all__ = ["RewardScale", "RewardShaping", "TruncatedReward", "Truncation"]
+def total_rewards(data: SequenceSample) -> Tensor:
+    """[S] the reward of each sequence: `rewards`, plus the sum of `dense_rewards` where the graph has them.
+
+    Of those only the ones on `loss_mask` count, where there is one; NaN if the reward is missing.
+    """
+    if "dense_rewards" not in data:
+        return data["rewards"]
+    dense_T = data["dense_rewards"]
+    if "loss_mask" in data:
+        dense_T = torch.where(data["loss_mask"], dense_T, 0)
+    return data["rewards"] + segment_sum(dense_T, data.cu_seqlens())
+
+
+__all__ = ["RewardScale", "RewardShaping", "TruncatedReward", "Truncation", "total_rewards"]

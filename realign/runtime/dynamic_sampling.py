@@ -22,7 +22,7 @@ from torch import Tensor
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
 from realign.functional import degenerate_groups, segment_sum
-from realign.runtime.evaluation import total_rewards
+from realign.interfaces.shaping import total_rewards
 
 Draw: TypeAlias = Callable[[int], SequenceSample | None]
 """Sample and judge one more batch of new prompts (numbered from 0 in each step); None when there are none left."""

@@ -22,6 +22,7 @@ from realign.api import (
     stat_values,
 )
 from realign.functional import segment_sum
+from realign.interfaces.shaping import total_rewards
 from realign.runtime.evaluator import Evaluator
 
 if TYPE_CHECKING:
@@ -137,13 +138,6 @@ def sequence_stats(batch: SequenceSample) -> Stats:
     if "truncated" in batch:
         stats["truncated_fraction"] = _mean(batch["truncated"].float())
     return stats
-
-
-def total_rewards(batch: SequenceSample) -> Tensor:
-    """[S] the reward of each sequence: `rewards`, plus its `dense_rewards` where there are any; NaN if missing."""
-    if "dense_rewards" not in batch:
-        return batch["rewards"]
-    return batch["rewards"] + segment_sum(batch["dense_rewards"], batch.cu_seqlens())
 
 
 def _mean(x_S: Tensor) -> Mean:

@@ -107,6 +107,7 @@ class Experiment:
                     f"interfaces.{rpc.model}.n_minibatches={parts} mini-batches cannot be made of "
                     f"batch_prompts={self.batch_prompts}: each takes at least one prompt"
                 )
+            self.interfaces[rpc.model].check(rpc)
             if missing := sorted(self.interfaces[rpc.model].required_inputs(rpc.method) - set(rpc.inputs)):
                 raise ValueError(
                     f"interfaces.{rpc.model}, as set, needs key {missing[0]!r} in {rpc.method}, but RPC {rpc.name!r} "

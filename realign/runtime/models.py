@@ -37,11 +37,29 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
                 else f"has no optimizer: set models.{rpc.model}.optimizer.lr"
             )
             raise ValueError(f"RPC {rpc.name!r} trains models.{rpc.model}, which {cure}")
+    for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
+        check_outputs(role, models[role], experiment.interfaces[role])
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
         if role in experiment.interfaces:  # an evaluated role may have none
             experiment.interfaces[role].adopt(model.saved)
     return {role: models[role] for role in experiment.roles}
+
+
+def check_outputs(role: str, model: Model, interface: ModelInterface) -> None:
+    """Compare what an interface asks of its model with what the model's head can give.
+
+    Raises:
+        ValueError: names the role, what is lacking and what provides it.
+    """
+    lacking = sorted(interface.needed_outputs() - model.machine.outputs)
+    if lacking:
+        cure = "head=causal" if lacking[0] == "logprobs" else "head=score or value, or a value_head beside head=causal"
+        given = " and ".join(sorted(model.machine.outputs))
+        raise ValueError(
+            f"interfaces.{role} ({type(interface).__name__}) needs {' and '.join(lacking)} of models.{role}, which "
+            f"gives {given}: set models.{role}.{cure}"
+        )
 
 
 def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:

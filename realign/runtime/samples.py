@@ -10,7 +10,7 @@ from rich.console import Console
 
 from realign.api import SequenceSample
 from realign.functional import KLEstimator, kl_estimate, segment_sum
-from realign.runtime.evaluation import total_rewards
+from realign.interfaces.shaping import total_rewards
 
 SHOWN = 3
 

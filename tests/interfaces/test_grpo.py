@@ -8,7 +8,7 @@ import torch
 
 from realign.api import GenerationConfig, Model, SequenceSample, stat_values
 from realign.functional import Aggregation, Level, Normalization, Scope
-from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface
 from realign.testing import BigramEngine, random_batch
 
@@ -138,8 +138,10 @@ def test_token_level_weighs_a_response_by_its_length():
     assert advantages(data, adv_norm=spec) == pytest.approx([0.25, -0.75])
 
 
-@pytest.mark.parametrize("level", Level)
-@pytest.mark.parametrize("interface", [GRPOActorInterface, PPOActorInterface])
+@pytest.mark.parametrize(
+    ("interface", "level"),
+    [(GRPOActorInterface, Level.sequence), (GRPOActorInterface, Level.token), (PPOActorInterface, Level.token)],
+)
 def test_statistics_of_the_batch_are_added_up_over_the_ranks(interface, level):
     """A second rank whose rewards are all 0 pulls the mean down; statistics of a group stay where the group is."""
     own, other = batch([[4.0, 2.0], [2.0, 0.0]]), batch([[0.0, 0.0], [0.0, 0.0]])
@@ -186,7 +188,7 @@ def advantages_per_sequence(data: SequenceSample) -> list[float | None]:
     return [float(a[m][0]) if m.any() else None for a, m in pairs]
 
 
-@pytest.mark.parametrize("setting", [{"gamma": 0.9}, {"lam": 1.0}])
+@pytest.mark.parametrize("setting", [{"gamma": 0.9}, {"lam": 0.5}])
 def test_settings_without_effect_are_refused(setting):
     with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* has no effect"):
         GRPOActorInterface(**setting)
@@ -201,3 +203,17 @@ def test_dr_grpo_by_flags():
     out = interface.compute_advantages(Model("actor", BigramEngine()), batch([[1.0, 0.0]]))
     assert out["advantages"].tolist() == pytest.approx([0, 0.5, 0.5, 0, -0.5, -0.5])
     assert interface.loss_weight(out) == 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [({"critic": "shared"}, r"graph\.critic has no place in GRPO"), ({"greedy_baseline": True}, "takes it out again")],
+)
+def test_what_grpo_would_ignore_in_a_graph_is_refused(flags, message):
+    train = next(rpc for rpc in dataflow(**flags).rpcs if rpc.method == "train_step" and rpc.model == "actor")
+    with pytest.raises(ValueError, match=message):
+        GRPOActorInterface().check(train)
+
+
+def test_lambda_and_gamma_of_1_are_what_grpo_does():
+    GRPOActorInterface(lam=1.0, gamma=1.0)

@@ -34,18 +34,22 @@ from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedRewa
 from realign.testing import check_train_step, random_preferences
 
 # Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
+NORMALIZATIONS = {
+    level: [
+        {"adv_norm": Normalization(mean, std, leave_one_out=loo, level=level)}
+        for mean, std, loo in itertools.product(Scope, Scope, (False, True))
+        if not (loo and mean is Scope.none)
+    ]
+    for level in Level
+}
 PPO_SETTINGS = [
+    *NORMALIZATIONS[Level.token],
     {"epochs": 2, "n_minibatches": 2},
     {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3},
     {"entropy_coef": 0.1},
     *({"kl": KLPenalty(KLPlace.loss, 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
     *({"kl": KLPenalty(KLPlace.reward, 0.1, e)} for e in KLEstimator),
     {"kl": KLPenalty(KLPlace.reward, 0.1, target=0.5, horizon=100)},
-    *(
-        {"adv_norm": Normalization(mean, std, leave_one_out=loo, level=level)}
-        for mean, std, loo, level in itertools.product(Scope, Scope, (False, True), Level)
-        if not (loo and mean is Scope.none)
-    ),
     *({"objective": objective} for objective in PolicyObjective),
     *({"objective": o, "clip_low": None, "clip_high": 0.4} for o in (PolicyObjective.cispo, PolicyObjective.gmpo)),
     {"reward": RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale=RewardScale.running)},
@@ -67,6 +71,7 @@ PPO_SETTINGS = [
     {"early_stop": EarlyStop(ratio=5.0), "epochs": 2},
     {"credit_per_minibatch": True, "n_minibatches": 2},
 ]
+GRPO_ONLY = NORMALIZATIONS[Level.sequence]
 PPO_ONLY = [
     {"gamma": 0.9, "lam": 0.5},
     {"reward": RewardShaping(whiten=True)},
@@ -94,7 +99,7 @@ SETTINGS: dict[str, list[dict]] = {
         {"label_smoothing": 0.2, "temperature": 0.7},
         {"length_normalized": True, "sft_coef": 0.5},
     ],
-    "GRPOActorInterface": [*PPO_SETTINGS, {"rescale_degenerate": True}],
+    "GRPOActorInterface": [*PPO_SETTINGS, *GRPO_ONLY, {"rescale_degenerate": True}],
     "PPOActorInterface": [*PPO_SETTINGS, *PPO_ONLY],
     "PPOCriticInterface": [
         {"epochs": 2, "n_minibatches": 2},

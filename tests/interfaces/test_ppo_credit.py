@@ -16,7 +16,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample,
 from realign.functional import KLEstimator, Level, Normalization, PolicyObjective, Scope
 from realign.interfaces.critic import ValueObjective
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace, PPOActorInterface
+from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace, PPOActorInterface, dataflow
 from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 from realign.testing import BigramEngine, random_batch
 from tests.functional.test_normalization import over_ranks
@@ -361,14 +361,60 @@ def test_bounds_are_checked():
         EarlyStop(ratio=0.5)
 
 
-def test_settings_without_a_critic_of_its_own_are_refused_with_one():
-    for setting, message in (
-        ({"credit_per_minibatch": True}, "credit_per_minibatch assigns credit in train_step"),
-        ({"value": ValueObjective()}, "with graph.critic=own the critic learns them"),
-    ):
-        PPOActorInterface(**setting).required_inputs("train_step")
-        with pytest.raises(ValueError, match=message):
-            PPOActorInterface(**setting).required_inputs("credit")
+def check(interface: PPOActorInterface, **flags) -> None:
+    """What the launch does: show the interface the calls of its role."""
+    for rpc in dataflow(**flags).rpcs:
+        if rpc.model == "actor":
+            interface.check(rpc)
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags", "message"),
+    [
+        ({"credit_per_minibatch": True}, {"critic": "own"}, "credit_per_minibatch assigns credit in train_step"),
+        ({"value": ValueObjective()}, {"critic": "own"}, "with graph.critic=own the critic learns them"),
+        ({}, {"critic": "shared"}, "value=null, but with graph.critic=shared"),
+        ({"critic_warmup_steps": 1}, {}, "critic_warmup_steps=1"),
+        ({"critic_warmup_steps": 1, "value": None}, {"critic": "shared"}, "critic_warmup_steps=1"),
+        ({}, {"ptx": True}, "ptx_coef=0"),
+        ({"reward": RewardShaping(clip=1.0)}, {"dense": True}, "shape the rewards of tokens where they are made"),
+        ({"reward_norm": Normalization(Scope.group, Scope.none)}, {"dense": True}, "shape the rewards of tokens"),
+        (
+            {"truncation": Truncation(reward=TruncatedReward.zero)},
+            {"greedy_baseline": True},
+            "the greedy answer which graph.greedy_baseline takes off",
+        ),
+    ],
+)
+def test_settings_that_do_no_good_in_a_graph_are_refused(setting, flags, message):
+    with pytest.raises(ValueError, match=message):
+        check(PPOActorInterface(**setting), **flags)
+
+
+def test_settings_that_do_good_in_a_graph_pass():
+    check(PPOActorInterface(critic_warmup_steps=1, keep_best=1), critic="own", dense=True, kl=True, recompute=True)
+    check(PPOActorInterface(value=ValueObjective(), credit_per_minibatch=True), critic="shared")
+    check(PPOActorInterface(ptx_coef=1.0, truncation=Truncation(mask=True)), ptx=True, greedy_baseline=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"adv_norm": Normalization(Scope.batch, Scope.batch)}, "adv_norm.level=sequence"),
+        ({"reward_norm": Normalization(Scope.group, Scope.none, level=Level.token)}, "reward_norm.level=token"),
+    ],
+)
+def test_a_level_at_which_nothing_is_normalised_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        PPOActorInterface(**setting)
+
+
+def test_the_best_of_dense_rewards_are_those_with_the_largest_sums():
+    data = two_prompts(rewards=[0.0] * 5, truncated=[False] * 5)
+    dense = torch.tensor([9.0, 1, 9, 1, 1, 9, 1, 1, 1, 9, 3, 0, 9, 2, 2])  # those of prompts do not count
+    data = data.with_tokens(dense_rewards=dense)
+    interface = PPOActorInterface(keep_best=1, generation=GenerationConfig(n=3))
+    assert training(interface, data) == [False, False, True, False, True]
 
 
 def test_what_a_setting_needs_of_the_graph():
@@ -382,7 +428,6 @@ def test_what_a_setting_needs_of_the_graph():
     assert replace(interface, value=None).required_inputs("credit") == needed - {"values"}
     assert interface.required_inputs("train_step") == needed | {"ptx_input_ids"}
     assert interface.required_inputs("inference") == frozenset()
-    assert PPOActorInterface(critic_warmup_steps=1).required_inputs("credit") == {"values"}
 
 
 def test_the_launch_table_says_what_is_done_beside_plain_ppo():

@@ -8,11 +8,14 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.local import LocalRuntime
-from realign.runtime.models import check_vocabularies, load_models, save_models
+from realign.runtime.models import check_outputs, check_vocabularies, load_models, save_models
+from realign.testing import BigramEngine
 from tests.runtime.test_local import CountToken, experiment
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, tiny_engine
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4, fixed_length=True)
 
@@ -147,3 +150,23 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
     check_vocabularies(models, "actor")
     with pytest.raises(ValueError, match=r"models\.reward and models\.actor have .*: token 'a' has id 1 .* and 0 in"):
         check_vocabularies(models | {"reward": Model("reward", None, other)}, "actor")
+
+
+@pytest.mark.parametrize(
+    ("head", "interface", "message"),
+    [
+        ("causal", PPOCriticInterface(), r"PPOCriticInterface.* needs scores and values .*gives logprobs: set .*head="),
+        ("causal", RewardModelInterface(), "needs scores"),
+        ("score", ReferenceInterface(), "needs logprobs of models.x, which gives scores and values: .*head=causal"),
+    ],
+)
+def test_a_model_without_the_head_that_its_interface_needs_is_refused(head, interface, message):
+    model = Model("x", tiny_engine(model={"head": head}), None)
+    with pytest.raises(ValueError, match=message):
+        check_outputs("x", model, interface)
+
+
+def test_a_value_head_gives_values_beside_log_probs():
+    assert BigramEngine.outputs == {"logprobs", "values", "scores"}
+    assert tiny_engine().outputs == {"logprobs"}
+    assert tiny_engine(model={"head": "value"}).outputs == {"values", "scores"}
