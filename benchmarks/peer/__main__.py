@@ -17,10 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peer.work import SCENARIOS, Scenario, write_prompts
+from benchmarks.report import arguments
+from benchmarks.report import table as columns
 
 ROOT = Path(__file__).parents[2]
 TRL_PPO = Path(os.environ.get("REALIGN_BENCH_TRL_PPO", ROOT / ".bench" / "trl_ppo"))
@@ -94,35 +97,58 @@ def matrix_peak(threads: int) -> float:
     return float(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout)
 
 
-def fastest_trl(scenario: Scenario, folder: Path, threads: int) -> dict[str, float]:
+def fastest_trl(
+    scenario: Scenario, folder: Path, threads: int, device: str, micro_batches: Sequence[int]
+) -> dict[str, float]:
     """Seconds of TRL's second step for every micro-batch size that divides the batch."""
     seconds = {}
-    for micro in TRL_MICRO_BATCHES:
+    for micro in micro_batches:
         if micro <= scenario.sequences and scenario.sequences % micro == 0:
-            worker = Worker("trl", scenario, folder, 2, threads, per_device_train_batch_size=micro)
+            worker = Worker("trl", scenario, folder, 2, threads, per_device_train_batch_size=micro, device=device)
             worker.step(1)
             seconds[str(micro)] = worker.step(2)["wall"]
             worker.close()
     return seconds
 
 
-def compare(scenario: Scenario, steps: int, threads: int) -> dict[str, Any]:
-    """Both sides, step by step in alternation; the first step of each is warm-up."""
+def compare(
+    scenario: Scenario,
+    steps: int,
+    threads: int,
+    *,
+    device: str = "cpu",
+    micro_batches: Sequence[int] = TRL_MICRO_BATCHES,
+    peak: float | None = None,
+) -> dict[str, Any]:
+    """Both sides, step by step in alternation; the first step of each is warm-up.
+
+    Args:
+        scenario: one of `SCENARIOS`.
+        steps: that count.
+        threads: of either side.
+        device: cpu (fp32), or for GRPO cuda (bf16 over fp32 weights).
+        micro_batches: sequences per micro-batch that are tried with TRL.
+        peak: operations per second of the device; None measures it between the steps, as fp32 on the CPU.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         scenario.save_models(folder)
         write_prompts(scenario, steps + 1, folder / "prompts.jsonl")
-        tried = fastest_trl(scenario, folder, threads)
+        tried = fastest_trl(scenario, folder, threads, device, micro_batches)
         micro = int(min(tried, key=tried.__getitem__)) if tried else scenario.sequences
-        options = {"realign": {}, "trl": {"per_device_train_batch_size": micro}}
+        options: dict[str, dict[str, Any]] = {
+            "realign": {"device": device},
+            "trl": {"device": device, "per_device_train_batch_size": micro},
+        }
         sides = {name: Worker(name, scenario, folder, steps + 1, threads, **options[name]) for name in options}
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-        peaks = []
+        peaks = [] if peak is None else [peak]
         for number in range(1, steps + 2):
             order = list(sides) if number % 2 else list(sides)[::-1]
             for name in order:
                 results[name].append(sides[name].step(number))
-            peaks.append(matrix_peak(threads))
+            if peak is None:
+                peaks.append(matrix_peak(threads))
         for worker in sides.values():
             worker.close()
     return summary(scenario, {name: r[1:] for name, r in results.items()}, max(peaks), tried)
@@ -178,7 +204,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "overhead",
         "step MiB TRL/ours",
     )
-    lines = [head] + [
+    lines = [
         (
             r["scenario"],
             f"{r['seconds']['trl']['wall']:.2f}",
@@ -192,22 +218,19 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         for r in rows
     ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return columns(head, lines)
 
 
 def main() -> None:
     """Run the scenarios that the arguments name."""
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    if unknown := set(given) - {"scenarios", "steps", "threads"}:
-        sys.exit(f"unknown argument {unknown.pop()!r}; valid: scenarios, steps, threads")
-    names = given.get("scenarios", ",".join(DEFAULT)).split(",")
+    given = arguments({"scenarios": ",".join(DEFAULT), "steps": "5", "threads": "2"})
+    names = given["scenarios"].split(",")
     if wrong := [name for name in names if name not in SCENARIOS]:
         sys.exit(f"unknown scenario {wrong[0]!r}; valid: {', '.join(SCENARIOS)}")
     rows = []
     for name in names:
         started = time.perf_counter()
-        rows.append(compare(SCENARIOS[name], int(given.get("steps", "5")), int(given.get("threads", "2"))))
+        rows.append(compare(SCENARIOS[name], int(given["steps"]), int(given["threads"])))
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     print(table(rows))
     print(json.dumps({"benchmark": "grpo", "scenarios": rows}))

@@ -16,7 +16,7 @@ from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PromptData
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.decoding import Rollout
-from realign.engines.loading import Head
+from realign.engines.loading import DType, Head
 from realign.engines.network import Network
 from realign.engines.stepping import Stepper
 from realign.interfaces.critic import PPOCriticInterface
@@ -53,7 +53,7 @@ class Side:
             data=PromptData(str(folder / "prompts.jsonl")),
             microbatch=MicroBatchSpec(max_tokens_per_microbatch=budget),
             ratio_tolerance=float("inf"),  # forced end tokens are no draws of the policy
-            **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder),
+            **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder, options.get("device", "cpu")),
         )
         self.runtime = LocalRuntime(experiment)
         self._watch()
@@ -106,18 +106,23 @@ class Side:
         }
 
 
-def actor(scenario: Scenario, folder: Path) -> TransformersModel:
-    """The policy."""
-    tokenizer = str(folder / "tokenizer")
-    return TransformersModel(str(folder / "model"), tokenizer=tokenizer, device="cpu", optimizer=OptimizerSpec(lr=1e-6))
+def actor(folder: Path, device: str) -> TransformersModel:
+    """The policy: fp32 on a CPU, bf16 over fp32 weights elsewhere."""
+    return TransformersModel(
+        str(folder / "model"),
+        tokenizer=str(folder / "tokenizer"),
+        device=device,
+        dtype=DType.float32 if device == "cpu" else DType.bfloat16,
+        optimizer=OptimizerSpec(lr=1e-6),
+    )
 
 
-def grpo(scenario: Scenario, folder: Path) -> dict[str, Any]:
+def grpo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     """GRPO with a rule as the reward, called in this process as TRL calls it."""
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
     return {
         "graph": dataflow(),
-        "models": {"actor": actor(scenario, folder)},
+        "models": {"actor": actor(folder, device)},
         "interfaces": {
             "actor": GRPOActorInterface(generation=generation),
             "reward": RuleRewardInterface("benchmarks.peer.side_realign:score", workers=0),
@@ -125,15 +130,16 @@ def grpo(scenario: Scenario, folder: Path) -> dict[str, Any]:
     }
 
 
-def ppo(scenario: Scenario, folder: Path) -> dict[str, Any]:
+def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     """PPO with reference, reward model and critic; the critic starts as the reward model."""
-    learned = replace(actor(scenario, folder), path=str(folder / "reward"))
+    policy = actor(folder, device)
+    learned = replace(policy, path=str(folder / "reward"))
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
     return {
         "graph": dataflow(kl=True, critic=CriticPlace.own),
         "models": {
-            "actor": actor(scenario, folder),
-            "ref": replace(actor(scenario, folder), optimizer=None),
+            "actor": policy,
+            "ref": replace(policy, optimizer=None),
             "reward": replace(learned, head=Head.score, optimizer=None),
             "critic": replace(learned, head=Head.value),
         },
@@ -158,7 +164,7 @@ def replay_lengths(side: Side) -> None:
     def forced(self: Rollout, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
         tokens_B, logprobs_B = draw(self, hidden_BH, counts_B)
         sequences_B = self.rows[0, self.active - len(counts_B) : self.active]
-        last_B = counts_B + 1 >= torch.tensor(side.lengths)[sequences_B]
+        last_B = counts_B + 1 >= torch.tensor(side.lengths, device=counts_B.device)[sequences_B]
         tokens_B = torch.where(last_B, EOS, torch.where(tokens_B == EOS, EOS + 1, tokens_B))
         return tokens_B, logprobs_B
 

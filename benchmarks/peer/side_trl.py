@@ -19,11 +19,12 @@ class ForcedLengths:
     """A logits processor: row i ends at its given length, and not before."""
 
     def __init__(self, lengths: list[int]) -> None:
-        self.last = torch.tensor(lengths) - 1
+        self.last_step = torch.tensor(lengths) - 1
         self.sampled = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ends = self.sampled >= self.last
+        self.last_step = self.last_step.to(scores.device)  # copied once
+        ends = self.sampled >= self.last_step
         self.sampled += 1
         scores[:, EOS] = -torch.inf
         scores[ends] = -torch.inf
@@ -104,6 +105,7 @@ class Side(TurnTaking):
         from transformers import AutoTokenizer, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
 
+        on_cpu = options.get("device", "cpu") == "cpu"
         micro = min(options.get("per_device_train_batch_size", 16), scenario.sequences)
         config = GRPOConfig(
             output_dir=tempfile.mkdtemp(),
@@ -115,9 +117,9 @@ class Side(TurnTaking):
             learning_rate=1e-6,
             lr_scheduler_type="constant",
             beta=0.0,
-            bf16=False,
+            bf16=not on_cpu,
             gradient_checkpointing=False,
-            use_cpu=True,
+            use_cpu=on_cpu,
             report_to=[],
             save_strategy="no",
             logging_steps=10_000,

@@ -55,25 +55,34 @@ class Scenario:
             tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<bos>"
         )
 
+    def config(self, **values: Any) -> Any:
+        """Qwen2 of this size; `values` go over it."""
+        from transformers import Qwen2Config
+
+        return Qwen2Config(
+            **{
+                "hidden_size": self.hidden,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "intermediate_size": self.mlp,
+                "vocab_size": self.vocabulary,
+                "max_position_embeddings": 2048,
+                "tie_word_embeddings": False,
+                "bos_token_id": BOS,
+                "eos_token_id": EOS,
+                "pad_token_id": PAD,
+            }
+            | values
+        )
+
     def save_models(self, folder: Path) -> None:
         """Write random Qwen2 models of this size, `model` and `reward` (one number per sequence), and a tokenizer."""
         import torch
-        from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+        from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
         torch.manual_seed(0)
-        config = Qwen2Config(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            intermediate_size=self.mlp,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=2048,
-            tie_word_embeddings=False,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-        )
+        config = self.config()
         Qwen2ForCausalLM(config).save_pretrained(folder / "model")
         config.num_labels = 1
         Qwen2ForSequenceClassification(config).save_pretrained(folder / "reward")
@@ -133,6 +142,20 @@ SCENARIOS = {
         Scenario("many", prompts=24, group=8, max_new=256, mean_new=48),
         Scenario("ppo_long_tail", prompts=64, group=1, max_new=256, mean_new=48, algorithm="ppo", epochs=4),
         Scenario("ppo_tiny", prompts=4, group=1, max_new=8, mean_new=4, hidden=64, mlp=96, algorithm="ppo", epochs=2),
+        Scenario(  # 0.4B: the vocabulary is as large as there are characters that stand for tokens
+            "gpu",
+            prompts=16,
+            group=8,
+            max_new=512,
+            mean_new=128,
+            prompt_low=64,
+            prompt_high=256,
+            vocabulary=32_000,
+            hidden=896,
+            layers=24,
+            heads=14,
+            mlp=4864,
+        ),
         Scenario("tiny", prompts=2, group=2, max_new=8, mean_new=4, hidden=64, mlp=96),
     ]
 }

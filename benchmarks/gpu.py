@@ -1,0 +1,394 @@
+"""How close training and rollout come to what an accelerator can do: one command, one line of JSON at the end.
+
+    python -m benchmarks.gpu                              # on CUDA: Qwen2 of 0.5B and 1.5B; under 8 minutes on an H200
+    python -m benchmarks.gpu parts=peak,training          # some parts only
+    python -m benchmarks.gpu device=cpu                   # a smoke test of the same code at tiny shapes, in seconds
+
+peak       The matrix peak: the best of several square products in bf16.
+training   GRPO training steps of each shape, bf16 over fp32 weights, on long-tailed batches packed to 32k tokens per
+           micro-batch (halved until it fits the device): tokens per second, useful operations per second and their
+           share of the peak (the prompt of a group counts once; recomputation counts nothing), peak memory with the
+           whole vocabulary of 152k, and the kernel of packed attention.
+rollout    Responses of the same lengths from the same prompts: ours, transformers' `generate` (the batch runs until its
+           longest response ends) and its continuous batching; tokens of responses per second.
+trl        GRPO steps of realign and TRL in alternation, as in `benchmarks.peer`; left out where TRL is not installed.
+
+A part that fails is reported with its error, and the others still run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.batches import TrainStep, make_actor, make_rollout, prompts
+from benchmarks.memory import MemoryCount
+from benchmarks.peer.side_realign import replay_lengths
+from benchmarks.peer.side_trl import ForcedLengths
+from benchmarks.peer.work import EOS, PAD, SCENARIOS, Scenario
+from benchmarks.report import arguments, facts, table
+from realign.api import GenerationConfig, Lengths, SequenceSample
+from realign.engines.decoding import Rollout
+from realign.engines.kernels import AttentionArgs, Backend, choose_backend
+
+GIB = 2**30
+PARTS = ("peak", "training", "rollout", "trl")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured on a kind of device."""
+
+    device: str
+    dtype: torch.dtype
+    matrix: tuple[int, ...]
+    """Sizes of the products for the peak."""
+    training: tuple[Scenario, ...]
+    budget: int
+    """Tokens of a micro-batch."""
+    rollout: Scenario
+    trl: Scenario
+    steps: int
+    """Training steps that count, after one that does not."""
+
+
+LARGE = Scenario(
+    "qwen2_0.5b",
+    prompts=24,
+    group=8,
+    max_new=4096,
+    mean_new=512,
+    prompt_low=64,
+    prompt_high=256,
+    vocabulary=151_936,
+    hidden=896,
+    layers=24,
+    heads=14,
+    kv_heads=2,
+    mlp=4864,
+)
+CUDA = Plan(
+    device="cuda",
+    dtype=torch.bfloat16,
+    matrix=(4096, 8192, 16_384),
+    training=(LARGE, replace(LARGE, name="qwen2_1.5b", hidden=1536, layers=28, heads=12, mlp=8960)),
+    budget=32_768,
+    rollout=replace(LARGE, name="rollout_0.5b", prompts=32, max_new=512, mean_new=128),
+    trl=SCENARIOS["gpu"],
+    steps=3,
+)
+CPU = Plan(
+    device="cpu",
+    dtype=torch.bfloat16,
+    matrix=(64, 128),
+    training=(SCENARIOS["tiny"],),
+    budget=64,
+    rollout=SCENARIOS["tiny"],
+    trl=SCENARIOS["tiny"],
+    steps=1,
+)
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device, so that the clock is read when the work is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(call: Callable[[], object], device: str) -> float:
+    """Seconds of a call, the work on the device included."""
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def release(device: str) -> None:
+    """Give memory back to the device that nothing refers to any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def matrix_peak(plan: Plan, repeats: int = 10) -> float:
+    """Floating-point operations per second of the best of several products."""
+    best = 0.0
+    for n in plan.matrix:
+        a, b = (torch.randn(n, n, device=plan.device, dtype=plan.dtype) for _ in range(2))
+        timed(lambda a=a, b=b: a @ b, plan.device)
+        seconds = timed(lambda a=a, b=b: [a @ b for _ in range(repeats)], plan.device)
+        best = max(best, repeats * 2 * n**3 / seconds)
+    return best
+
+
+def attention_backend(plan: Plan, scenario: Scenario) -> str:
+    """The kernel of packed attention for layers of this shape."""
+    size = scenario.hidden // scenario.heads
+    q = torch.empty(1, scenario.heads, 1, size, device=plan.device, dtype=plan.dtype)
+    return choose_backend(Backend.auto, q, q, AttentionArgs(size**-0.5, 0.0, None, None, None)).value
+
+
+def positions(scenario: Scenario) -> int:
+    """Positions that a model needs for this scenario."""
+    return max(2048, scenario.prompt_high + scenario.max_new)
+
+
+def training(plan: Plan, scenario: Scenario, peak: float) -> dict[str, Any]:
+    """Training steps of one shape at the largest budget that fits."""
+    budget = plan.budget
+    while True:
+        try:
+            return _train(plan, scenario, budget, peak)
+        except torch.cuda.OutOfMemoryError:
+            if budget < 2 * positions(scenario):
+                raise
+            budget //= 2
+        release(plan.device)
+
+
+def _train(plan: Plan, scenario: Scenario, budget: int, peak: float) -> dict[str, Any]:
+    actor = make_actor(
+        scenario,
+        device=plan.device,
+        dtype=plan.dtype,
+        tie_word_embeddings=True,
+        max_position_embeddings=positions(scenario),
+    )
+    step, batch = TrainStep(actor, scenario), make_rollout(scenario)
+    step(batch, budget)
+    seconds = statistics.median(timed(lambda: step(batch, budget), plan.device) for _ in range(plan.steps))
+    loaded, most = _memory(plan, lambda: step(batch, budget))
+    given = [int(mask.sum()) for mask in batch.sequences("prompt_mask")][:: scenario.group]
+    flops = scenario.flops(given, scenario.lengths(1))["training"]
+    sampled, tokens = int(batch["loss_mask"].sum()), batch.lengths["input_ids"].total
+    return {
+        "parameters": sum(p.numel() for p in actor.machine.network.parameters()),
+        "vocabulary": scenario.vocabulary,
+        "microbatch_tokens": budget,
+        "tokens": tokens,
+        "step_s": round(seconds, 4),
+        "tokens_per_s": round(tokens / seconds),
+        "tflops": round(flops / seconds / 1e12, 4),
+        "utilisation": round(flops / seconds / peak, 4),
+        "loaded_gib": round(loaded / GIB, 3),
+        "peak_gib": round(most / GIB, 3),
+        "logits_gib": round(4 * min(sampled, budget) * scenario.vocabulary / GIB, 3),
+        "attention": attention_backend(plan, scenario),
+    }
+
+
+def _memory(plan: Plan, call: Callable[[], object]) -> tuple[int, int]:
+    """Bytes on the device before a call (on a CPU: 0), and the most during it."""
+    if plan.device != "cuda":
+        with MemoryCount() as count:
+            call()
+        return 0, count.peak
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return before, torch.cuda.max_memory_allocated()
+
+
+def rollout(plan: Plan) -> dict[str, Any]:
+    """Tokens of responses per second of ours, of `generate` and of continuous batching."""
+    scenario = plan.rollout
+    sides = {"realign": _ours, "generate": _generate, "continuous_batching": _continuous_batching}
+    found: dict[str, Any] = {"model": scenario.name, "sequences": scenario.sequences}
+    for name, side in sides.items():
+        release(plan.device)
+        found[name] = attempt(lambda side=side: side(plan, prompts(scenario), scenario.lengths(1)))
+    ours = found["realign"].get("tokens_per_s")
+    for name in ("generate", "continuous_batching"):
+        theirs = found[name].get("tokens_per_s")
+        found[f"ratio_to_{name}"] = round(ours / theirs, 2) if ours and theirs else None
+    return found
+
+
+def _rate(plan: Plan, call: Callable[[], int]) -> dict[str, Any]:
+    """Tokens per second of a call that returns how many it made; a call before it warms up."""
+    call()
+    synchronize(plan.device)
+    started = time.perf_counter()
+    tokens = call()
+    synchronize(plan.device)
+    seconds = time.perf_counter() - started
+    return {"tokens": tokens, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds)}
+
+
+def _ours(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]:
+    scenario = plan.rollout
+    engine = make_actor(
+        scenario,
+        device=plan.device,
+        dtype=plan.dtype,
+        tie_word_embeddings=True,
+        max_position_embeddings=positions(scenario),
+    ).machine
+    cut = Lengths.of([[len(p)] for p in given])
+    data = SequenceSample(tuple(range(len(given)))).with_data({"prompt_ids": torch.cat(given)}, lengths=cut)
+    config = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+
+    def call() -> int:
+        out = engine.generate(data, config, seed=0)
+        found = [int(mask.sum()) for mask in out.sequences("loss_mask")]
+        assert found == lengths, "the lengths were not replayed"
+        return sum(found)
+
+    draw = Rollout._draw
+    replay_lengths(SimpleNamespace(lengths=lengths))
+    try:
+        return _rate(plan, call)
+    finally:
+        Rollout._draw = draw
+
+
+def _peer_model(plan: Plan) -> Any:
+    """The same shape as transformers runs it by itself, with all weights in the precision of the products."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = plan.rollout.config(tie_word_embeddings=True, max_position_embeddings=positions(plan.rollout))
+    with torch.device(plan.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=plan.dtype)
+    return model.eval()
+
+
+def _sampling(scenario: Scenario) -> Any:
+    from transformers import GenerationConfig as Settings
+
+    return Settings(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=scenario.max_new,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+
+
+def _generate(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]:
+    model, group = _peer_model(plan), plan.rollout.group
+    longest = max(map(len, given))
+    ids = torch.stack([torch.cat([p.new_full((longest - len(p),), PAD), p]) for p in given for _ in range(group)])
+    mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in given for _ in range(group)]).long()
+    settings = _sampling(plan.rollout)
+    ids, mask = ids.to(plan.device), mask.to(plan.device)
+
+    @torch.no_grad()
+    def call() -> int:
+        replay = [ForcedLengths(lengths)]
+        out = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=replay)
+        assert out.shape[1] == longest + max(lengths), "the lengths were not replayed"
+        return sum(lengths)
+
+    return _rate(plan, call)
+
+
+def _continuous_batching(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]:
+    """Each request has its length as its limit; few end before, by chance. The manager's start is not timed."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    model, group = _peer_model(plan), plan.rollout.group
+    requests = [p.tolist() for p in given for _ in range(group)]
+    hints = WorkloadHints(max(map(len, given)), max(lengths), len(requests))
+    # By itself the cache takes nearly all memory of the device, which on a CPU is everybody's.
+    small = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256) if plan.device == "cpu" else None
+    manager_of = model.continuous_batching_context_manager
+    with torch.no_grad(), manager_of(_sampling(plan.rollout), True, 5, small, workload_hints=hints) as manager:
+
+        def call() -> int:
+            made, waiting = 0, len(requests)
+            for ids, length in zip(requests, lengths, strict=True):
+                manager.add_request(ids, max_new_tokens=length)
+            while waiting:
+                result = manager.get_result(timeout=60)
+                if result is None:
+                    raise RuntimeError("continuous batching gave no result for a minute")
+                if result.is_finished():
+                    made, waiting = made + len(result.generated_tokens), waiting - 1
+            return made
+
+        return _rate(plan, call)
+
+
+def trl(plan: Plan, peak: float) -> dict[str, Any]:
+    """GRPO steps against TRL, or why there are none."""
+    if find_spec("trl") is None:
+        return {"left_out": "trl is not installed"}
+    from benchmarks.peer.__main__ import compare
+
+    threads = torch.get_num_threads()
+    return compare(plan.trl, steps=2, threads=threads, device=plan.device, micro_batches=(32, 64), peak=peak)
+
+
+def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a part found, or its error, so that a run on a borrowed machine is not lost by one of them."""
+    try:
+        return part()
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def show(report: dict[str, Any]) -> str:
+    """The results for people."""
+    lines = [f"{report['device']}, matrix peak {report['peak_tflops']:,.2f} TFLOP/s in {report['dtype']}"]
+    keys = ("microbatch_tokens", "tokens_per_s", "tflops", "utilisation", "peak_gib", "logits_gib", "attention")
+    if done := [r for r in report.get("training", []) if "error" not in r]:
+        cells = [[r["model"], *(f"{r[k]:,}" if isinstance(r[k], (int, float)) else r[k] for k in keys)] for r in done]
+        lines += [table(["training", *keys], cells)]
+    if found := report.get("rollout"):
+        sides = {name: r for name, r in found.items() if isinstance(r, dict) and "tokens_per_s" in r}
+        cells = [[name, f"{r['tokens_per_s']:,}", f"{r['seconds']:.2f}"] for name, r in sides.items()]
+        lines += [table(["rollout", "tokens/s", "s"], cells)]
+    if "ratio" in report.get("trl", {}):
+        lines += [f"GRPO step: TRL's time over ours {report['trl']['ratio']['wall']}"]
+    return "\n\n".join(lines)
+
+
+def main(given: list[str] | None = None) -> None:
+    """Run the parts that are asked for, print tables and the JSON line."""
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    words = arguments({"device": available, "parts": ",".join(PARTS)}, given)
+    parts = words["parts"].split(",")
+    if wrong := [part for part in parts if part not in PARTS]:
+        sys.exit(f"unknown part {wrong[0]!r}; valid: {', '.join(PARTS)}")
+    plan = {"cuda": CUDA, "cpu": CPU}[words["device"]]
+    name = torch.cuda.get_device_name() if plan.device == "cuda" else "CPU (a smoke test: the figures mean nothing)"
+    started = time.perf_counter()
+    peak = matrix_peak(plan)
+    report: dict[str, Any] = {"benchmark": "gpu", "device": name, **facts()}
+    report |= {"dtype": str(plan.dtype).removeprefix("torch."), "peak_tflops": round(peak / 1e12, 4)}
+    if "training" in parts:
+        report["training"] = []
+        for scenario in plan.training:
+            found = attempt(lambda scenario=scenario: training(plan, scenario, peak))
+            report["training"].append({"model": scenario.name, **found})
+            release(plan.device)
+    if "rollout" in parts:
+        report["rollout"] = attempt(lambda: rollout(plan))
+    if "trl" in parts:
+        release(plan.device)  # the sides are processes of their own
+        report["trl"] = attempt(lambda: trl(plan, peak))
+    report["seconds"] = round(time.perf_counter() - started, 1)
+    print(show(report))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""What a step costs as the batch grows, what memory it takes, and how soon the first one is made.
+
+    python -m benchmarks.scaling                          # all three parts
+    python -m benchmarks.scaling parts=cost,memory repeats=3 threads=2
+
+cost      A GRPO training step on 1 to 16 times the same sequences, in alternation: seconds on the clock, and CPU
+          seconds of the process, which other programs hardly change.
+memory    Bytes of the tensors that a step makes, while they live, exact on a busy machine too: for 1 to 16 times the
+          sequences at one token budget, for the largest batch at several budgets, and at a vocabulary of 32k, where no
+          tensor may have tokens x vocabulary elements.
+start     Seconds to `realign --help`, to a composed config, and to the first training step of the demo, in processes of
+          their own; the demo is ended after that step.
+
+Prints tables and, as the last line, one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.batches import TrainStep, make_actor, make_rollout
+from benchmarks.memory import MemoryCount
+from benchmarks.peer.work import SCENARIOS, Scenario
+from benchmarks.report import alternate, arguments, facts, table
+from realign.api import MicroBatchSpec
+
+ROOT = Path(__file__).parents[1]
+BASE = replace(SCENARIOS["long_tail"], name="scaling", prompts=2)
+COPIES = (1, 2, 4, 8, 16)
+BUDGET = 2048
+BUDGETS = (1024, 2048, 4096, 8192)
+MIB = 2**20
+
+
+def cost(scenario: Scenario, copies: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    """Seconds of a training step, and what a sequence costs compared with the smallest batch."""
+    step = TrainStep(make_actor(scenario), scenario)
+    batches = {n: make_rollout(scenario, copies=n) for n in copies}
+    spent: dict[int, list[float]] = {n: [] for n in copies}
+
+    def timed(n: int) -> Callable[[], None]:
+        def call() -> None:
+            started = time.process_time()
+            step(batches[n], BUDGET)
+            spent[n].append(time.process_time() - started)
+
+        return call
+
+    wall = alternate({str(n): timed(n) for n in copies}, repeats)
+    cpu = {n: statistics.median(times[1:]) for n, times in spent.items()}
+    first = copies[0]
+    return [
+        {
+            "copies": n,
+            "sequences": batch.n_sequences,
+            "tokens": batch.lengths["input_ids"].total,
+            "wall_s": round(wall[str(n)], 4),
+            "cpu_s": round(cpu[n], 4),
+            "wall_per_sequence": round(wall[str(n)] / n / (wall[str(first)] / first), 3),
+            "cpu_per_sequence": round(cpu[n] / n / (cpu[first] / first), 3),
+        }
+        for n, batch in batches.items()
+    ]
+
+
+def step_memory(scenario: Scenario, copies: int, budget: int, step: TrainStep) -> dict[str, Any]:
+    """What one training step takes beside weights and optimizer state, which must be there already."""
+    batch = make_rollout(scenario, copies=copies)
+    parts = batch.split(MicroBatchSpec(max_tokens_per_microbatch=budget))
+    with MemoryCount() as count:
+        step(batch, budget)
+    return {
+        "sequences": batch.n_sequences,
+        "budget": budget,
+        "microbatches": len(parts),
+        "microbatch_tokens": max(part.lengths["input_ids"].total for part in parts),
+        "sampled_tokens": max(int(part["loss_mask"].sum()) for part in parts),
+        "peak_mib": round(count.peak / MIB, 2),
+        "largest_elements": count.largest,
+    }
+
+
+def memory(scenario: Scenario, copies: tuple[int, ...], budgets: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Peak of a step over batch sizes at one budget, then over budgets at the largest batch."""
+    step = TrainStep(make_actor(scenario), scenario)
+    step(make_rollout(scenario), budgets[-1])  # makes the optimizer's state
+    sizes = [(n, BUDGET) for n in copies] + [(copies[-1], budget) for budget in budgets if budget != BUDGET]
+    return [step_memory(scenario, n, budget, step) for n, budget in sizes]
+
+
+def vocabulary(scenario: Scenario, copies: int, budget: int) -> dict[str, Any]:
+    """The step at a large vocabulary.
+
+    Raises:
+        AssertionError: it made a tensor of as many elements as the micro-batch has sampled tokens times words.
+    """
+    step = TrainStep(make_actor(scenario), scenario)
+    step(make_rollout(scenario), budget)
+    found = step_memory(scenario, copies, budget, step)
+    logits = found["sampled_tokens"] * scenario.vocabulary
+    assert found["largest_elements"] < logits, f"a tensor of {found['largest_elements']:,} elements was made"
+    head = scenario.vocabulary * scenario.hidden
+    return found | {
+        "vocabulary": scenario.vocabulary,
+        "logits_mib": round(4 * logits / MIB, 1),
+        "head_weight_elements": head,
+        "largest_of_logits": round(found["largest_elements"] / logits, 4),
+    }
+
+
+def child(command: list[str], *, until: Callable[[], bool] | None = None, limit_s: float = 300) -> dict[str, float]:
+    """Seconds and CPU seconds of a command, to its end or until something holds; then it is ended.
+
+    Raises:
+        RuntimeError: it failed, or ended without that, or took too long.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile() as output:
+        started = time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+        try:
+            while process.poll() is None and not (until is not None and until()):
+                if time.perf_counter() - started > limit_s:
+                    raise RuntimeError(f"{command} took more than {limit_s:.0f} s")
+                time.sleep(0.005)
+            seconds = time.perf_counter() - started
+            reached = until() if until is not None else process.returncode == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        if not reached:
+            output.seek(0)
+            raise RuntimeError(f"{command} failed: {output.read().decode()[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall_s": round(seconds, 3), "cpu_s": round(cpu, 3)}
+
+
+def start(repeats: int) -> dict[str, dict[str, float]]:
+    """The best of some starts of each kind: a start is slow for many reasons, and fast for one."""
+    realign = [sys.executable, "-m", "realign.cli"]
+    found = {
+        "realign --help": [child([*realign, "--help"]) for _ in range(repeats)],
+        "config composed": [child([*realign, "experiment=grpo_arithmetic", "--cfg", "job"]) for _ in range(repeats)],
+        "first training step of the demo": [first_step() for _ in range(min(repeats, 2))],
+    }
+    return {name: {key: min(r[key] for r in rows) for key in ("wall_s", "cpu_s")} for name, rows in found.items()}
+
+
+def first_step() -> dict[str, float]:
+    """The demo, until the metrics of its first training step are written: task and tokenizer made, models loaded."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "demo"
+        metrics = folder / "sft" / "metrics.jsonl"
+
+        def trained() -> bool:
+            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+            return any(json.loads(line).get("step", 0) >= 1 for line in lines if line.endswith("\n"))
+
+        return child([sys.executable, "-m", "realign.demo", f"output_dir={folder}"], until=trained)
+
+
+def show(report: dict[str, Any]) -> str:
+    """The results for people."""
+    blocks = []
+    if rows := report.get("cost"):
+        cells = [
+            [
+                f"{r['copies']}x",
+                *(str(r[k]) for k in ("sequences", "tokens", "wall_s", "cpu_s")),
+                *(f"{r[k]:.2f}" for k in ("wall_per_sequence", "cpu_per_sequence")),
+            ]
+            for r in rows
+        ]
+        head = ["training step", "sequences", "tokens", "s", "CPU s", "s per sequence", "CPU s per sequence"]
+        blocks.append(table(head, cells))
+    if rows := report.get("memory"):
+        keys = ("budget", "microbatches", "microbatch_tokens", "peak_mib", "largest_elements")
+        cells = [[str(r["sequences"]), *(f"{r[k]:,}" for k in keys)] for r in rows]
+        head = ["sequences", "budget", "micro-batches", "tokens of the largest", "peak MiB", "largest tensor"]
+        blocks.append(table(head, cells))
+    if r := report.get("vocabulary"):
+        blocks.append(
+            f"vocabulary {r['vocabulary']:,}, {r['sampled_tokens']:,} sampled tokens in a micro-batch: peak "
+            f"{r['peak_mib']:,} MiB; logits alone would be {r['logits_mib']:,} MiB; the largest tensor has "
+            f"{r['largest_of_logits']:.1%} of their elements"
+        )
+    if found := report.get("start"):
+        cells = [[name, f"{r['wall_s']:.2f}", f"{r['cpu_s']:.2f}"] for name, r in found.items()]
+        blocks.append(table(["start", "s", "CPU s"], cells))
+    return "\n\n".join(blocks)
+
+
+def main(given: list[str] | None = None) -> None:
+    """Run the parts that are asked for, print tables and the JSON line."""
+    words = arguments({"parts": "cost,memory,start", "repeats": "5", "threads": "2"}, given)
+    torch.set_num_threads(int(words["threads"]))
+    parts, repeats = words["parts"].split(","), int(words["repeats"])
+    report: dict[str, Any] = {"benchmark": "scaling", **facts()}
+    if "cost" in parts:
+        report["cost"] = cost(BASE, COPIES, repeats)
+    if "memory" in parts:
+        report["memory"] = memory(BASE, COPIES, BUDGETS)
+        report["vocabulary"] = vocabulary(replace(BASE, vocabulary=32_000), COPIES[-1], BUDGETS[-1])
+    if "start" in parts:
+        report["start"] = start(repeats)
+    print(show(report))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
