@@ -83,12 +83,12 @@ def sample_operations(sample: SequenceSample) -> list[Operation]:
     plan = [indices.tolist() for indices in batches.plan]
     results = [part.select(["logprobs", "rewards"]) for part in batches]
     plain_results = [nested(part) for part in results]
-    chunks = sample.chunks(PARTS)
+    n_parts = min(PARTS, len(sample))
+    chunks = sample.chunks(n_parts)
     plain_chunks = [nested(chunk) for chunk in chunks]
     left, right = sample.select(["input_ids"]), sample.select(["logprobs", "loss_mask", "rewards"])
     plain_left, plain_right = nested(left), nested(right)
     listed = order.tolist()
-    n_minibatches = min(PARTS, len(sample))
 
     def packing() -> list[list[int]]:
         return loops.pack(plain.lengths["input_ids"], BUDGET)
@@ -101,8 +101,8 @@ def sample_operations(sample: SequenceSample) -> list[Operation]:
         Operation("take", lambda: sample.take(order), lambda: plain.take(listed), same_batch),
         Operation(
             "minibatches",
-            lambda: sample.minibatches(n_minibatches, np.random.default_rng(0)),
-            lambda: plain.minibatches(listed, n_minibatches),
+            lambda: sample.minibatches(n_parts, np.random.default_rng(0)),
+            lambda: plain.minibatches(listed, n_parts),
             same_batches,
         ),
         Operation("merge", lambda: left.merge(right), lambda: plain_left.merge(plain_right), same_batch),
@@ -160,7 +160,7 @@ def credit_operations(sample: SequenceSample) -> list[Operation]:
 def measure(n_sequences: int, repeats: int) -> list[dict[str, Any]]:
     """Median seconds of every operation at one size, after its results were found equal."""
     sample = make_sample(n_sequences)
-    rounds = repeats * max(1, 10_000 // n_sequences)  # what takes less than a millisecond varies the most
+    rounds = repeats * min(10, max(1, 10_000 // n_sequences))  # what is short varies the most
     rows = []
     for operation in [*sample_operations(sample), *credit_operations(sample)]:
         operation.check(operation.ours(), operation.loop())

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ ROOT = Path(__file__).parents[1]
 BASE = replace(SCENARIOS["long_tail"], name="scaling", prompts=2)
 COPIES = (1, 2, 4, 8, 16)
 BUDGET = 2048
-BUDGETS = (1024, 2048, 4096, 8192)
+OTHER_BUDGETS = (1024, 4096, 8192)
 MIB = 2**20
 
 
-def cost(scenario: Scenario, copies: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+def cost(scenario: Scenario, copies: Sequence[int], budget: int, repeats: int) -> list[dict[str, Any]]:
     """Seconds of a training step, and what a sequence costs compared with the smallest batch."""
     step = TrainStep(make_actor(scenario), scenario)
     batches = {n: make_rollout(scenario, copies=n) for n in copies}
@@ -54,7 +54,7 @@ def cost(scenario: Scenario, copies: tuple[int, ...], repeats: int) -> list[dict
     def timed(n: int) -> Callable[[], None]:
         def call() -> None:
             started = time.process_time()
-            step(batches[n], BUDGET)
+            step(batches[n], budget)
             spent[n].append(time.process_time() - started)
 
         return call
@@ -93,16 +93,16 @@ def step_memory(scenario: Scenario, copies: int, budget: int, step: TrainStep) -
     }
 
 
-def memory(scenario: Scenario, copies: tuple[int, ...], budgets: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Peak of a step over batch sizes at one budget, then over budgets at the largest batch."""
+def memory(scenario: Scenario, copies: Sequence[int], budget: int, others: Sequence[int]) -> list[dict[str, Any]]:
+    """Peak of a step over batch sizes at one budget, then at other budgets with the largest batch."""
     step = TrainStep(make_actor(scenario), scenario)
-    step(make_rollout(scenario), budgets[-1])  # makes the optimizer's state
-    sizes = [(n, BUDGET) for n in copies] + [(copies[-1], budget) for budget in budgets if budget != BUDGET]
-    return [step_memory(scenario, n, budget, step) for n, budget in sizes]
+    step(make_rollout(scenario), budget)  # makes the optimizer's state
+    sizes = [(n, budget) for n in copies] + [(copies[-1], other) for other in others]
+    return [step_memory(scenario, n, limit, step) for n, limit in sizes]
 
 
 def vocabulary(scenario: Scenario, copies: int, budget: int) -> dict[str, Any]:
-    """The step at a large vocabulary.
+    """The step at a large vocabulary, on a batch that is larger than one chunk of logits.
 
     Raises:
         AssertionError: it made a tensor of as many elements as the micro-batch has sampled tokens times words.
@@ -213,10 +213,10 @@ def main(given: list[str] | None = None) -> None:
     parts, repeats = words["parts"].split(","), int(words["repeats"])
     report: dict[str, Any] = {"benchmark": "scaling", **facts()}
     if "cost" in parts:
-        report["cost"] = cost(BASE, COPIES, repeats)
+        report["cost"] = cost(BASE, COPIES, BUDGET, repeats)
     if "memory" in parts:
-        report["memory"] = memory(BASE, COPIES, BUDGETS)
-        report["vocabulary"] = vocabulary(replace(BASE, vocabulary=32_000), COPIES[-1], BUDGETS[-1])
+        report["memory"] = memory(BASE, COPIES, BUDGET, OTHER_BUDGETS)
+        report["vocabulary"] = vocabulary(replace(BASE, vocabulary=32_000), COPIES[-1], OTHER_BUDGETS[-1])
     if "start" in parts:
         report["start"] = start(repeats)
     print(show(report))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.peer.side_realign import Side
+from benchmarks.peer.side_trl import ForcedLengths
+from benchmarks.peer.work import EOS, SCENARIOS, write_prompts
+from realign.engines.decoding import Rollout
+from realign.engines.network import Network
+from realign.engines.stepping import Stepper
+from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.ppo import PPOActorInterface
+
+PATCHED = [(Rollout, "_draw"), (Network, "run"), (Stepper, "step"), (torch.Tensor, "backward")]
+PATCHED += [(PPOActorInterface, "loss"), (PPOCriticInterface, "loss")]
+
+
+def test_a_row_ends_at_its_length_and_not_before():
+    processor = ForcedLengths([1, 3])
+    for step in range(3):
+        scores = torch.randn(2, 6)
+        before = scores.clone()
+        after = processor(torch.zeros(2, step, dtype=torch.int64), scores)
+        for row, length in enumerate([1, 3]):
+            if step >= length - 1:
+                assert after[row].isfinite().nonzero().tolist() == [[EOS]]
+            else:
+                assert after[row, EOS] == -torch.inf
+                others = torch.arange(6) != EOS
+                assert torch.equal(after[row, others], before[row, others])
+
+
+@pytest.mark.parametrize("name", ["tiny", "ppo_tiny"])
+def test_our_side_makes_steps_of_the_given_lengths(name, tmp_path, monkeypatch):
+    for owner, method in PATCHED:  # a side times and steers them for its whole process; here for this test
+        monkeypatch.setattr(owner, method, getattr(owner, method))
+    scenario = SCENARIOS[name]
+    scenario.save_models(tmp_path)
+    write_prompts(scenario, 2, tmp_path / "prompts.jsonl")
+    side = Side(scenario, tmp_path, 2, {})
+    for number in (1, 2):
+        found = side.step(number)
+        assert found["lengths"] == scenario.lengths(number)
+        texts = scenario.prompt_texts(2)[(number - 1) * scenario.prompts : number * scenario.prompts]
+        assert found["prompt_tokens"] == [len(text) for text in texts]
+        assert 0 < found["model_work"] < found["wall"]
