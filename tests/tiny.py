@@ -143,8 +143,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny(folder: Path, family: str = "qwen2", **model: Any) -> Path:
-    """Write a tiny model and the tiny tokenizer as a Hugging Face folder; `model` as in `tiny_model`."""
+def save_tiny(folder: Path, family: str = "llama", **model: Any) -> Path:
+    """Write a tiny model and the tiny tokenizer as a Hugging Face folder; `model` as in `tiny_model`.
+
+    Beside a qwen2 model transformers would read the tokenizer as Qwen's own, which cuts text otherwise.
+    """
     tiny_model(family, **{"attention": "eager", **model}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

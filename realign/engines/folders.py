@@ -5,12 +5,38 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 AVERAGED = "_ema"
 """What the folder of averaged weights is called behind the name of the model's own."""
+
+
+def warn_if_misread(what: str, tokenizer: Any, path: str) -> None:
+    """Warn when a tokenizer cuts text otherwise than the `tokenizer.json` that it was read from.
+
+    transformers chooses the class by the model's family, and may rebuild a tokenizer of another kind as that family's
+    own, without a word: a word-level vocabulary beside a qwen2 model is then read as characters.
+    """
+    file = Path(path, "tokenizer.json")
+    if not file.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    saved = Tokenizer.from_file(str(file))
+    ids = sorted(saved.get_vocab().values())
+    text = saved.decode(ids[:: max(1, len(ids) // 64)])
+    found = tokenizer(text, add_special_tokens=False)["input_ids"]
+    expected = saved.encode(text, add_special_tokens=False).ids
+    if found != expected:
+        warnings.warn(
+            f"{what}: transformers reads {file} as {type(tokenizer).__name__}, which cuts text "
+            f"otherwise than that file says ({len(found)} tokens of a probe instead of {len(expected)}); keep the "
+            f"tokenizer in a folder without the model's config.json, and name it in {what}.tokenizer",
+            stacklevel=2,
+        )
 
 
 def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:

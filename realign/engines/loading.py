@@ -12,7 +12,7 @@ import torch
 
 from realign.api.model import Model, derive_seed
 from realign.engines.branches import check_layers, read_stack, train_top
-from realign.engines.folders import check_path, read_states
+from realign.engines.folders import check_path, read_states, warn_if_misread
 from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
 from realign.engines.kernels import Backend
 from realign.engines.lora import LoRA, add_adapters, require_peft
@@ -221,7 +221,9 @@ class TransformersModel:
         files = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
         path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, files)
         with _readable(f"models.{name}: cannot load a tokenizer from {path!r}"):
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        warn_if_misread(f"models.{name}", tokenizer, path)
+        return tokenizer
 
 
 def pick_device(device: str) -> torch.device:

@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -364,3 +365,20 @@ def test_bad_fields_are_refused_by_name():
         TransformersModel("x", head="policy")
     with pytest.raises(ValueError, match="max_nonfinite_in_a_row must be at least 1, found 0"):
         TransformersModel("x", max_nonfinite_in_a_row=0)
+
+
+def test_a_tokenizer_that_transformers_rebuilds_as_another_kind_is_warned_of(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    words = Tokenizer(models.WordLevel({"<unk>": 0, **{f"word{i}": i + 1 for i in range(90)}}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    by_word = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="word1")
+    by_word.save_pretrained(folder)
+    with pytest.warns(UserWarning, match="models.actor: transformers reads .* as Qwen2Tokenizer, which cuts"):
+        TransformersModel(str(folder), device="cpu").load("actor", seed=0)
+    by_word.save_pretrained(tmp_path / "words")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TransformersModel(str(folder), tokenizer=str(tmp_path / "words"), device="cpu").load("actor", seed=0)
