@@ -21,7 +21,8 @@ class MicroBatchSpec:
     """How large a micro-batch may be. Invisible in loss, gradient and metrics; it trades memory for speed.
 
     Attributes:
-        max_tokens_per_microbatch: packed tokens that one forward pass may hold; None means no limit.
+        max_tokens_per_microbatch: packed tokens that one forward pass may hold; None means no limit. A beginning that
+            the pass computes once for all sequences of a prompt counts once.
         n_microbatches: cut into at least this many, as far as there are groups to part.
         whole_groups: never cut a group, the sequences of one prompt. Set by algorithms whose loss compares them.
     """
@@ -37,7 +38,12 @@ class MicroBatchSpec:
             raise ValueError(f"n_microbatches must be at least 1, found {self.n_microbatches}")
 
 
-def plan_microbatches(lengths: Lengths, spec: MicroBatchSpec, ids: Sequence[Hashable] | None = None) -> list[IntArray]:
+def plan_microbatches(
+    lengths: Lengths,
+    spec: MicroBatchSpec,
+    ids: Sequence[Hashable] | None = None,
+    prefixes: IntArray | None = None,
+) -> list[IntArray]:
     """Assign every sequence to a micro-batch: never over the budget, balanced, as few as the heuristic finds.
 
     A group (all sequences of one prompt) stays whole unless it alone exceeds the budget; then it is cut between
@@ -51,6 +57,8 @@ def plan_microbatches(lengths: Lengths, spec: MicroBatchSpec, ids: Sequence[Hash
         lengths: tokens of each sequence of each prompt.
         spec: the budget.
         ids: names of the prompts for the error; their positions by default.
+        prefixes: for each prompt, the first tokens of its sequences that count once in a micro-batch, being the same
+            in all of them; none by default. A group that is cut is then cut into runs of sequences.
 
     Returns:
         For each micro-batch, the ascending indices of its sequences; every index stands in exactly one, and none is
@@ -63,15 +71,15 @@ def plan_microbatches(lengths: Lengths, spec: MicroBatchSpec, ids: Sequence[Hash
     if not n_sequences:
         return []
     _check_longest(lengths, limit, ids)
+    once = np.zeros(len(lengths.counts), dtype=np.int64) if prefixes is None else prefixes
     if spec.whole_groups:
-        _check_groups(lengths, limit, ids)
-    unit_of_sequence = _units(lengths, limit)
-    loads = np.bincount(unit_of_sequence, weights=lengths.flat).astype(np.int64)
+        _check_groups(lengths, once, limit, ids)
+    unit_of_sequence, loads = _units(lengths, once, limit)
     order = np.argsort(-loads, kind="stable")
     sizes = loads[order].tolist()
     n_bins = min(spec.n_microbatches, len(sizes))
     if limit is not None:
-        n_bins = max(n_bins, -(-lengths.total // limit))
+        n_bins = max(n_bins, -(-int(loads.sum()) // limit))
     bins, largest = _fill(sizes, n_bins, limit)
     if (found := max(bins) + 1) > n_bins:
         # Bins that were opened late are emptier: spread again over the final number, and keep that if it fits.
@@ -95,12 +103,13 @@ def _check_longest(lengths: Lengths, limit: int | None, ids: Sequence[Hashable] 
         )
 
 
-def _check_groups(lengths: Lengths, limit: int | None, ids: Sequence[Hashable] | None) -> None:
-    prompt = int(lengths.per_prompt.argmax())
-    if limit is not None and lengths.per_prompt[prompt] > limit:
+def _check_groups(lengths: Lengths, once: IntArray, limit: int | None, ids: Sequence[Hashable] | None) -> None:
+    loads = _loads(lengths, once)
+    prompt = int(loads.argmax())
+    if limit is not None and loads[prompt] > limit:
         raise ValueError(
             f"the {int(lengths.counts[prompt])} sequences of {_owner(prompt, ids)} have "
-            f"{int(lengths.per_prompt[prompt])} tokens, more than max_tokens_per_microbatch={limit}, and must stay "
+            f"{int(loads[prompt])} tokens, more than max_tokens_per_microbatch={limit}, and must stay "
             "together since the loss compares them; raise the budget or shorten the data"
         )
 
@@ -109,13 +118,38 @@ def _owner(prompt: int, ids: Sequence[Hashable] | None) -> str:
     return f"prompt {prompt} of the batch" if ids is None else f"id {ids[prompt]!r}"
 
 
-def _units(lengths: Lengths, limit: int | None) -> IntArray:
-    """[S] the piece that may not be cut of each sequence: its group, or itself where the group exceeds the budget."""
+def _loads(lengths: Lengths, once: IntArray) -> IntArray:
+    """[n_prompts] tokens of each group, of which the first `once` of each sequence count once."""
+    return lengths.per_prompt - once * (lengths.counts - 1).clip(min=0)
+
+
+def _units(lengths: Lengths, once: IntArray, limit: int | None) -> tuple[IntArray, IntArray]:
+    """The pieces that may not be cut: groups, and where a group exceeds the budget, sequences or runs of them.
+
+    Returns:
+        The unit of each sequence [S], and the tokens of each unit.
+    """
     opens_unit = np.zeros(len(lengths.flat), dtype=bool)
     opens_unit[lengths.sequence_starts[:-1][lengths.counts > 0]] = True
     if limit is not None:
-        opens_unit |= (lengths.per_prompt > limit)[lengths.prompt_of_sequence]
-    return np.cumsum(opens_unit) - 1
+        too_large = _loads(lengths, once) > limit
+        opens_unit |= (too_large & (once == 0))[lengths.prompt_of_sequence]
+        for prompt in np.flatnonzero(too_large & (once > 0)).tolist():
+            first, last = lengths.sequence_starts[prompt : prompt + 2].tolist()
+            opens_unit[first:last] = _opens_run(lengths.flat[first:last] - once[prompt], limit - once[prompt])
+    unit_of_sequence = np.cumsum(opens_unit) - 1
+    once_S = once[lengths.prompt_of_sequence]
+    loads = np.bincount(unit_of_sequence, weights=lengths.flat - np.where(opens_unit, 0, once_S))
+    return unit_of_sequence, loads.astype(np.int64)
+
+
+def _opens_run(sizes: IntArray, limit: int) -> list[bool]:
+    """Whether each sequence opens a run, where runs take in sequences in their order as long as they fit."""
+    opens, load = [], limit + 1
+    for size in sizes.tolist():
+        opens.append(load + size > limit)
+        load = size if opens[-1] else load + size
+    return opens
 
 
 def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[int], int]:

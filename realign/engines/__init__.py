@@ -1,10 +1,10 @@
 """Engines: machines that run a transformers model on packed sequences. They know no algorithm.
 
-`loading` turns a config into an engine; `engine` cuts, packs and steps; `network` runs and saves what has weights: the
-model, and beside it `value_head`, `lora` or the `branches` of a frozen reference; `attention` is the one function
-through which every model attends; `output` is what a loss sees of a forward pass; `optim`, `stepping` and `ema` turn
-gradients into steps and averages; `generation` samples; `shared` lets roles share a model. Transformers itself is
-imported when a model is loaded.
+`loading` turns a config into an engine; `engine` cuts, packs and steps, and `layout` says which rows a pass computes;
+`network` runs and saves what has weights: the model, and beside it `value_head`, `lora` or the `branches` of a frozen
+reference; `attention` is the one function through which every model attends; `output` is what a loss sees of a forward
+pass; `optim`, `stepping` and `ema` turn gradients into steps and averages; `generation` samples; `shared` lets roles
+share a model. Transformers itself is imported when a model is loaded.
 """
 
 from realign.engines.heads import Head, HeadInit

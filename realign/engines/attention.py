@@ -28,6 +28,7 @@ from realign.engines.kernels import (
     flash_attention,
     varlen_attention,
 )
+from realign.engines.layout import Layout
 from realign.functional.packed import position_ids
 
 __all__ = ["ATTENTION", "CONTEXT", "AttentionArgs", "AttentionContext", "Backend", "PackedContext", "packed_inputs"]
@@ -47,17 +48,34 @@ class AttentionContext(Protocol):
         ...
 
 
-def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor) -> dict[str, Any]:
+def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor, positions_T: Tensor | None = None) -> dict[str, Any]:
     """Keywords with which a transformers model reads packed sequences; add `realign_context=PackedContext(...)`.
 
-    `cu_seqlens` may be on the host, where finding positions makes nobody wait.
+    Args:
+        input_ids_T: the tokens.
+        cu_seqlens: boundaries; may be on the host, where finding positions makes nobody wait.
+        positions_T: the place of each token in its sequence, where sequences do not start at 0; may be on the host.
     """
+    positions_T = position_ids(cu_seqlens) if positions_T is None else positions_T
     return {
         "input_ids": input_ids_T[None],
-        "position_ids": position_ids(cu_seqlens).to(input_ids_T.device, non_blocking=True)[None],
+        "position_ids": positions_T.to(input_ids_T.device, non_blocking=True)[None],
         "attention_mask": None,
         "use_cache": False,
     }
+
+
+def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict[str, Any]:
+    """Keywords, context included, with which a transformers model computes the rows of a layout of these tokens.
+
+    What is found on the host is moved to the device of the tokens, and nobody waits for it.
+    """
+    ids_R = input_ids_T if layout.token_R is None else input_ids_T[layout.token_R]
+    cu_seqlens = layout.cu_seqlens
+    after = None if layout.token_R is None else layout.after.tolist()
+    there = cu_seqlens.to(ids_R.device, non_blocking=True)
+    context = PackedContext(there, backend, layout.pieces.tolist(), after)
+    return {**packed_inputs(ids_R, cu_seqlens, layout.position_R), CONTEXT: context}
 
 
 @dataclass(eq=False)
@@ -68,12 +86,15 @@ class PackedContext:
         cu_seqlens: int32 [S + 1] boundaries with a leading 0, on the device of the model.
         backend: the kernel; `auto` is resolved for each call by device, dtype and what the layer asks for.
         lengths: lengths of the sequences on the host; None reads them from `cu_seqlens` (on CUDA: one host sync).
+        after: for each sequence, the index of the one that it continues and sees, too, or -1. Only `Backend.sdpa`
+            can do that. None: each stands alone.
     """
 
     cu_seqlens: Tensor
     backend: Backend = Backend.auto
     lengths: Sequence[int] | None = None
-    _windows: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
+    after: Sequence[int] | None = None
+    _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -82,6 +103,16 @@ class PackedContext:
     @cached_property
     def _longest(self) -> int:
         return max(self._lengths, default=0)
+
+    @cached_property
+    def _after(self) -> Sequence[int]:
+        return [-1] * len(self._lengths) if self.after is None else self.after
+
+    @cached_property
+    def _span(self) -> int:
+        """Tokens of the longest sequence with what it continues."""
+        before = (0 if i < 0 else self._lengths[i] for i in self._after)
+        return max(map(sum, zip(self._lengths, before, strict=True)), default=0)
 
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """See `AttentionContext.attend`.
@@ -99,16 +130,21 @@ class PackedContext:
 
     def _loop(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         n = self._lengths
-        parts = zip(q.split(n, 2), k.split(n, 2), v.split(n, 2), strict=True)
-        out = [self._one(a, b, c, args).transpose(1, 2) for a, b, c in parts if a.shape[2]]
+        queries, keys, values = q.split(n, 2), k.split(n, 2), v.split(n, 2)
+        out = [
+            self._one(queries[i], _joined(keys, before, i), _joined(values, before, i), args).transpose(1, 2)
+            for i, before in enumerate(self._after)
+            if n[i]
+        ]
         return torch.cat(out, 1) if out else q.new_empty(1, 0, q.shape[1], v.shape[-1])
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-        length = q.shape[2]
+        """One sequence, whose last tokens are the queries."""
+        length = k.shape[2]
         window = args.sliding_window if args.sliding_window is not None and args.sliding_window < length else None
         if args.softcap is not None or args.sinks_H is not None:
-            return explicit_attention(q, k, v, args, self._visible(length, window or length, q.device))
-        mask = None if window is None else self._visible(length, window, q.device)
+            return explicit_attention(q, k, v, args, self._mask(q, length, window))
+        mask = None if window is None and q.shape[2] == length else self._mask(q, length, window)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -120,12 +156,22 @@ class PackedContext:
             enable_gqa=q.shape[1] != k.shape[1],
         )
 
-    def _visible(self, length: int, window: int, device: torch.device) -> Tensor:
-        """[length, length] bool: which keys each query sees; kept, since every layer asks for the same ones."""
-        if (length, window) not in self._windows:
-            causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-            self._windows[length, window] = causal.triu(1 - window)
-        return self._windows[length, window]
+    def _mask(self, q: Tensor, length: int, window: int | None) -> Tensor:
+        """[queries, length]: 0 where one of the last queries of a sequence sees a key, else -inf.
+
+        A view of one mask that serves all sequences and layers: what autograd keeps of it takes no memory.
+        """
+        key = (window or 0, q.dtype)
+        if key not in self._masks:
+            ones = torch.ones(self._span, self._span, dtype=torch.bool, device=q.device).tril()
+            hidden = ~ones.triu(1 - (window or self._span))
+            self._masks[key] = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return self._masks[key][length - q.shape[2] : length, :length]
+
+
+def _joined(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
+    """[1, Hk, L, D] of a piece, behind those of the piece that it continues."""
+    return pieces[own] if before < 0 else torch.cat([pieces[before], pieces[own]], 2)
 
 
 def _dispatch(

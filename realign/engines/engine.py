@@ -22,6 +22,7 @@ from realign.api.stats import Stats, merge_stats
 from realign.engines.ema import WeightAverage
 from realign.engines.folders import AVERAGED, save_folder
 from realign.engines.kernels import Backend
+from realign.engines.layout import SharedPrompts
 from realign.engines.lora import LoRA
 from realign.engines.network import Network, Run
 from realign.engines.optim import OptimizerSpec
@@ -52,6 +53,7 @@ class TransformersEngine:
         lora: LoRA | None = None,
         ema_decay: float | None = None,
         vocabulary: int | None = None,
+        shared_prompts: SharedPrompts = SharedPrompts.auto,
     ) -> None:
         """Take over a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`, and probe it.
 
@@ -70,6 +72,7 @@ class TransformersEngine:
             lora: the adapters that `module` already has.
             ema_decay: keep a moving average of the trained weights, and save it, too.
             vocabulary: number of tokens that can follow a text, the first ones; None: all.
+            shared_prompts: whether to compute the prompt of a group once.
 
         Raises:
             ValueError: the model family cannot run packed.
@@ -84,6 +87,7 @@ class TransformersEngine:
             value_head=value_head,
             lora=lora,
             vocabulary=vocabulary,
+            shared_prompts=shared_prompts,
         )
         if optimizer is None:
             self.network.requires_grad_(False)
@@ -136,13 +140,13 @@ class TransformersEngine:
         return partial(self._forward, run=self.network.reference(layers))
 
     def _forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Run) -> SequenceSample:
-        batches = data.split(mb_spec)
+        passes = self.network.passes(data, mb_spec)
         results = []
         with torch.no_grad():
-            for part in batches:
+            for part, layout in passes:
                 moved = part.to(self.device)
-                results.append(_added(post_hook(run(part, moved), moved), moved))
-        whole = batches.restore(results).to(data[TOKENS].device)
+                results.append(_added(post_hook(run(part, moved, layout), moved), moved))
+        whole = passes.batches.restore(results).to(data[TOKENS].device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
         return whole
@@ -157,9 +161,9 @@ class TransformersEngine:
     ) -> Stats:
         """See `PipelinableEngine.train_batch`.
 
-        Metrics of the engine: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `n_microbatches`, and counts of
-        optimizer steps: taken (`optimizer_steps`), skipped (`skipped_steps`), and by reason `zero_weight_steps`,
-        `zero_gradient_steps`, `nonfinite_steps`, `vetoed_steps`.
+        Metrics of the engine: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `shared_tokens` (of these, not
+        computed again), `n_microbatches`, and counts of optimizer steps: taken (`optimizer_steps`), skipped
+        (`skipped_steps`), and by reason `zero_weight_steps`, `zero_gradient_steps`, `nonfinite_steps`, `vetoed_steps`.
 
         Raises:
             ValueError: the model is frozen, the loss is no fp32 scalar, or the weight is negative or not finite.
@@ -172,13 +176,13 @@ class TransformersEngine:
         if float(weight) == 0:
             return stepper.report(self.device, skipped="zero_weight_steps")
         stepper.zero_grad()
-        batches = data.split(mb_spec)
+        passes = self.network.passes(data, mb_spec, training=True)
         losses: list[Tensor] = [torch.zeros((), device=self.device)]
         metrics: list[Any] = []  # plain (sum, count) pairs are merged too
         with self._training():
-            for part in batches:
+            for part, layout in passes:
                 moved = part.to(self.device)
-                loss, stats = loss_fn(self.network.run(part, moved, training=True), moved)
+                loss, stats = loss_fn(self.network.run(part, moved, layout, training=True), moved)
                 _check_loss(loss)
                 if loss.requires_grad:
                     (loss / weight).backward()
@@ -191,7 +195,8 @@ class TransformersEngine:
         if self._average is not None and stepper.optimizer_steps > steps:
             self._average.update()
         own["tokens"] = counted(data.lengths[TOKENS].total, self.device)
-        own["n_microbatches"] = single(len(batches), self.device)
+        own["shared_tokens"] = counted(passes.saved, self.device)
+        own["n_microbatches"] = single(len(passes.batches), self.device)
         return {**merged, **own}
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:

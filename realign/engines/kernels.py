@@ -77,14 +77,17 @@ def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> st
     return None
 
 
-def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, visible: Tensor) -> Tensor:
-    """Attention of one sequence written out, for what no fused kernel has: soft caps and sinks. [1, Hq, L, D]."""
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mask: Tensor) -> Tensor:
+    """Attention of one sequence written out, for what no fused kernel has: soft caps and sinks. [1, Hq, L, D].
+
+    `mask` is added to the scores: 0 where a query sees a key, else -inf.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(-1, -2) * args.scaling
     if args.softcap is not None:
         scores = args.softcap * torch.tanh(scores / args.softcap)
-    scores = scores.float().masked_fill(~visible, -torch.inf)
+    scores = scores.float() + mask
     if args.sinks_H is None:
         weights = scores.softmax(-1)
     else:

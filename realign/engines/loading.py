@@ -15,6 +15,7 @@ from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.folders import check_path, read_states, warn_if_misread
 from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
 from realign.engines.kernels import Backend
+from realign.engines.layout import SharedPrompts
 from realign.engines.lora import LoRA, add_adapters, require_peft
 from realign.engines.optim import OptimizerSpec
 from realign.engines.value_head import ValueHead, ValueNetwork
@@ -54,6 +55,8 @@ class TransformersModel:
             folder of its own, `<role>_ema` (DeepSpeed-Chat: 0.992); null: none.
         vocabulary: number of tokens that are text, the first ones: padding tokens and spare rows of the embedding
             behind them are neither sampled nor part of the softmax. The reference needs the same. null: all are.
+        shared_prompts: auto | off; auto computes the prompt of a group once where that saves a tenth of the group's
+            tokens, in training and in scoring. The results are the same. On a CPU, and without dropout.
     """
 
     path: str
@@ -73,10 +76,11 @@ class TransformersModel:
     trained_layers: int | None = None
     ema_decay: float | None = None
     vocabulary: int | None = None
+    shared_prompts: SharedPrompts = SharedPrompts.auto
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
-        self.head_init = HeadInit(self.head_init)
+        self.head_init, self.shared_prompts = HeadInit(self.head_init), SharedPrompts(self.shared_prompts)
         if self.head is Head.causal and self.head_init is not HeadInit.keep:
             raise ValueError(f"head_init={self.head_init.value} belongs to head=score or value, but head is causal")
         if self.head is not Head.causal and self.value_head is not None:
@@ -149,6 +153,7 @@ class TransformersModel:
             lora=self.lora,
             ema_decay=self.ema_decay,
             vocabulary=self.vocabulary,
+            shared_prompts=self.shared_prompts,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

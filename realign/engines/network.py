@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.data import TOKENS, SequenceSample
-from realign.engines.attention import CONTEXT, Backend, PackedContext, packed_inputs
+from realign.api.microbatch import MicroBatchSpec
+from realign.engines.attention import Backend, layout_inputs
 from realign.engines.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.heads import read_head
+from realign.engines.layout import Layout, Passes, SharedPrompts
 from realign.engines.lora import LoRA, adapters_off, merged_state, save_adapters
 from realign.engines.output import PackedOutput, ScalarBranch
 from realign.engines.probe import probe, probe_branch
 from realign.engines.value_head import ValueNetwork
 from realign.functional.logprobs import LMHead
 
-Run: TypeAlias = Callable[[SequenceSample, SequenceSample], PackedOutput]
-"""From a micro-batch where it is, and the same one on the device of the model, to the output of a forward pass."""
+Run: TypeAlias = Callable[[SequenceSample, SequenceSample, Layout], PackedOutput]
+"""From a micro-batch where it is, the same one on the device of the model, and the layout of its rows, to the output of
+a forward pass."""
 
 
 class Network(nn.Module):
@@ -39,6 +42,7 @@ class Network(nn.Module):
         value_head: ValueNetwork | None,
         lora: LoRA | None,
         vocabulary: int | None,
+        shared_prompts: SharedPrompts,
     ) -> None:
         """Probe the model; the arguments are those of `TransformersEngine`.
 
@@ -56,32 +60,57 @@ class Network(nn.Module):
         self._training_head = read_head(module, dropout=dropout)
         self._attention = attention
         self._vocabulary = vocabulary
+        self._dropout = dropout
+        self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )
-        probe(module, self.head, attention=attention, autocast=self.autocast if dtype == torch.bfloat16 else None)
+        probe(
+            module,
+            self.head,
+            attention=attention,
+            autocast=self.autocast if dtype == torch.bfloat16 else None,
+            share=self._shares,
+        )
+
+    def passes(self, data: SequenceSample, mb_spec: MicroBatchSpec, *, training: bool = False) -> Passes:
+        """The micro-batches of a batch, and the rows of each.
+
+        Nothing is shared on other devices than a CPU, whose kernels do not know shared keys, and under dropout, which
+        draws for each sequence.
+        """
+        share = self._shares and data[TOKENS].device.type == "cpu" and not (training and self._dropout)
+        return Passes.of(data, mb_spec, share=share)
 
     def run(
-        self, part: SequenceSample, moved: SequenceSample, *, training: bool = False, with_values: bool = True
+        self,
+        part: SequenceSample,
+        moved: SequenceSample,
+        layout: Layout | None = None,
+        *,
+        training: bool = False,
+        with_values: bool = True,
     ) -> PackedOutput:
         """The packed forward pass of a micro-batch.
 
         Args:
             part: where it is, usually on the host, so that asking for lengths makes nobody wait.
             moved: the same on the network's device.
+            layout: its rows; None: one for each token.
             training: keep the dropout before a scalar head.
             with_values: give the output its value head, where there is one.
         """
         value = self.value_head if with_values else None
+        layout = layout or Layout.plain(part.lengths[TOKENS])
         listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
         with listening as heard:
-            hidden_TH = self._hidden(part, moved)
+            hidden_RH = self._hidden(moved, layout)
         branch = None
         if value is not None:
-            branch = ScalarBranch(partial(value.hidden, hidden_TH, heard) if heard else lambda: hidden_TH, value)
+            branch = ScalarBranch(partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH, value)
         head = self._training_head if training else self.head
         limited = self.limited(head) if isinstance(head, LMHead) else head
-        return PackedOutput(hidden_TH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch)
+        return PackedOutput(hidden_RH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch, layout.row_T)
 
     def reference(self, layers: int | None = None) -> Run:
         """`run` of the policy as it is now, whatever is trained later; without values.
@@ -113,35 +142,34 @@ class Network(nn.Module):
         probe_branch(self.module, frozen.branch)
         return partial(self._run_branch, reference=frozen)
 
-    def _run_base(self, part: SequenceSample, moved: SequenceSample) -> PackedOutput:
+    def _run_base(self, part: SequenceSample, moved: SequenceSample, layout: Layout) -> PackedOutput:
         with adapters_off(self.module):
-            return self.run(part, moved, with_values=False)
+            return self.run(part, moved, layout, with_values=False)
 
-    def _run_branch(self, part: SequenceSample, moved: SequenceSample, reference: ReferenceBranch) -> PackedOutput:
+    def _run_branch(
+        self, part: SequenceSample, moved: SequenceSample, layout: Layout, *, reference: ReferenceBranch
+    ) -> PackedOutput:
         with reference.branch.listening() as heard:
-            hidden_TH = self._hidden(part, moved)
+            hidden_RH = self._hidden(moved, layout)
         if heard:
             with self.autocast():
-                hidden_TH = reference.branch(heard)
+                hidden_RH = reference.branch(heard)
         head = self.limited(reference.head)
-        return PackedOutput(hidden_TH, head, moved[TOKENS], part.cu_seqlens(), self.autocast)
+        return PackedOutput(hidden_RH, head, moved[TOKENS], part.cu_seqlens(), self.autocast, row_T=layout.row_T)
 
     def limited(self, head: LMHead) -> LMHead:
         """The head, for those tokens that can follow a text."""
         return head if self._vocabulary is None else head.first(self._vocabulary)
 
-    def _hidden(self, part: SequenceSample, moved: SequenceSample) -> Tensor:
-        """[T, H] last hidden states; the model is not called where there is no token."""
-        ids_T, cu_seqlens = moved[TOKENS], part.cu_seqlens()
-        if not len(ids_T):
+    def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
+        """[R, H] last hidden states; the model is not called where there is no token."""
+        if not layout.pieces.any():
             weight = self.head.weight_VH if isinstance(self.head, LMHead) else self.head.weight_1H
             return weight.new_zeros(0, weight.shape[1])
-        there = cu_seqlens.to(self.device, non_blocking=True)
-        context = PackedContext(there, self._attention, part.lengths[TOKENS].flat.tolist())
         with self.autocast():
-            out = self.module.base_model(**packed_inputs(ids_T, cu_seqlens), **{CONTEXT: context})
-        hidden_TH: Tensor = out.last_hidden_state[0]
-        return hidden_TH
+            out = self.module.base_model(**layout_inputs(moved[TOKENS], layout, self._attention))
+        hidden_RH: Tensor = out.last_hidden_state[0]
+        return hidden_RH
 
     def check_finite(self) -> None:
         """Raise ValueError, with the name of the weight, if one is not finite."""

@@ -1,6 +1,7 @@
 """What a loss or a post-hook sees of one packed forward pass: hidden states, turned into numbers on demand.
 
-Shapes: T packed tokens, S sequences, N chosen tokens, H hidden size, V vocabulary.
+Shapes: T packed tokens, R rows of the pass (fewer where tokens share them), S sequences, N chosen tokens, H hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ScalarBranch:
     """A scalar head beside a language-model head."""
 
     hidden: Callable[[], Tensor]
-    """Gives the [T, H] that the head reads; called once, if anybody asks for a scalar."""
+    """Gives the [R, H] that the head reads; called once, if anybody asks for a scalar."""
     head: Callable[[Tensor], Tensor]
     """[N, H] to [N] fp32."""
 
@@ -51,20 +52,27 @@ class PackedOutput:
     """Implements `realign.api.ModelOutput` over the hidden states of a packed forward pass.
 
     Attributes:
-        hidden_TH: last hidden states, after the model's final norm.
+        hidden_RH: last hidden states, after the model's final norm, of the R rows that were computed.
         head: what turns them into logits (`LMHead`) or into one number (`ScalarHead`).
         input_ids_T: the tokens that were read.
         cu_seqlens: int32 [S + 1] boundaries of the sequences; best on the host, where they make nobody wait.
         autocast: gives the context in which branches and the language-model head compute; what follows is in fp32.
         branch: gives values and scores of a language model that has a value head.
+        row_T: the row that stands for each token, where tokens share rows; None: each has its own, in their order.
     """
 
-    hidden_TH: Tensor
+    hidden_RH: Tensor
     head: LMHead | ScalarHead
     input_ids_T: Tensor
     cu_seqlens: Tensor
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     branch: ScalarBranch | None = None
+    row_T: Tensor | None = None
+
+    @property
+    def hidden_TH(self) -> Tensor:
+        """Last hidden states of all tokens."""
+        return self._spread(self.hidden_RH)
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
         """See `ModelOutput.logprobs`. Only the tokens of `where_T` cost anything.
@@ -83,27 +91,35 @@ class PackedOutput:
     def logits(self) -> Tensor:
         """See `ModelOutput.logits`."""
         with self.autocast():
-            return self._language_head("logits").logits(self.hidden_TH)
+            return self._spread(self._language_head("logits").logits(self.hidden_RH))
 
     def values(self) -> Tensor:
         """See `ModelOutput.values`."""
-        read_TH, head = self._scalar("values")
-        if not len(read_TH):
-            return read_TH.new_zeros(0, dtype=torch.float32)
-        after_T = head(read_TH)
+        read_RH, head = self._scalar("values")
+        if not len(read_RH):
+            return read_RH.new_zeros(0, dtype=torch.float32)
+        after_T = self._spread(head(read_RH))
         return after_T.roll(1).masked_fill(self._here(self._first_T), 0.0)
 
     def scores(self) -> Tensor:
         """See `ModelOutput.scores`. The last token is found by lengths, never by looking for a token id."""
-        read_TH, head = self._scalar("scores")
+        read_RH, head = self._scalar("scores")
         empty_S = self._here(self.cu_seqlens.diff() == 0)
-        if not len(read_TH):
-            return read_TH.new_zeros(len(empty_S), dtype=torch.float32)
+        if not len(read_RH):
+            return read_RH.new_zeros(len(empty_S), dtype=torch.float32)
         last_S = self._here((self.cu_seqlens[1:].long() - 1).clamp(min=0))
-        return head(read_TH[last_S]).masked_fill(empty_S, 0.0)
+        return head(read_RH[self._rows(last_S)]).masked_fill(empty_S, 0.0)
 
     def _here(self, x: Tensor) -> Tensor:
-        return x.to(self.hidden_TH.device, non_blocking=True)
+        return x.to(self.hidden_RH.device, non_blocking=True)
+
+    def _rows(self, tokens_N: Tensor) -> Tensor:
+        """The rows that stand for some tokens."""
+        return tokens_N if self.row_T is None else self.row_T[tokens_N]
+
+    def _spread(self, x_R: Tensor) -> Tensor:
+        """From one entry for each row to one for each token."""
+        return x_R if self.row_T is None else x_R[self.row_T]
 
     @cached_property
     def _first_T(self) -> Tensor:
@@ -125,7 +141,7 @@ class PackedOutput:
         tokens_N = self._here(asked_T.nonzero()[:, 0])
         with self.autocast():
             logprobs_N, entropy_N = token_logprobs(
-                self.hidden_TH[tokens_N - 1],
+                self.hidden_RH[self._rows(tokens_N - 1)],
                 head,
                 self.input_ids_T[tokens_N],
                 temperature=temperature,
@@ -143,17 +159,17 @@ class PackedOutput:
         return self.head
 
     def _scalar(self, asked: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What a scalar head reads [T, H], and the head."""
+        """What a scalar head reads [R, H], and the head."""
         if isinstance(self.head, ScalarHead):
-            return self.hidden_TH, self.head
+            return self.hidden_RH, self.head
         if self.branch is None:
             raise ValueError(
                 f"{asked} needs a model with a scalar head (head=score or value, or a value_head); this one has none"
             )
-        return self._branch_TH, self.branch.head
+        return self._branch_RH, self.branch.head
 
     @cached_property
-    def _branch_TH(self) -> Tensor:
+    def _branch_RH(self) -> Tensor:
         assert self.branch is not None
         with self.autocast():
             return self.branch.hidden()

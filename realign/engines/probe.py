@@ -10,16 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from realign.engines.attention import ATTENTION, CONTEXT, Backend, PackedContext, packed_inputs
+from realign.api.lengths import Lengths
+from realign.engines.attention import ATTENTION, Backend, layout_inputs
 from realign.engines.branches import Branch
+from realign.engines.layout import Layout
 from realign.engines.output import ScalarHead
 from realign.functional.logprobs import LMHead
-from realign.functional.packed import cu_seqlens_of
 
-LENGTHS = (9, 1, 14, 5)
+GROUPS = ((9,), (1,), (14, 5))
+LENGTHS = tuple(n for group in GROUPS for n in group)
+PREFIX = 3
+"""Tokens with which the sequences of the last group begin alike."""
 
 # Largest error, as a part of the largest number, that is rounding. Families that are wrong are off by percents.
 _TOLERANCE_FP32 = 2e-4
@@ -30,7 +35,9 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @torch.no_grad()
-def probe(model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast: Autocast | None) -> None:
+def probe(
+    model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast: Autocast | None, share: bool = False
+) -> None:
     """Check a loaded model (in eval mode) on a few short random sequences.
 
     Args:
@@ -38,6 +45,7 @@ def probe(model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast
         head: what realign will use in place of the model's own head.
         attention: backend of packed attention.
         autocast: the context of bfloat16 computing; None where the model computes in fp32.
+        share: check passes that compute a common beginning once, too.
 
     Raises:
         ValueError: names the family and what differs.
@@ -54,6 +62,8 @@ def probe(model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast
             f"{family} cannot run packed: its hidden states differ by {error:.1e} (relative) from those of each "
             "sequence alone; it computes attention or positions in a way of its own"
         )
+    if share:
+        _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
     error = _relative(_apply(head, alone_TH, own), own).max().item()
     if not error <= _TOLERANCE_FP32:
         raise ValueError(
@@ -66,6 +76,18 @@ def probe(model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast
     if not error <= _TOLERANCE_BF16:
         raise ValueError(
             f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32"
+        )
+
+
+def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backend, family: str) -> None:
+    layout = Layout.of(Lengths.of(GROUPS), np.array([0, 0, PREFIX]))
+    assert layout.row_T is not None
+    shared_TH = _hidden(model, **layout_inputs(ids_T, layout, attention))[layout.row_T]
+    error = _relative(shared_TH, alone_TH).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ValueError(
+            f"{family} cannot share a prompt: its hidden states differ by {error:.1e} (relative) from those of each "
+            "sequence alone; set shared_prompts=off"
         )
 
 
@@ -97,14 +119,13 @@ def _random_ids(model: Any) -> Tensor:
     device = next(model.parameters()).device
     ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
     ids_T[ids_T == (model.config.get_text_config().pad_token_id or 0)] = 1
+    ids_T[-LENGTHS[-1] :][:PREFIX] = ids_T[-sum(GROUPS[-1]) :][:PREFIX]
     return ids_T
 
 
 def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tensor:
-    cu_seqlens = cu_seqlens_of(LENGTHS).to(ids_T.device)
-    context = {CONTEXT: PackedContext(cu_seqlens, attention, LENGTHS)}
     try:
-        return _hidden(model, **packed_inputs(ids_T, cu_seqlens), **context)
+        return _hidden(model, **layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), attention))
     except TypeError as error:
         raise ValueError(f"{family} cannot run packed: {error}") from error
 

@@ -165,6 +165,40 @@ def test_a_whole_group_over_the_cap_is_named(ids: tuple[str, ...] | None, owner:
     assert len(plan_microbatches(Lengths.of([[8], [3, 3, 3]]), MicroBatchSpec(9, whole_groups=True), ids)) == 2
 
 
+SHARED = st.lists(st.tuples(st.integers(0, 10), st.lists(st.integers(0, 20), max_size=5)), max_size=12)
+
+
+@settings(deadline=None)
+@given(SHARED, LIMIT, st.integers(1, 8))
+def test_what_a_group_shares_counts_once(groups: list[tuple[int, list[int]]], limit: int | None, n: int) -> None:
+    nested = [[prefix + own for own in group] for prefix, group in groups]
+    prefixes = np.array([prefix for prefix, _ in groups], dtype=np.int64)
+    plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit, n), prefixes=prefixes)
+    assert sorted(s for part in plan for s in part) == list(range(sum(map(len, nested))))
+    owners, own = owners_of(nested), [n for _, group in groups for n in group]
+    for part in plan:
+        rows = sum(own[s] for s in part) + sum(groups[p][0] for p in {owners[s] for s in part})
+        assert limit is None or rows <= limit
+    for prompt, (prefix, group) in enumerate(groups):
+        parts = [part for part in plan if any(owners[s] == prompt for s in part)]
+        if group and (limit is None or prefix + sum(group) <= limit):
+            assert len(parts) == 1
+
+
+def test_a_group_over_the_cap_is_cut_into_runs() -> None:
+    lengths = Lengths.of([[16, 13, 14, 16]])  # of which 10 are shared
+    plans = {
+        limit: plan_microbatches(lengths, MicroBatchSpec(limit), prefixes=np.array([10])) for limit in (29, 23, 16)
+    }
+    assert {limit: [p.tolist() for p in plan] for limit, plan in plans.items()} == {
+        29: [[0, 1, 2, 3]],
+        23: [[0, 1, 2], [3]],
+        16: [[0], [1], [2], [3]],
+    }
+    with pytest.raises(ValueError, match="have 29 tokens, more than max_tokens_per_microbatch=28"):
+        plan_microbatches(lengths, MicroBatchSpec(28, whole_groups=True), prefixes=np.array([10]))
+
+
 def test_split_names_the_id_of_a_sequence_over_the_cap() -> None:
     sample = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1]], [[1, 2, 3]]]})
     with pytest.raises(ValueError, match="sequence 0 of id 'b' has 3 tokens"):

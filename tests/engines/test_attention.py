@@ -133,6 +133,20 @@ def test_packed_context_against_float64(what, value_size):
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("what", ARGS)
+def test_pieces_that_continue_another_against_float64(what):
+    pieces, after = (3, 4, 2, 0, 5, 1), (-1, 0, 0, 0, -1, 4)
+    q, k, v = qkv(lengths=pieces)
+    context = PackedContext(cu_seqlens_of(pieces), lengths=pieces, after=after)
+    got = context.attend(0, nn.Module(), q, k, v, ARGS[what])
+    starts = cu_seqlens_of(pieces).tolist()
+    for i, before in enumerate(after):
+        rows = [t for piece in (before, i) if piece >= 0 for t in range(starts[piece], starts[piece + 1])]
+        want = reference(*(x[:, :, rows] for x in (q, k, v)), (len(rows),), ARGS[what])
+        own = slice(len(rows) - pieces[i], None)
+        torch.testing.assert_close(got[:, starts[i] : starts[i + 1]].double(), want[:, own], atol=1e-5, rtol=1e-5)
+
+
 def test_packed_context_of_no_tokens():
     q, k, v = qkv(lengths=(0, 0))
     assert PackedContext(cu_seqlens_of([0, 0])).attend(0, nn.Module(), q, k, v, ARGS["plain"]).shape == (1, 0, 4, 8)
