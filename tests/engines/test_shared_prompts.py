@@ -46,7 +46,7 @@ def gradient(engine):
     return torch.cat([p.grad.flatten() for p in engine.network.parameters() if p.grad is not None]).double()
 
 
-def assert_same_gradient(shared, plain, tolerance=2e-6):
+def assert_same_gradient(shared, plain, tolerance=1e-6):
     a, b = gradient(shared), gradient(plain)
     assert a.shape == b.shape
     assert b.norm() > 0
