@@ -21,9 +21,9 @@ from realign.api.data import TOKENS, SequenceSample
 from realign.api.lengths import IntArray, Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec
 
-MIN_SAVED = 0.1
-"""Least part of a group's tokens that must go for its prompt to be shared: attention with two parts costs a little more
-(measured on 2 cores: even at 0.03)."""
+MIN_SAVED = 0.05
+"""Least part of a group's tokens that must go for its prompt to be shared. Attention in two parts costs a little more:
+measured on a CPU, 4 layers of hidden size 256, groups of 2 and 8, training was as fast at 0.03, 5% faster at 0.06."""
 
 
 class SharedPrompts(StrEnum):

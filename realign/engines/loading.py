@@ -55,7 +55,7 @@ class TransformersModel:
             folder of its own, `<role>_ema` (DeepSpeed-Chat: 0.992); null: none.
         vocabulary: number of tokens that are text, the first ones: padding tokens and spare rows of the embedding
             behind them are neither sampled nor part of the softmax. The reference needs the same. null: all are.
-        shared_prompts: auto | off; auto computes the prompt of a group once where that saves a tenth of the group's
+        shared_prompts: auto | off; auto computes the prompt of a group once where that saves a twentieth of the group's
             tokens, in training and in scoring. The results are the same. On a CPU, and without dropout.
     """
 
