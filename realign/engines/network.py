@@ -76,7 +76,7 @@ class Network(nn.Module):
     def passes(self, data: SequenceSample, mb_spec: MicroBatchSpec, *, training: bool = False) -> Passes:
         """The micro-batches of a batch, and the rows of each.
 
-        Nothing is shared on other devices than a CPU, whose kernels do not know shared keys, and under dropout, which
+        Nothing is shared on an accelerator, since its kernels know no shared keys, and in training under dropout, which
         draws for each sequence.
         """
         share = self._shares and data[TOKENS].device.type == "cpu" and not (training and self._dropout)
