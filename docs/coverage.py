@@ -13,7 +13,7 @@ DATA, PAGE = HERE / "coverage.yaml", HERE / "coverage.md"
 SYSTEMS = {
     "A": "openai/lm-human-preferences and its reproduction in Hugging Face's post on the details of RLHF with PPO",
     "B": "trlX",
-    "C": "DeepSpeed-Chat, with what its readers say of ColossalChat, LMFlow and the recipes of papers",
+    "C": "DeepSpeed-Chat, with pieces of ColossalChat, LMFlow and the recipes of papers",
     "D": "OpenRLHF",
     "E": "realhf, the first generation of AReaL",
 }

@@ -36,7 +36,7 @@ class GenerationConfig:
         top_k: keep the k most likely tokens; 0 keeps all (changes the distribution).
         top_p: keep the smallest set of tokens with this mass; 1 keeps all (changes the distribution).
         greedy: take the most likely token; log-probs are those of the plain softmax at `temperature`.
-        fixed_length: sample exactly `max_new_tokens`; stop tokens are ordinary tokens (SEEDS A5).
+        fixed_length: sample exactly `max_new_tokens`; stop tokens are ordinary tokens.
         stop_token_ids: tokens that end a response and belong to it; None means the model's own end tokens.
         stop_strings: texts that end a response as soon as its decoded text contains one.
         max_slots: sequences decoded at once; None lets the engine choose.
@@ -77,7 +77,7 @@ class GenerationConfig:
     def distorted(self) -> list[str]:
         """Settings under which the sampled distribution is not the model's softmax at `temperature`.
 
-        A probability ratio against log-probs of the whole softmax would be wrong under any of them (TRAPS B4).
+        A probability ratio against log-probs of the whole softmax would be wrong under any of them.
         """
         found = [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
         found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))

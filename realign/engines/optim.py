@@ -20,7 +20,7 @@ class ScheduleKind(StrEnum):
 
 
 class ScheduleUnit(StrEnum):
-    """What a schedule counts: steps of the optimizer, or training steps (rollout batches; SEEDS A8)."""
+    """What a schedule counts: steps of the optimizer, or training steps (rollout batches)."""
 
     optimizer_step = "optimizer_step"
     train_step = "train_step"
@@ -67,7 +67,8 @@ class OptimizerSpec:
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled; acts on matrices only (parameters of two or more dimensions), not on biases and norms.
-        eps_hat: `eps` is added before the bias correction (epsilon-hat of arXiv:1412.6980, section 2; SEEDS A35).
+        eps_hat: `eps` is added before the bias correction (epsilon-hat of arXiv:1412.6980, section 2), as
+            TensorFlow does.
         grad_clip: largest gradient norm; a longer gradient is scaled down to it. None: no clipping.
         schedule: how the rate changes.
     """
@@ -96,7 +97,8 @@ class OptimizerSpec:
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """The rate of step `step` (from 0) of the schedule's unit.
 
-    Linear is lr * (1 - step / total) without warm-up, so that the last step still learns (SEEDS A8).
+    Linear is lr * (1 - step / total) without warm-up, so that the last step still learns, as in
+    openai/lm-human-preferences.
     """
     schedule = spec.schedule
     if step < schedule.warmup:

@@ -39,7 +39,7 @@ class DPOInterface(ModelInterface):
     kind: DPOLoss = DPOLoss.sigmoid
     """sigmoid (DPO) | ipo."""
     beta: float = 0.1
-    """Pull to the reference: of a pair with log-ratio difference h, the loss is a function of beta h."""
+    """Pull to the reference: the smaller, the further the policy may go."""
     label_smoothing: float = 0.0
     """Probability that a label is wrong, below 0.5 (conservative DPO; kind=sigmoid)."""
     length_normalized: bool = False

@@ -84,7 +84,7 @@ class GRPOActorInterface(PPOActorInterface):
         """Every level is fine here: that of responses, and that of tokens, which weighs responses by length."""
 
     def check(self, rpc: RPC) -> None:
-        """Refuse a baseline that the mean of the group takes out again."""
+        """Refuse a critic, and a baseline that the mean of the group takes out again."""
         if "values" in rpc.inputs:
             raise ValueError("graph.critic has no place in GRPO, which compares responses; use PPOActorInterface")
         super().check(rpc)

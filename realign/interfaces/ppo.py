@@ -472,7 +472,7 @@ class PPOActorInterface(ModelInterface):
         }
 
     def _update_kl(self, model: Model, data: SequenceSample, stats: Stats) -> None:
-        """Move the coefficient once per rollout batch, by the KL per trained sequence over all ranks (SEEDS A34)."""
+        """Move the coefficient once per rollout batch, by the KL per trained sequence over all ranks."""
         if self.kl.place is KLPlace.none:
             return
         stats["kl_coef"] = Max(torch.tensor(self.kl_controller.value))
@@ -627,5 +627,8 @@ __all__ = [
     "KLPlace",
     "PPOActorInterface",
     "ReferenceInterface",
+    "RewardShaping",
+    "Truncation",
+    "ValueObjective",
     "dataflow",
 ]

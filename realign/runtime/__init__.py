@@ -3,20 +3,26 @@
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluation import Evaluation
-from realign.runtime.experiment import Experiment
+from realign.runtime.evaluator import Evaluator
+from realign.runtime.experiment import Experiment, ModelSpec
 from realign.runtime.local import LocalRuntime, RunResult, run
 from realign.runtime.loss_evaluation import LossEvaluation
-from realign.runtime.trackers import TensorBoard, WandB
+from realign.runtime.trackers import TensorBoard, TrackerSpec, WandB
+from realign.runtime.tracking import Tracker
 
 __all__ = [
     "DynamicSampling",
     "Evaluation",
+    "Evaluator",
     "Experiment",
     "LocalRuntime",
     "LossEvaluation",
+    "ModelSpec",
     "RewardCalibration",
     "RunResult",
     "TensorBoard",
+    "Tracker",
+    "TrackerSpec",
     "WandB",
     "run",
 ]

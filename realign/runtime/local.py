@@ -56,7 +56,7 @@ HEADLINE = (
 
 
 REWARD_MEMORY = 0.9
-"""Weight of the past in `reward_ema`, a smoothed `reward` for people (SEEDS C19)."""
+"""Weight of the past in `reward_ema`, a smoothed `reward` for people, as DeepSpeed-Chat shows it."""
 
 
 @dataclass
@@ -323,7 +323,7 @@ class LocalRuntime:
                 stack.callback(interface.close)
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
-        """Before its first update the policy is the sampler: their log-probs must agree (TRAPS B1).
+        """Before its first update the policy is the sampler: their log-probs must agree.
 
         Checked once, on the first step in which anything of the first mini-batch trains.
         """

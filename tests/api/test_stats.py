@@ -1,4 +1,4 @@
-"""Metrics: what merging means, and that no cut of the batch shows in them (TRAPS 1.21)."""
+"""Metrics: what merging means, and that no cut of the batch shows in them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_trap_d1_d3_step_does_not_depend_on_the_cut(mode):
     assert {n for _, _, n in results} >= {1.0, 2.0, 3.0, 4.0}
     for found, stats, _ in results[1:]:
         assert_same(found, results[0][0])
-        assert stats == pytest.approx(results[0][1], rel=1e-4)  # trap D12: every metric, too
+        assert stats == pytest.approx(results[0][1], rel=1e-4)  # every metric, too
 
 
 def test_trap_d1_step_does_not_depend_on_the_order():

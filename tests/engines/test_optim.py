@@ -79,7 +79,7 @@ def test_trap_d14_learning_rate_by_formula():
 
     assert rates(3) == [2.0, 2.0, 2.0]
     assert rates(4, warmup=3) == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    # SEEDS A8: lr * (1 - step / n); after the end it stays where it arrived
+    # lr * (1 - step / n), as in openai/lm-human-preferences; after the end it stays where it arrived
     assert rates(6, kind=ScheduleKind.linear, total=4) == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0, 0.0])
     assert rates(6, kind=ScheduleKind.linear, total=5, warmup=1) == pytest.approx([1.0, 2.0, 1.5, 1.0, 0.5, 0.0])
     cosine = [2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * s / 4))) for s in range(5)]

@@ -1,4 +1,4 @@
-"""Tokens behind `vocabulary` do not exist for sampler and loss (seed A7)."""
+"""Tokens behind `vocabulary` do not exist for sampler and loss."""
 
 from __future__ import annotations
 
