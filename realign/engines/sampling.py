@@ -6,6 +6,7 @@ The log-prob that comes with a token is the one under the distribution that it w
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api.model import GenerationConfig
@@ -13,6 +14,13 @@ from realign.functional.packed import at_least_fp32
 
 CPU_ELEMENTS = 2**17
 """On a CPU rows are handled this many logits at a time, so that what is made of them stays in the cache."""
+
+
+BLOCK = 256
+"""Tokens whose probabilities are added up before a running sum is made of them."""
+
+FEW_WORDS = 2**12
+"""Up to so many tokens a running sum of all is as fast as one of blocks."""
 
 
 def sample(
@@ -83,12 +91,33 @@ def draw_by_sum(probs_NV: Tensor, generator: torch.Generator) -> Tensor:
     """A draw [N] from each row: where the running sum of the probabilities passes a uniform number.
 
     Ten times faster than the race on a CPU, where random numbers are made one by one. Sums are in fp64: in fp32 they
-    would miss tokens of a probability below 6e-8, of which a large vocabulary has many.
+    would miss tokens of a probability below 6e-8, of which a large vocabulary has many. There the running sum is that
+    of blocks of tokens, and goes through one block only: plain sums are several times faster.
     """
-    sums_NV = probs_NV.cumsum(-1, dtype=torch.float64)
     uniform_N1 = torch.rand(len(probs_NV), 1, dtype=torch.float64, device=probs_NV.device, generator=generator)
-    choice_N = torch.searchsorted(sums_NV, uniform_N1 * sums_NV[:, -1:], right=True)[:, 0]
-    return choice_N.clamp_(max=probs_NV.shape[-1] - 1)  # past the end only where a row is not finite
+    words = probs_NV.shape[-1]
+    if words <= FEW_WORDS:
+        sums_NV = probs_NV.cumsum(-1, dtype=torch.float64)
+        return _passed(sums_NV, uniform_N1 * sums_NV[:, -1:])[:, 0]
+    full = words // BLOCK
+    blocks_NB = probs_NV[:, : full * BLOCK].unflatten(-1, (full, BLOCK)).sum(-1, dtype=torch.float64)
+    rest_N1 = probs_NV[:, full * BLOCK :].sum(-1, keepdim=True, dtype=torch.float64)
+    sums_NB = torch.cat([blocks_NB, rest_N1], -1).cumsum_(-1)
+    target_N1 = uniform_N1 * sums_NB[:, -1:]
+    block_N1 = _passed(sums_NB, target_N1)
+    before_N1 = F.pad(sums_NB, (1, 0)).gather(-1, block_N1)
+    tokens_NK = block_N1 * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
+    tokens_NK.clamp_(max=words - 1)  # the last block is short: what stands behind it is its last token again
+    sums_NK = probs_NV.gather(-1, tokens_NK).cumsum(-1, dtype=torch.float64).add_(before_N1)
+    # Two sums of a block may differ by rounding: the target stays below the end of this one.
+    inner_N1 = _passed(sums_NK, target_N1.minimum(sums_NK[:, -1:] * (1 - 2**-52)))
+    return tokens_NK.gather(-1, inner_N1)[:, 0]
+
+
+def _passed(sums_NK: Tensor, target_N1: Tensor) -> Tensor:
+    """[N, 1] the first place where a running sum is above the target."""
+    place_N1 = torch.searchsorted(sums_NK, target_N1, right=True)
+    return place_N1.clamp_(max=sums_NK.shape[-1] - 1)  # past the end only where a row is not finite
 
 
 def draw_by_race(probs_NV: Tensor, generator: torch.Generator) -> Tensor:

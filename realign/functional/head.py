@@ -42,7 +42,8 @@ class LMHead:
             logits_NV = at_least_fp32(F.linear(hidden_NH.to(dtype), self.weight_VH.to(dtype)))
             if self.bias_V is not None:
                 logits_NV = logits_NV + self.bias_V
-            logits_NV = logits_NV * self.scale
+            if self.scale != 1:
+                logits_NV = logits_NV * self.scale
             return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
 
 

@@ -184,3 +184,29 @@ def test_the_seed_decides():
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
     assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("words", [40, 256, 1000, 1024])
+def test_a_running_sum_of_blocks_draws_what_a_running_sum_of_all_draws(words, monkeypatch):
+    monkeypatch.setattr(sampling, "BLOCK", 32)
+    logits_NV = torch.randn(3000, words, generator=generator()) * 3
+    logits_NV[:, ::3] = -torch.inf
+    logits_NV[:, -words // 4 :] = -torch.inf
+    logits_NV[0] = -torch.inf
+    logits_NV[0, words // 2] = 0
+    probs_NV = logits_NV.softmax(-1)
+    want_N = draw_by_sum(probs_NV, generator())
+    monkeypatch.setattr(sampling, "FEW_WORDS", 0)
+    got_N = draw_by_sum(probs_NV, generator())
+    assert torch.equal(got_N, want_N)
+    assert got_N[0] == words // 2
+    assert (probs_NV.gather(-1, got_N[:, None]) > 0).all()
+
+
+def test_the_ends_of_the_uniform_number_draw_tokens_that_can_be_drawn(monkeypatch):
+    monkeypatch.setattr(sampling, "BLOCK", 4)
+    monkeypatch.setattr(sampling, "FEW_WORDS", 0)
+    probs_NV = torch.tensor([[0, 0, 0.1, 0, 0, 0, 0, 0, 0.3, 0.6, 0, 0, 0, 0]]).repeat(2, 1)
+    uniform_N1 = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: uniform_N1)
+    assert draw_by_sum(probs_NV, generator()).tolist() == [2, 9]
