@@ -6,18 +6,18 @@ H hidden size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from realign.api.model import GenerationConfig
-from realign.engines.attention import packed_inputs
 from realign.engines.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
 from realign.engines.sampling import sample
 from realign.engines.stopping import Stopping
+from realign.engines.trunk import Trunk
 from realign.functional.logprobs import LMHead
-from realign.functional.packed import cu_seqlens_of
+from realign.functional.packed import cu_seqlens_of, position_ids
 
 CACHE_BYTES = 2**30
 """Memory for keys and values when the number of slots is not given."""
@@ -55,19 +55,19 @@ class Rollout:
 
     def __init__(
         self,
-        model: Any,
+        trunk: Trunk,
         head: LMHead,
         prompts: list[Tensor],
         config: GenerationConfig,
         seed: int,
         stopping: Stopping,
     ) -> None:
-        self.base = model.base_model
+        self.trunk = trunk
         self.head = head
         self.prompts = prompts
         self.config = config
         self.stopping = stopping
-        self.device = next(model.parameters()).device
+        self.device = head.weight_VH.device
         self.generator = torch.Generator(self.device).manual_seed(seed)
         n_sequences = len(prompts) * config.n
         self.responses = Responses(
@@ -82,8 +82,9 @@ class Rollout:
         self.next_sequence = 0
         self.active = 0
         self.longest = 0
-        # Of each row: its sequence, its newest token, that token's position, and how many tokens were sampled.
-        self.rows = torch.zeros(4, self.slots, dtype=torch.int64, device=self.device)
+        # Of each row: its sequence, its newest token, that token's position, how many tokens were sampled, and the cell
+        # of `responses` (seen as one row) for the next one.
+        self.rows = torch.zeros(5, self.slots, dtype=torch.int64, device=self.device)
 
     def run(self) -> Responses:
         """Decode until no sequence waits and none is active."""
@@ -117,8 +118,10 @@ class Rollout:
             if last >= (prompt + 1) * n:
                 del self.prefilled[prompt]
         self.next_sequence, self.active = last, start + last - first
-        self.rows[0, start : self.active] = torch.arange(first, last, device=self.device)
+        sequences = torch.arange(first, last, device=self.device)
+        self.rows[0, start : self.active] = sequences
         self.rows[3, start : self.active] = 0
+        self.rows[4, start : self.active] = sequences * self.config.max_new_tokens
         self._record(torch.cat(hidden), start)
 
     def _prefill(self, first: int, last: int) -> None:
@@ -138,8 +141,8 @@ class Rollout:
         lengths = [len(self.prompts[p]) for p in new]
         cu_seqlens = cu_seqlens_of(lengths).to(self.device)
         context = PrefillContext(cu_seqlens, lengths=lengths)
-        inputs = packed_inputs(torch.cat([self.prompts[p] for p in new]), cu_seqlens)
-        hidden_TH = self.base(**inputs, realign_context=context).last_hidden_state[0]
+        ids_T = torch.cat([self.prompts[p] for p in new])
+        hidden_TH = self.trunk(ids_T, position_ids(cu_seqlens), context)
         last_hidden = hidden_TH[cu_seqlens[1:].long() - 1]
         for prompt, kv, hidden_H in zip(new, context.per_sequence(lengths), last_hidden, strict=True):
             self.prefilled[prompt] = _Prefilled(kv, hidden_H)
@@ -158,25 +161,21 @@ class Rollout:
         """Feed the newest token of every row, and draw the next one."""
         assert self.cache is not None
         tokens_B, positions_B = self.rows[1, : self.active], self.rows[2, : self.active]
-        hidden = self.base(
-            input_ids=tokens_B[None],
-            position_ids=positions_B[None],
-            attention_mask=None,
-            use_cache=False,
-            realign_context=DecodeContext(self.cache, positions_B, self.longest),
-        ).last_hidden_state
+        waiting = self.next_sequence < len(self.responses.lengths)
+        self.cache.reach(self.longest + 1, None if waiting else self.active)
+        hidden_BH = self.trunk(tokens_B, positions_B, DecodeContext(self.cache, positions_B, self.longest))
         self.longest += 1
-        self._record(hidden[0], 0)
+        self._record(hidden_BH, 0)
 
     def _record(self, hidden_BH: Tensor, first: int) -> None:
         """Draw a token for the rows from `first` on, write it down, and retire the rows that end with it."""
-        sequences_B, tokens_B, positions_B, counts_B = self.rows[:, first : self.active]
+        rows = self.rows[:, first : self.active]
+        sequences_B, tokens_B, _, counts_B, cells_B = rows
         drawn_B, logprobs_B = self._draw(hidden_BH, counts_B)
-        self.responses.tokens[sequences_B, counts_B] = drawn_B
-        self.responses.logprobs[sequences_B, counts_B] = logprobs_B
+        self.responses.tokens.view(-1).index_copy_(0, cells_B, drawn_B)
+        self.responses.logprobs.view(-1).index_copy_(0, cells_B, logprobs_B)
         tokens_B.copy_(drawn_B)
-        positions_B.add_(1)
-        counts_B.add_(1)
+        rows[2:].add_(1)
         ended_B = self.stopping.is_stop_V[drawn_B]
         if self.stopping.strings:
             ended_B = ended_B | self.stopping.has_stop_string(self.responses.tokens[sequences_B], counts_B)

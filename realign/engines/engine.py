@@ -54,6 +54,7 @@ class TransformersEngine:
         ema_decay: float | None = None,
         vocabulary: int | None = None,
         shared_prompts: SharedPrompts = SharedPrompts.auto,
+        fused_rollout: bool = True,
     ) -> None:
         """Take over a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`, and probe it.
 
@@ -73,6 +74,7 @@ class TransformersEngine:
             ema_decay: keep a moving average of the trained weights, and save it, too.
             vocabulary: number of tokens that can follow a text, the first ones; None: all.
             shared_prompts: whether to compute the prompt of a group once.
+            fused_rollout: run rollouts with fewer operators where the family allows it.
 
         Raises:
             ValueError: the model family cannot run packed.
@@ -88,6 +90,7 @@ class TransformersEngine:
             lora=lora,
             vocabulary=vocabulary,
             shared_prompts=shared_prompts,
+            fused_rollout=fused_rollout,
         )
         if optimizer is None:
             self.network.requires_grad_(False)
@@ -218,6 +221,7 @@ class TransformersEngine:
                 seed=seed,
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=self.tokenizer,
+                fusion=self.network.fusion,
             )
 
     def reduce(self, x: Tensor) -> Tensor:

@@ -20,7 +20,10 @@ from realign.api.data import SequenceSample
 from realign.api.lengths import Lengths
 from realign.api.model import GenerationConfig
 from realign.engines.decoding import Responses, Rollout
+from realign.engines.fused import for_few_rows
+from realign.engines.fusion import Fusion
 from realign.engines.stopping import Stopping
+from realign.engines.trunk import ModuleTrunk
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -37,6 +40,7 @@ def generate(
     seed: int,
     eos_token_ids: Sequence[int],
     tokenizer: Any,
+    fusion: Fusion | None = None,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt, as `PipelinableEngine.generate` says.
 
@@ -51,6 +55,7 @@ def generate(
         seed: of the generator of this call.
         eos_token_ids: the model's end tokens, used when `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise not used.
+        fusion: runs the layers with fewer operators, where it can; None runs the modules.
 
     Returns:
         The same ids, each with its `n` sequences: `input_ids` (prompt and response, the stop token included),
@@ -63,11 +68,17 @@ def generate(
     """
     prompts = _checked_prompts(model, data, config)
     device = next(model.parameters()).device
+    dtype = torch.float32
     if torch.is_autocast_enabled(device.type):  # cast once, not in every step
-        head = dataclasses.replace(head, weight_VH=head.weight_VH.to(torch.get_autocast_dtype(device.type)))
+        dtype = torch.get_autocast_dtype(device.type)
+        head = dataclasses.replace(head, weight_VH=head.weight_VH.to(dtype))
+    if fusion is not None:
+        head = dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
     stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
+    length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with _evaluating(model):
-        responses = Rollout(model, head, [p.to(device) for p in prompts], config, seed, stopping).run()
+        trunk = ModuleTrunk(model) if fusion is None else fusion.trunk(length, dtype)
+        responses = Rollout(trunk, head, [p.to(device) for p in prompts], config, seed, stopping).run()
     if not bool(responses.logprobs.isfinite().all()):
         raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
     return _pack(data, responses, config.n)

@@ -48,20 +48,42 @@ class PrefillContext(PackedContext):
 
 
 class KVCache:
-    """A static cache of `slots` rows of `length` tokens, shaped like the keys and values of a first prompt."""
+    """A static cache of `slots` rows of `length` tokens, shaped like the keys and values of a first prompt.
+
+    Memory is taken when it is first used, as the responses grow: few of them may ever reach the full length.
+    """
 
     def __init__(self, like: KeyValues, slots: int, length: int) -> None:
+        self.slots = slots
         self.length = length
-        # Zeros, not empty memory: what a mask hides is still multiplied by 0, and 0 * NaN is NaN.
-        self._layers = {layer: (_zeros(k, slots, length), _zeros(v, slots, length)) for layer, (k, v) in like.items()}
+        self._layers = {layer: (_empty(k, slots, length), _empty(v, slots, length)) for layer, (k, v) in like.items()}
+        self._ready = 0
+        self._rows: dict[int, Tensor] = {}
+        self._part = (0, 0)
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [slots, Hk, length, D] and values [slots, Hk, length, Dv] of a layer."""
         return self._layers[layer]
 
+    def reach(self, length: int, slots: int | None = None) -> int:
+        """Make ready what is read of rows of `length` tokens, and return how many tokens that is.
+
+        It is filled with zeros, since what a mask hides is still multiplied by 0, and 0 * NaN is NaN. `slots` limits
+        this to the first ones, if the others will not be used again.
+        """
+        reached = min(self.length, -(-length // BUCKET) * BUCKET)
+        if reached > self._ready:
+            for kv in self._layers.values():
+                for cache in kv:
+                    cache[:slots, :, self._ready : reached] = 0
+            self._ready = reached
+        return reached
+
     def fill(self, first: int, last: int, prompt: KeyValues) -> None:
         """Copy a prompt to the start of the slots `first` up to but not including `last`."""
         for layer, kv in prompt.items():
+            self.reach(kv[0].shape[1])
             for cache, x in zip(self._layers[layer], kv, strict=True):
                 cache[first:last, :, : x.shape[1]] = x
 
@@ -70,6 +92,20 @@ class KVCache:
         for kv in self._layers.values():
             for cache in kv:
                 cache[target_M, :, :length] = cache[source_M, :, :length]
+
+    def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values of the first `slots` slots; the views are kept for the next step."""
+        if self._part != (slots, length):
+            self._part = (slots, length)
+            self._views = {i: (k[:slots, :, :length], v[:slots, :, :length]) for i, (k, v) in self._layers.items()}
+        return self._views[layer]
+
+    def rows(self, heads: int) -> Tensor:
+        """[slots, heads] where the first token of each head is in a layer seen as [slots * heads * length, D]."""
+        if heads not in self._rows:
+            device = next(iter(self._layers.values()))[0].device
+            self._rows[heads] = torch.arange(self.slots * heads, device=device).view(-1, heads) * self.length
+        return self._rows[heads]
 
 
 def bytes_per_slot(like: KeyValues, length: int) -> int:
@@ -88,37 +124,41 @@ class DecodeContext:
         """Positions at which the B new tokens stand; `longest` is the largest, given so that no device is asked."""
         self._cache = cache
         self._positions_B = positions_B
-        self._length = min(cache.length, (longest // BUCKET + 1) * BUCKET)
-        self._rows: dict[int, Tensor] = {}
+        self._length = cache.reach(longest + 1)
+        self._index: dict[int, Tensor] = {}
         self._masks: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
 
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """From q [1, Hq, B, D] and the new k, v [1, Hk, B, D] of a layer; returns [1, B, Hq, Dv]."""
-        keys, values = self._cache[layer]
-        rows, heads = q.shape[2], k.shape[1]
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return self.attend_rows(layer, q, k, v, args)[None]
+
+    def attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """The same from q [B, Hq, D] and k, v [B, Hk, D]; returns [B, Hq, Dv]."""
+        rows, heads = k.shape[:2]
         index = self._write_index(heads)
-        for cache, x in ((keys, k), (values, v)):
-            cache.view(-1, cache.shape[-1]).index_copy_(0, index, x[0].transpose(0, 1).reshape(-1, x.shape[-1]))
-        queries = q[0].transpose(0, 1).reshape(rows, heads, -1, q.shape[-1])
+        for cache, x in zip(self._cache[layer], (k, v), strict=True):
+            cache.view(-1, cache.shape[-1]).index_copy_(0, index, x.reshape(-1, x.shape[-1]))
+        queries = q.reshape(rows, heads, -1, q.shape[-1])
         mask = self._mask(args.sliding_window, heads, q.dtype)
-        out = _attend(queries, keys[:rows, :, : self._length], values[:rows, :, : self._length], mask, args)
-        return out.reshape(1, rows, q.shape[1], -1)
+        out = _attend(queries, *self._cache.read(layer, rows, self._length), mask, args)
+        return out.reshape(rows, q.shape[1], -1)
 
     def _write_index(self, heads: int) -> Tensor:
         """[B * Hk] where the new tokens go in a layer's cache seen as [slots * Hk * length, D]."""
-        if heads not in self._rows:
-            row = torch.arange(len(self._positions_B) * heads, device=self._positions_B.device)
-            self._rows[heads] = row * self._cache.length + self._positions_B.repeat_interleave(heads)
-        return self._rows[heads]
+        if heads not in self._index:
+            first = self._cache.rows(heads)[: len(self._positions_B)]
+            self._index[heads] = (first + self._positions_B[:, None]).flatten()
+        return self._index[heads]
 
     def _mask(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
         """[B, Hk, 1, length] 0 where a row's new token sees, -inf elsewhere."""
         key = (window if window is not None and window < self._length else None, heads, dtype)
         if key not in self._masks:
-            behind = self._positions_B[:, None] - torch.arange(self._length, device=self._positions_B.device)
-            hidden = behind < 0 if key[0] is None else (behind < 0) | (behind >= key[0])
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._masks[key] = mask[:, None, None].repeat(1, heads, 1, 1)
+            at = torch.arange(self._length, device=self._positions_B.device)
+            last = self._positions_B[:, None, None, None]
+            hidden = at > last if key[0] is None else (at > last) | (at <= last - key[0])
+            self._masks[key] = torch.where(hidden.expand(-1, heads, -1, -1), -torch.inf, 0.0).to(dtype)
         return self._masks[key]
 
 
@@ -151,5 +191,5 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionA
     return torch.bmm(weights.to(v.dtype), flat_v).view(rows, heads, group, -1)
 
 
-def _zeros(like: Tensor, slots: int, length: int) -> Tensor:
-    return like.new_zeros(slots, like.shape[0], length, like.shape[2])
+def _empty(like: Tensor, slots: int, length: int) -> Tensor:
+    return like.new_empty(slots, like.shape[0], length, like.shape[2])

@@ -57,6 +57,8 @@ class TransformersModel:
             behind them are neither sampled nor part of the softmax. The reference needs the same. null: all are.
         shared_prompts: auto | off; auto computes the prompt of a group once where that saves a twentieth of the group's
             tokens, in training and in scoring. The results are the same. On a CPU, and without dropout.
+        fused_rollout: sample with layers written out in few operators over joined copies of the weights, where the
+            family is known and a comparison with its modules shows no difference; else, and with false, the modules.
     """
 
     path: str
@@ -77,6 +79,7 @@ class TransformersModel:
     ema_decay: float | None = None
     vocabulary: int | None = None
     shared_prompts: SharedPrompts = SharedPrompts.auto
+    fused_rollout: bool = True
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
@@ -154,6 +157,7 @@ class TransformersModel:
             ema_decay=self.ema_decay,
             vocabulary=self.vocabulary,
             shared_prompts=self.shared_prompts,
+            fused_rollout=self.fused_rollout,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

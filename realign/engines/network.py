@@ -15,6 +15,7 @@ from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.engines.attention import Backend, layout_inputs
 from realign.engines.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.engines.fusion import Fusion
 from realign.engines.heads import read_head
 from realign.engines.layout import Layout, Passes, SharedPrompts
 from realign.engines.lora import LoRA, adapters_off, merged_state, save_adapters
@@ -43,6 +44,7 @@ class Network(nn.Module):
         lora: LoRA | None,
         vocabulary: int | None,
         shared_prompts: SharedPrompts,
+        fused_rollout: bool,
     ) -> None:
         """Probe the model; the arguments are those of `TransformersEngine`.
 
@@ -62,6 +64,7 @@ class Network(nn.Module):
         self._vocabulary = vocabulary
         self._dropout = dropout
         self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
+        self.fusion = Fusion(module) if fused_rollout and isinstance(self.head, LMHead) else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )

@@ -541,7 +541,7 @@ def test_metrics_of_several_steps_merge():
 def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     seen = {}
 
-    def fake(model, head, data, config, *, seed, eos_token_ids, tokenizer):
+    def fake(model, head, data, config, *, seed, eos_token_ids, tokenizer, fusion):
         seen.update(seed=seed, eos=eos_token_ids, grad=torch.is_grad_enabled(), training=model.training)
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head)
         return data
