@@ -32,10 +32,18 @@ def test_on_a_cpu_every_part_runs_and_the_last_line_is_json(capsys, monkeypatch)
 def test_trl_is_compared_on_the_device_where_it_is_installed(monkeypatch):
     import benchmarks.peer.__main__ as peer
 
+    seen = {}
+
+    def compare(scenario, **options):
+        seen.update(options, scenario=scenario.name)
+        keys = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation")
+        return dict.fromkeys((*keys, "trl_micro_batches_s", "overhead", "peak_mib", "step_mib", "peak_gflops"), 0.0)
+
     monkeypatch.setattr(gpu, "find_spec", lambda name: object())
-    monkeypatch.setattr(peer, "compare", lambda scenario, **options: {"scenario": scenario.name, **options})
+    monkeypatch.setattr(peer, "compare", compare)
     found = gpu.trl(gpu.CUDA, 7e14)
-    assert (found["scenario"], found["device"], found["peak"]) == ("gpu", "cuda", 7e14)
+    assert (seen["scenario"], seen["device"], seen["peak"]) == ("gpu", "cuda", 7e14)
+    assert not found.keys() & {"overhead", "peak_mib", "step_mib"}
 
 
 @pytest.mark.parametrize(("scenario", "parameters"), list(zip(gpu.CUDA.training, (0.494, 1.544), strict=True)))
