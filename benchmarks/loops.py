@@ -30,9 +30,9 @@ class NestedBatch:
         data = {}
         for key, x in self.data.items():
             starts, at = [], 0
-            for lengths in self.lengths[key]:
+            for counted in self.lengths[key]:
                 starts.append(at)
-                at += sum(lengths)
+                at += sum(counted)
             data[key] = torch.cat([x[starts[i] : starts[i] + sum(self.lengths[key][i])] for i in prompts])
         lengths = {key: [nested[i] for i in prompts] for key, nested in self.lengths.items()}
         return NestedBatch([self.ids[i] for i in prompts], data, lengths)

@@ -9,10 +9,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 
-def alternate(calls: Mapping[str, Callable[[], object]], repeats: int, *, warm_up: bool = True) -> dict[str, float]:
+class Seconds(NamedTuple):
+    """Medians of one call."""
+
+    wall: float
+    """On the clock."""
+    cpu: float
+    """Of this process, all its threads together: other programs hardly change it."""
+
+
+Key = TypeVar("Key")
+
+
+def alternate(calls: Mapping[Key, Callable[[], object]], repeats: int, *, warm_up: bool = True) -> dict[Key, Seconds]:
     """Median seconds of each call; they take turns, in an order that is reversed from one round to the next.
 
     Args:
@@ -20,21 +32,21 @@ def alternate(calls: Mapping[str, Callable[[], object]], repeats: int, *, warm_u
         repeats: rounds that are counted.
         warm_up: make a round before them that is not.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Key, list[tuple[float, float]]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
     try:
         for number in range(-int(warm_up), repeats):
             for name in list(calls) if number % 2 else list(calls)[::-1]:
-                started = time.perf_counter()
+                wall, cpu = time.perf_counter(), time.process_time()
                 kept = calls[name]()  # freeing the result is not part of the call
-                seconds = time.perf_counter() - started
+                spent = time.perf_counter() - wall, time.process_time() - cpu
                 del kept
                 if number >= 0:
-                    times[name].append(seconds)
+                    times[name].append(spent)
     finally:
         gc.enable()
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: Seconds(*map(statistics.median, zip(*found, strict=True))) for name, found in times.items()}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

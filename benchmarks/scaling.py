@@ -19,13 +19,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import torch
 from benchmarks.batches import TrainStep, make_actor, make_rollout
 from benchmarks.memory import MemoryCount
 from benchmarks.peer.work import SCENARIOS, Scenario
-from benchmarks.report import alternate, arguments, facts, table
+from benchmarks.report import Seconds, alternate, arguments, facts, table
 from realign.api import MicroBatchSpec
 
 ROOT = Path(__file__).parents[1]
@@ -49,28 +49,18 @@ def cost(scenario: Scenario, copies: Sequence[int], budget: int, repeats: int) -
     """Seconds of a training step, and what a sequence costs compared with the smallest batch."""
     step = TrainStep(make_actor(scenario), scenario)
     batches = {n: make_rollout(scenario, copies=n) for n in copies}
-    spent: dict[int, list[float]] = {n: [] for n in copies}
-
-    def timed(n: int) -> Callable[[], None]:
-        def call() -> None:
-            started = time.process_time()
-            step(batches[n], budget)
-            spent[n].append(time.process_time() - started)
-
-        return call
-
-    wall = alternate({str(n): timed(n) for n in copies}, repeats)
-    cpu = {n: statistics.median(times[1:]) for n, times in spent.items()}
-    first = copies[0]
+    found = alternate({n: partial(step, batch, budget) for n, batch in batches.items()}, repeats)
+    each = {n: Seconds(seconds.wall / n, seconds.cpu / n) for n, seconds in found.items()}
+    first = each[copies[0]]
     return [
         {
             "copies": n,
             "sequences": batch.n_sequences,
             "tokens": batch.lengths["input_ids"].total,
-            "wall_s": round(wall[str(n)], 4),
-            "cpu_s": round(cpu[n], 4),
-            "wall_per_sequence": round(wall[str(n)] / n / (wall[str(first)] / first), 3),
-            "cpu_per_sequence": round(cpu[n] / n / (cpu[first] / first), 3),
+            "wall_s": round(found[n].wall, 4),
+            "cpu_s": round(found[n].cpu, 4),
+            "wall_per_sequence": round(each[n].wall / first.wall, 3),
+            "cpu_per_sequence": round(each[n].cpu / first.cpu, 3),
         }
         for n, batch in batches.items()
     ]
