@@ -49,9 +49,9 @@ def pid(prompt, response, row):
     return float(os.getpid())
 
 
-def slow(prompt, response, row):
+def slow_pid(prompt, response, row):
     time.sleep(row["s"])
-    return 1.0
+    return pid(prompt, response, row)
 
 
 def child_that_sleeps(prompt, response, row):
