@@ -201,7 +201,7 @@ def test_head_init_starts_a_scalar_head_anew(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
 def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
-    """Some families call the layer `score` in one class and `classifier` in the other (SEEDS C32)."""
+    """Some families call the layer `score` in one class and `classifier` in the other."""
     folder = save_tiny(tmp_path / "reward", family, head="score")
     data = random_sample([[7], [5, 4]])
     reward = load(folder, "reward", head=Head.score).machine
