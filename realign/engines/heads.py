@@ -25,7 +25,7 @@ class HeadInit(StrEnum):
     """How a scalar head starts; normal and zero replace a head that the folder has."""
 
     keep = "keep"
-    """As in the folder; where it has none, as transformers initialises one."""
+    """As in the folder; where it has none, as transformers initialises one, and only for a model that is trained."""
     normal = "normal"
     """Weights drawn with deviation 1 / sqrt(hidden size + 1), bias 0 (arXiv:1909.08593)."""
     zero = "zero"

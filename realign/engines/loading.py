@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -199,12 +199,30 @@ class TransformersModel:
         with _readable(what):
             try:
                 module, info = read()
-                mapping = head_mapping(info["missing_keys"], info["unexpected_keys"])
-                return read(key_mapping=mapping)[0] if mapping else module
+                if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
+                    module, info = read(key_mapping=mapping)
             except KeyError as error:
                 if error.args != (ATTENTION,):
                     raise
                 raise ValueError("it cannot run packed, since it chooses among attention classes of its own") from error
+        self._check_complete(name, module.base_model_prefix, sorted(info["missing_keys"]))
+        return module
+
+    def _check_complete(self, name: str, body: str, missing: Sequence[str]) -> None:
+        """Refuse weights that transformers draws at random and nothing trains; it only prints a table of them."""
+        inside = [key for key in missing if key.startswith(f"{body}.")]
+        heads = [key for key in missing if key not in inside and key.endswith(".weight")]
+        if absent := inside or (heads if self.head is Head.causal else []):
+            raise ValueError(
+                f"models.{name}: {self.path!r} lacks weights that head={self.head.value} needs: {absent[0]}"
+                + (f" and {len(absent) - 1} more" if absent[1:] else "")
+            )
+        if heads and self.optimizer is None and self.head_init is HeadInit.keep:
+            raise ValueError(
+                f"models.{name}: {self.path!r} has no trained head for head={self.head.value} (it lacks {heads[0]}), "
+                "and this role is not trained: what it says would be random; give a folder with that head, such as "
+                "final/reward of a run of experiment=reward_model, or set head_init"
+            )
 
     def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
         """The value head of the folder, or a new one, beside the model `module`."""

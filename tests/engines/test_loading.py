@@ -10,13 +10,14 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from realign.api import MicroBatchSpec
 from realign.engines import DType, Head, OptimizerSpec, TransformersModel
 from realign.engines.attention import PackedContext
 from realign.engines.folders import check_path
-from realign.engines.heads import read_head
+from realign.engines.heads import HeadInit, read_head
 from realign.engines.loading import pick_device
 from realign.functional import LMHead
 from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
@@ -173,13 +174,38 @@ def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
     state = torch.get_rng_state()
 
     def weight(name, seed):
-        model = TransformersModel(str(tmp_path / "model"), head=Head.score).load(name, seed=seed)
+        spec = TransformersModel(str(tmp_path / "model"), head=Head.score, optimizer=OptimizerSpec(lr=1e-2))
+        model = spec.load(name, seed=seed)
         return model.machine.head.weight_1H
 
     assert torch.equal(weight("reward", 0), weight("reward", 0))
     assert not torch.equal(weight("reward", 0), weight("reward", 1))
     assert not torch.equal(weight("reward", 0), weight("critic", 0))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("head", ["score", "value"])
+def test_a_random_head_that_nothing_trains_is_refused(tmp_path, head):
+    save_tiny(tmp_path / "model", "llama")
+    with pytest.raises(ValueError, match=rf"models\.reward: .* has no trained head for head={head} .*score\.weight"):
+        load(tmp_path / "model", "reward", head=Head(head))
+    load(tmp_path / "model", "reward", head=Head(head), head_init=HeadInit.zero)
+
+
+def test_a_language_model_without_its_last_layer_is_refused(tmp_path):
+    save_tiny(tmp_path / "reward", "llama", head="score")
+    with pytest.raises(ValueError, match=r"models\.actor: .* lacks weights that head=causal needs: lm_head\.weight"):
+        load(tmp_path / "reward", "actor")
+
+
+def test_a_folder_without_all_layers_is_refused(tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {k: v for k, v in weights.items() if ".mlp.up_proj." not in k}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ValueError, match=r"models\.actor: .* lacks weights .* model\.layers\.0\.mlp\.up_proj\.weight"):
+        load(folder, "actor")
 
 
 def test_head_init_starts_a_scalar_head_anew(tmp_path):
