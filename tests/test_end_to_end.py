@@ -225,10 +225,16 @@ def test_the_example_reward(monkeypatch):
     assert [score("", r, row) for r in ("28", "38", "1", "x", "")] == [1.0, 0.5, 0.0, None, None]
 
 
-def test_the_demo_ends_with_a_line_of_json_and_its_picture(reward, tmp_path, capsys):
-    code = demo([f"output_dir={tmp_path / 'demo'}", "seed=1", "steps=2", "sft.steps=21", "batch_prompts=4", reward])
-    assert code == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_the_demo_ends_with_a_line_of_json_and_its_picture_and_shows_a_response_without_a_verdict(
+    reward, tmp_path, capsys
+):
+    mute = tmp_path / "mute.py"
+    mute.write_text("def score(prompt, response, row):\n    return 1.0 if row['answer'] < '5' else None\n")
+    settings = ["seed=1", "steps=2", "sft.steps=21", "sft.batch_prompts=16", "batch_prompts=4", reward]
+    assert demo([f"output_dir={tmp_path / 'demo'}", *settings, f"evaluation.reward.function={mute}:score"]) == 0
+    shown = capsys.readouterr().out
+    assert "reward none" in shown
+    last = json.loads(shown.splitlines()[-1])
     assert last.keys() >= {"task", "seed", "accuracy_before", "accuracy_after", "reward_curve", "seconds"}
     assert (last["seed"], len(last["reward_curve"])) == (1, 2)
     assert Path(last["curves"]).read_bytes()[:4] == b"\x89PNG"
@@ -271,14 +277,6 @@ def test_an_interrupted_demo_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("realign.demo.__main__.run", interrupted)
     assert demo([f"output_dir={tmp_path / 'demo'}"]) == 130
     assert "interrupted" in capsys.readouterr().err
-
-
-def test_the_demo_shows_a_response_without_a_verdict(reward, tmp_path, capsys):
-    path = tmp_path / "mute.py"
-    path.write_text("def score(prompt, response, row):\n    return 1.0 if row['answer'] < '5' else None\n")
-    settings = ["steps=1", "sft.steps=21", "batch_prompts=4", reward, f"evaluation.reward.function={path}:score"]
-    assert demo([f"output_dir={tmp_path / 'demo'}", *settings]) == 0
-    assert "reward none" in capsys.readouterr().out
 
 
 def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):
