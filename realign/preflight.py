@@ -71,8 +71,12 @@ def disk_line(output_dir: Path) -> str:
     if not folder.is_dir():
         raise NotADirectoryError(f"output_dir {str(output_dir)!r}: {str(folder)!r} is not a folder")
     probe = folder / ".realign_check"
-    probe.touch()
-    probe.unlink()
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        why = f"output_dir {str(output_dir)!r}: cannot write to {str(folder)!r} ({error.strerror})"
+        raise type(error)(why) from error
     return f"{output_dir}: {shutil.disk_usage(folder).free / GIB:.1f} GiB free"
 
 

@@ -398,10 +398,11 @@ def check_budget(dataset: Dataset, response: int, experiment: Experiment) -> Non
     """Compare the longest row, with a response of so many tokens, with the token budget."""
     limit = experiment.microbatch.max_tokens_per_microbatch
     report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
+    what = f" and a response up to {response}" if response else ""
     if limit is not None and report is not None and report.longest + response > limit:
         raise ValueError(
             f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: the longest row has "
-            f"{report.longest} tokens and a response up to {response}; raise the budget, or limit the lengths"
+            f"{report.longest} tokens{what}; raise the budget, or limit the lengths"
         )
 
 

@@ -17,11 +17,12 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
     Roles that share the model of another come after it. Each interface adopts what was saved with its model.
 
     Raises:
-        ValueError: a model cannot be loaded or shared, one that is trained has no optimizer, or two have different
-            vocabularies.
+        ValueError: a model cannot be loaded or shared, one that is trained has no optimizer or the other way round, or
+            two have different vocabularies.
     """
     seed = experiment.seed
     used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
+    check_optimizers(experiment)
     models = {role: spec.load(role, seed=seed) for role, spec in used.items() if not isinstance(spec, SharedModel)}
     for role, spec in used.items():
         if isinstance(spec, SharedModel):
@@ -46,6 +47,26 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
     return {role: models[role] for role in experiment.roles}
 
 
+def check_optimizers(experiment: Experiment) -> None:
+    """Refuse an optimizer that the graph never calls, such as that of a critic of its own with graph.critic=shared.
+
+    Raises:
+        ValueError: names the role, and what to do.
+    """
+    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
+    for rpc in experiment.graph.rpcs:
+        if rpc.model not in trained and getattr(experiment.models.get(rpc.model), "optimizer", None) is not None:
+            role = rpc.model
+            shares = (
+                f", or share the model whose loss trains the values: ~models.{role} "
+                f"'+models.{role}={{_target_: realign.engines.SharedModel, of: actor}}'"
+            )
+            raise ValueError(
+                f"models.{role}.optimizer has no effect: no call of the graph trains models.{role}; leave it out "
+                f"(~models.{role}.optimizer)" + (shares if "values" in rpc.outputs else "")
+            )
+
+
 def check_outputs(role: str, model: Model, interface: ModelInterface) -> None:
     """Compare what an interface asks of its model with what the model's head can give.
 
@@ -54,7 +75,12 @@ def check_outputs(role: str, model: Model, interface: ModelInterface) -> None:
     """
     lacking = sorted(interface.needed_outputs() - model.machine.outputs)
     if lacking:
-        cure = "head=causal" if lacking[0] == "logprobs" else "head=score or value, or a value_head beside head=causal"
+        if "logprobs" in lacking:
+            cure = "head=causal"
+        elif "logprobs" in interface.needed_outputs():
+            cure = "value_head, beside head=causal"
+        else:
+            cure = "head=score or value, or a value_head beside head=causal"
         given = " and ".join(sorted(model.machine.outputs))
         raise ValueError(
             f"interfaces.{role} ({type(interface).__name__}) needs {' and '.join(lacking)} of models.{role}, which "

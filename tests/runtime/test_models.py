@@ -8,7 +8,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
-from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.critic import PPOCriticInterface, ValueObjective
 from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, dataflow
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.local import LocalRuntime
@@ -157,6 +157,11 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
     [
         ("causal", PPOCriticInterface(), r"PPOCriticInterface.* needs scores and values .*gives logprobs: set .*head="),
         ("causal", RewardModelInterface(), "needs scores"),
+        (
+            "causal",
+            PPOActorInterface(value=ValueObjective(coef=0.1)),
+            r"PPOActorInterface.* needs values of models\.x, .* set models\.x\.value_head, beside head=causal$",
+        ),
         ("score", ReferenceInterface(), "needs logprobs of models.x, which gives scores and values: .*head=causal"),
     ],
 )
@@ -164,6 +169,29 @@ def test_a_model_without_the_head_that_its_interface_needs_is_refused(head, inte
     model = Model("x", tiny_engine(model={"head": head}), None)
     with pytest.raises(ValueError, match=message):
         check_outputs("x", model, interface)
+
+
+@pytest.mark.parametrize(
+    ("critic", "role", "cure"),
+    [("none", "ref", r"models\.ref\.optimizer\)$"), ("shared", "critic", r"SharedModel, of: actor\}'$")],
+)
+def test_an_optimizer_that_no_call_uses_is_refused(tmp_path, critic, role, cure):
+    trained = TransformersModel("nowhere", optimizer=OptimizerSpec(lr=1e-2))
+    value = ValueObjective(coef=0.1) if critic == "shared" else None
+    first = shared(
+        tmp_path,
+        "nowhere",
+        graph=dataflow(kl=role == "ref", critic=critic),
+        models={"actor": trained, role: trained},
+        interfaces={
+            "actor": PPOActorInterface(generation=GENERATION, value=value),
+            "ref": ReferenceInterface(),
+            "critic": PPOCriticInterface(),
+            "reward": Rising(),
+        },
+    )
+    with pytest.raises(ValueError, match=rf"models\.{role}\.optimizer has no effect: no call .* trains .*{cure}"):
+        load_models(first)
 
 
 def test_a_value_head_gives_values_beside_log_probs():
