@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -52,7 +52,8 @@ class PreferenceData(DataSource):
     """A file of prompts with judged responses (config node).
 
     Every response is tokenized as in `SupervisedData`, after the same prompt. A row is one prompt of a batch, its
-    responses are the sequences.
+    responses are the sequences. A pair of equal responses says nothing and is left out (its gradient is the noise of
+    rounding, and Adam makes whole steps of that); rows without another pair are counted as dropped.
     """
 
     kind: LabelKind = LabelKind.pairs
@@ -92,33 +93,47 @@ class PreferenceData(DataSource):
         judged = self._judged(table, writer)
         counts, prompt_lengths, lengths = array("q"), array("q"), array("q")
         labels, margins = array("f"), array("f")
+        undecided = 0
 
         def kept() -> Iterator[list[int]]:
+            nonlocal undecided
             prompts = encode(tokenizer, [row.prompt for row in judged], start)
             encoded = encode(tokenizer, [response for row in judged for response in row.responses])
             for index, (row, prompt) in enumerate(zip(judged, prompts, strict=True)):
                 responses = [end(ids) for ids in islice(encoded, len(row.responses))]
-                shortest, longest = min(map(len, responses)), max(map(len, responses))
+                shortest = min(map(len, responses))
                 if not shortest or len(prompt) + shortest < 2:
                     raise ValueError(f"{table.where(index)}: a response has no token to train on")
-                fitting = limit.fit(prompt, table.where(index), longest)
+                says = self._says_something(responses)
+                if not any(says):
+                    undecided += 1
+                    continue
+                responses = list(compress(responses, says))
+                fitting = limit.fit(prompt, table.where(index), max(map(len, responses)))
                 if fitting is not None:
                     counts.append(len(responses))
                     prompt_lengths.append(len(fitting))
                     lengths.extend(len(fitting) + len(ids) for ids in responses)
-                    labels.extend(row.labels)
-                    margins.extend(row.margins)
+                    labels.extend(compress(row.labels, says))
+                    margins.extend(compress(row.margins, says))
                     yield [token for ids in responses for token in (*fitting, *ids)]
 
         tokens = PackedTokens.pack(kept())
         return PreferenceDataset(
             tokens,
-            limit.report(table, tokens),
+            limit.report(table, tokens, {"chosen equals rejected": undecided} if undecided else {}),
             Lengths(np.array(counts, dtype=np.int64), np.array(lengths, dtype=np.int64)),
             np.array(prompt_lengths, dtype=np.int64),
             np.array(labels, dtype=np.float32),
             np.array(margins, dtype=np.float32),
         )
+
+    def _says_something(self, responses: list[list[int]]) -> list[bool]:
+        """Of each response whether it stays: of pairs those whose two responses differ."""
+        if self.kind is not LabelKind.pairs:
+            return [True] * len(responses)
+        both = zip(responses[::2], responses[1::2], strict=True)
+        return [chosen != rejected for chosen, rejected in both for _ in range(2)]
 
     def _judged(self, table: Table, writer: Writer) -> list[_Judged]:
         """The rows as text, each checked against `kind`."""

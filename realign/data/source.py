@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -141,10 +141,10 @@ class LengthLimit:
         self.truncated += 1
         return prompt[: self.start] + prompt[len(prompt) - keep :]
 
-    def report(self, table: Table, tokens: PackedTokens) -> LoadReport:
-        """What became of the rows of `table`; see `load_report`."""
+    def report(self, table: Table, tokens: PackedTokens, dropped: Mapping[str, int] | None = None) -> LoadReport:
+        """What became of the rows of `table`; `dropped` counts others by reason; see `load_report`."""
         too_long = {f"longer than {self.setting}={self.tokens}": self.dropped} if self.dropped else {}
-        return load_report(table, tokens, table.dropped | too_long, self.truncated)
+        return load_report(table, tokens, {**table.dropped, **(dropped or {}), **too_long}, self.truncated)
 
 
 def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], truncated: int = 0) -> LoadReport:

@@ -49,6 +49,17 @@ def test_margins_stand_at_both_of_a_pair(write):
     assert sample["margins"].tolist() == [0.5, 0.5, 1.0, 1.0, 2.5, 2.5]
 
 
+def test_trap_pairs_of_equal_responses_are_left_out_and_counted(write):
+    rows = pair("1", "2", "2", better=1), pair("1", ["2", "3"], ["4", "3"], better=[1, 5]), pair("1", "", "", better=1)
+    dataset = PreferenceData(write(*rows), margin_column="better").load(make_tokenizer())
+    assert (dataset.report.rows_read, dataset.report.rows_dropped) == (3, {"chosen equals rejected": 2})
+    sample = dataset.sample([(0, 0)])
+    assert [x.tolist() for x in sample.sequences()] == [[*characters(text), EOS] for text in ("12", "14")]
+    assert (sample["labels"].tolist(), sample["margins"].tolist()) == ([1, 0], [1, 1])
+    with pytest.raises(ValueError, match=r"no row is left of .*1 dropped \(chosen equals rejected\)"):
+        PreferenceData(write(pair("1", "2", "2"))).load(make_tokenizer())
+
+
 @pytest.mark.parametrize(
     ("kind", "labels"),
     [("best_of_n", [0, 1, 0, 0]), ("scalar_rating", [0.5, -2, 3, 3]), ("scalar_compare", [1, 2, 0, 0.5])],
