@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,18 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
         return
     for overrides in compositions(arguments):
         build_experiment(compose(overrides))
+
+
+def flags() -> list[str]:
+    """The code in the first column of the README's table of flags; not what needs an extra, nor a sweep."""
+    rows = re.findall(r"^\| (`.+?`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    found = [code for row in rows for code in re.findall(r"`([^`]+=[^`]+)`", row)]
+    return [code for code in found if not code.startswith(("trackers.", "-m "))]
+
+
+@pytest.mark.parametrize("flag", flags())
+def test_flags_of_the_readme_go_with_its_experiment(flag):
+    build_experiment(compose(["experiment=grpo_arithmetic", *shlex.split(flag)]))
 
 
 @pytest.mark.parametrize(("page", "arguments"), command_lines("make"))
