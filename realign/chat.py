@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from realign.api import GenerationConfig, SequenceSample, derive_seed
+from realign.api import GenerationConfig, Model, SequenceSample, derive_seed
 from realign.config.components import fill
 from realign.config.errors import ConfigError
 from realign.data import Template
@@ -23,7 +23,8 @@ class Chat:
     model: TransformersModel
     """A folder that a run left, such as `runs/grpo/final/actor`, or a hub name."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How answers are sampled; with `n` above 1 all are shown, and the conversation goes on from the first."""
+    """How answers are sampled; with `n` above 1 all are shown, and the conversation goes on from the first. An answer
+    ends where the model has no more positions."""
     template: Template | None = None
     """plain: each line is a text to go on from, with no memory of others. chat: a conversation through the tokenizer's
     template. null: chat if it has one."""
@@ -57,12 +58,26 @@ class Chat:
             if not ids:
                 continue  # an empty line, and no start token
             prompt = SequenceSample.from_sequences([str(turn)], {"prompt_ids": [[ids]]})
-            out = model.machine.generate(prompt, self.generation, seed=derive_seed(self.seed, "chat", turn))
+            out = model.machine.generate(
+                prompt, self._fitting(model, len(ids)), seed=derive_seed(self.seed, "chat", turn)
+            )
             both = zip(out.sequences("input_ids"), out.sequences("prompt_mask"), strict=True)
             answers = [model.tokenizer.decode(ids[~given], skip_special_tokens=True) for ids, given in both]
             for answer in answers:
                 say(answer)
             conversation.append({"role": "assistant", "content": answers[0]})
+
+    def _fitting(self, model: Model, prompt_tokens: int) -> GenerationConfig:
+        """The sampler, with answers no longer than the model has positions; training refuses instead of cutting."""
+        machine: Any = model.machine
+        limit: int | None = getattr(machine.module.config.get_text_config(), "max_position_embeddings", None)
+        if limit is None:
+            return self.generation
+        room = limit - prompt_tokens
+        shortest = self.generation.max_new_tokens if self.generation.fixed_length else self.generation.min_new_tokens
+        if not max(1, shortest) <= room < self.generation.max_new_tokens:
+            return self.generation
+        return replace(self.generation, max_new_tokens=room)
 
 
 def chat_of(words: Sequence[str]) -> Chat:

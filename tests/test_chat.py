@@ -32,6 +32,13 @@ def test_settings_become_fields(folder):
     assert (chat.generation, chat.template) == (GenerationConfig(temperature=0.5), Template.plain)
 
 
+def test_an_answer_ends_where_the_model_has_no_more_positions(folder):
+    unlimited = answers([folder], ["a"])  # 256 tokens are the default, 128 positions there
+    assert unlimited == answers([folder, "generation.max_new_tokens=127"], ["a"])
+    with pytest.raises(ValueError, match="but the model has 128 positions"):
+        answers([folder, "generation.max_new_tokens=200", "generation.fixed_length=true"], ["a"])
+
+
 def test_each_plain_line_is_answered_alone_and_two_talks_are_equal(folder):
     both = answers([folder, *SHORT, "generation.greedy=true"], ["a", "b", "", "a"])
     assert len(both) == 3  # nothing to go on from after an empty line
