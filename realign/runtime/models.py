@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from realign.api import Model, ModelInterface
 from realign.engines import SharedModel
@@ -91,20 +92,35 @@ def check_outputs(role: str, model: Model, interface: ModelInterface) -> None:
 def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
     """Roles exchange token ids and never text, so what is a token of two of them must have the same id in both.
 
-    Further tokens that only one of them knows (a padding token, reserved ones) do no harm.
+    Further tokens that only one of them knows (a padding token, reserved ones) do no harm, but an id that is a word of
+    one and another word of the other does.
 
     Raises:
         ValueError: names the role and the token.
     """
-    ids = {role: model.tokenizer.get_vocab() for role, model in models.items() if hasattr(model.tokenizer, "get_vocab")}
-    for role, own in ids.items():
-        known = ids.get(lead, own)
+    tokenizers = {role: model.tokenizer for role, model in models.items() if hasattr(model.tokenizer, "get_vocab")}
+    words = {role: _words(tokenizer) for role, tokenizer in tokenizers.items()}
+    for role, tokenizer in tokenizers.items():
+        own, known = tokenizer.get_vocab(), tokenizers.get(lead, tokenizer).get_vocab()
         if differing := [token for token in known.keys() & own.keys() if known[token] != own[token]]:
             token = min(differing)
             raise ValueError(
                 f"models.{role} and models.{lead} have different vocabularies: token {token!r} has id {own[token]} in "
                 f"one and {known[token]} in the other ({len(differing)} differ), but roles exchange token ids"
             )
+        theirs, ours = words.get(lead, words[role]), words[role]
+        if differing_ids := [i for i in theirs.keys() & ours.keys() if theirs[i] != ours[i]]:
+            i = min(differing_ids)
+            raise ValueError(
+                f"models.{role} and models.{lead} have different vocabularies: id {i} is {ours[i]!r} in one and "
+                f"{theirs[i]!r} in the other ({len(differing_ids)} differ), but roles exchange token ids"
+            )
+
+
+def _words(tokenizer: Any) -> dict[int, str]:
+    """Ids and tokens of a vocabulary; not those that were added to it, such as padding and reserved ones."""
+    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+    return {i: token for token, i in tokenizer.get_vocab().items() if token not in added}
 
 
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:

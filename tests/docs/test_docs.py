@@ -56,7 +56,7 @@ def command_lines(program: str) -> list[tuple[str, list[str]]]:
 
 def compositions(arguments: list[str]) -> list[list[str]]:
     """The overrides of each run that a `realign` command line asks for: several under `-m`."""
-    overrides = [a for a in arguments if re.match(r"[~+]{0,2}[\w@./]+=", a)]
+    overrides = [a for a in arguments if re.match(r"~[\w@./]+$|[~+]{0,2}[\w@./]+=", a)]
     out: list[list[str]] = [[]]
     for text, parsed in zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True):
         choices = [text]

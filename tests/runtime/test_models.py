@@ -150,6 +150,10 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
     check_vocabularies(models, "actor")
     with pytest.raises(ValueError, match=r"models\.reward and models\.actor have .*: token 'a' has id 1 .* and 0 in"):
         check_vocabularies(models | {"reward": Model("reward", None, other)}, "actor")
+    with pytest.raises(
+        ValueError, match=r"models\.reward and models\.actor have .*: id 1 is 'c' in one and 'b' in the "
+    ):
+        check_vocabularies(models | {"reward": Model("reward", None, Words("a", "c"))}, "actor")
 
 
 @pytest.mark.parametrize(
