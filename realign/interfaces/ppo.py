@@ -187,7 +187,7 @@ class PPOActorInterface(ModelInterface):
         self.kl_controller = self.kl.controller()
 
     def _check_normalization(self) -> None:
-        """Refuse a level at which this interface does not normalise."""
+        """Refuse a level at which this interface does not normalise, and scores that would all become 0."""
         if self.adv_norm.active and self.adv_norm.level is not Level.token:
             raise ValueError(
                 f"adv_norm.level={self.adv_norm.level.value}: advantages of tokens are normalised, by adv_norm.level="
@@ -197,6 +197,11 @@ class PPOActorInterface(ModelInterface):
             raise ValueError(
                 f"reward_norm.level={self.reward_norm.level.value}: a response has one score, which is normalised by "
                 "reward_norm.level=sequence"
+            )
+        if self.generation.n < 2 and Scope.group in (self.reward_norm.mean, self.reward_norm.std):
+            raise ValueError(
+                f"generation.n={self.generation.n}: the score of the only response to a prompt would always become 0 "
+                "by a reward_norm over the group; use generation.n of 2 or more, or reward_norm.mean=batch"
             )
 
     def _check_objective(self) -> None:

@@ -403,7 +403,8 @@ def test_the_graph_scores_what_was_sampled_before_it_trains():
 def test_with_rewards_normalised_in_groups_it_takes_the_credit_of_grpo():
     data = random_batch(5).select(["input_ids", "loss_mask", "logprobs", "rewards"])
     in_groups = Normalization(Scope.group, Scope.group)
-    decoupled = DecoupledPPOActorInterface(lam=1.0, reward_norm=in_groups, adv_norm=RAW)
+    sampler = GenerationConfig(n=4)
+    decoupled = DecoupledPPOActorInterface(generation=sampler, lam=1.0, reward_norm=in_groups, adv_norm=RAW)
     grpo = GRPOActorInterface(adv_norm=in_groups, min_group_size=1)
     model = Model("actor", BigramEngine())
     found, want = (x.compute_advantages(model, x.prepare(model, data)) for x in (decoupled, grpo))

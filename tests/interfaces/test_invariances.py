@@ -75,7 +75,7 @@ GRPO_ONLY = NORMALIZATIONS[Level.sequence]
 PPO_ONLY = [
     {"gamma": 0.9, "lam": 0.5},
     {"reward": RewardShaping(whiten=True)},
-    {"reward_norm": Normalization(Scope.group, Scope.none), "adv_norm": Normalization(level=Level.token)},
+    {"reward_norm": Normalization(Scope.group, Scope.none), "generation": GenerationConfig(n=4)},
     {"truncation": Truncation(bootstrap=True)},
     {"value": ValueObjective(coef=0.1), "epochs": 2},
     {"value": ValueObjective(clip=None, kind=ValueLoss.huber, huber_delta=0.5), "credit_per_minibatch": True},
@@ -88,7 +88,12 @@ SETTINGS: dict[str, list[dict]] = {
         *({"rejection": RatioRange(level, 0.9, 1.1)} for level in ImportanceLevel),
         {"rejection": RatioRange(cap=1.1), "denominator": Denominator.all, "dual_clip": 3.0},
         {"rejection": RatioRange(cap=1.1), "entropy_coef": 0.1, "kl": KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3)},
-        {"rejection": RatioRange(cap=1.1), "reward_norm": IN_GROUPS, "adv_norm": Normalization(Scope.none, Scope.none)},
+        {
+            "rejection": RatioRange(cap=1.1),
+            "reward_norm": IN_GROUPS,
+            "adv_norm": Normalization(Scope.none, Scope.none),
+            "generation": GenerationConfig(n=4),
+        },
         {"rejection": RatioRange(cap=1.1), "value": ValueObjective(coef=0.1), "credit_per_minibatch": True},
         {"rejection": RatioRange(cap=1.1), "ptx_coef": 0.5, "n_minibatches": 2},
         *({"objective": o, "behaviour_weight": RatioRange(cap=1.1)} for o in PolicyObjective),

@@ -339,6 +339,10 @@ def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
     [
         ({"epochs": 0}, "epochs must be at least 1, found 0"),
         ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
+        (
+            {"reward_norm": Normalization(Scope.group, Scope.none)},
+            r"generation\.n=1: the score of the only response .* 0",
+        ),
         ({"clip_low": 1.5}, "clip_low must be from 0 to 1, found 1.5"),
         ({"clip_high": -0.1}, "clip_high must be at least 0, found -0.1"),
         ({"clip_low": -0.1, "objective": PolicyObjective.gmpo}, "clip_low must be at least 0, found -0.1"),

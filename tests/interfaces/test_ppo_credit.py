@@ -177,7 +177,7 @@ GROUP = Normalization(Scope.group, Scope.group)
         GRPOActorInterface(),
         GRPOActorInterface(adv_norm=Normalization(Scope.group, Scope.batch, leave_one_out=True)),
         GRPOActorInterface(adv_norm=replace(GROUP, level=Level.token)),
-        PPOActorInterface(reward_norm=Normalization(Scope.group, Scope.none)),
+        PPOActorInterface(generation=GenerationConfig(n=4), reward_norm=Normalization(Scope.group, Scope.none)),
         PPOActorInterface(reward_norm=GROUP, adv_norm=RAW, keep_best=2, generation=GenerationConfig(n=4)),
         PPOActorInterface(reward=RewardShaping(scale=RewardScale.running, center=True, whiten=True)),
     ],
@@ -255,7 +255,10 @@ def test_the_reward_of_a_greedy_answer_is_the_baseline():
 def test_reinforce_plus_plus_baseline_is_a_group_mean_and_then_whitening_over_all_tokens():
     data = two_prompts(rewards=[1.0, 3, 2, 4, 5], truncated=[False] * 5)
     interface = PPOActorInterface(
-        lam=1.0, reward_norm=Normalization(Scope.group, Scope.none), adv_norm=Normalization(level=Level.token, eps=0.0)
+        generation=GenerationConfig(n=4),
+        lam=1.0,
+        reward_norm=Normalization(Scope.group, Scope.none),
+        adv_norm=Normalization(level=Level.token, eps=0.0),
     )
     out = interface.credit(model(), data, MicroBatchSpec())
     centred = np.repeat([-1.0, 1, 0, -0.5, 0.5], [1, 2, 3, 2, 2])
@@ -378,7 +381,7 @@ def check(interface: PPOActorInterface, **flags) -> None:
         ({"critic_warmup_steps": 1, "value": None}, {"critic": "shared"}, "critic_warmup_steps=1"),
         ({}, {"ptx": True}, "ptx_coef=0"),
         ({"reward": RewardShaping(clip=1.0)}, {"dense": True}, "shape the rewards of tokens where they are made"),
-        ({"reward_norm": Normalization(Scope.group, Scope.none)}, {"dense": True}, "shape the rewards of tokens"),
+        ({"reward_norm": Normalization(Scope.batch, Scope.none)}, {"dense": True}, "shape the rewards of tokens"),
         (
             {"truncation": Truncation(reward=TruncatedReward.zero)},
             {"greedy_baseline": True},
