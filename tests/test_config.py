@@ -459,3 +459,9 @@ def test_importing_and_composing_need_neither_torch_nor_transformers(folder):
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=experiments_dir().parent)
+
+
+def test_a_model_that_no_interface_plays_is_refused():
+    given = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
+    with pytest.raises(ConfigError, match=r"models\.actr: no interface plays 'actr'; did you mean 'actor'\?"):
+        build_experiment(compose(["experiment=ppo", *given, "models.actr.path=x"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Mapping
 from enum import Enum
@@ -53,6 +54,12 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     calibration: RewardCalibration | None = None
     if config.calibration:
         calibration = build({TARGET: DEFAULT_CALIBRATION, **config.calibration}, RewardCalibration, "calibration")
+    others = [part.role for part in (evaluation,) if part] + [part.policy for part in (calibration,) if part]
+    played = {*interfaces, *others}
+    for role in models:
+        # one that is like none of them may be left over, and is listed as never read
+        if role not in played and difflib.get_close_matches(role, played, cutoff=0.75):
+            raise ConfigError(f"models.{role}: no interface plays {role!r}{suggest(role, played)}")
     experiment = Experiment(
         name=config.name,
         seed=config.seed,

@@ -168,7 +168,8 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
     """Nothing but a weight in fp32 and perhaps a bias: no adapter, no parametrization, no shard."""
     weight: Any = module.weight
     if type(module) is not kind or type(weight) is not nn.Parameter or weight.dtype != torch.float32:
-        raise _Unknown(f"a {kind.__name__} is a {type(module).__name__} over {type(weight).__name__} {weight.dtype}")
+        found = f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
+        raise _Unknown(f"one layer is no plain {kind.__name__} in float32, but {found} (an adapter, or a cast)")
 
 
 def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:

@@ -184,7 +184,7 @@ class TransformersModel:
         what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head.value}"
 
         def read(**more: Any) -> tuple[Any, dict[str, Any]]:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), _quietly():
                 torch.manual_seed(derive_seed(seed, name, "init"))
                 return classes[self.head].from_pretrained(
                     path,
@@ -251,6 +251,19 @@ class TransformersModel:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         warn_if_misread(f"models.{name}", tokenizer, path)
         return tokenizer
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep transformers' report of missing weights off the screen: what may be missing is checked, and said, here."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def pick_device(device: str) -> torch.device:
