@@ -96,6 +96,28 @@ class TurnTaking:
         return result
 
 
+def settings(scenario: Scenario, options: dict[str, Any]) -> dict[str, Any]:
+    """What both trainers are set to: the work of a step, in micro-batches of the size that is being tried."""
+    on_cpu = options.get("device", "cpu") == "cpu"
+    micro = min(options.get("per_device_train_batch_size", 16), scenario.sequences)
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": scenario.sequences // micro,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "temperature": 1.0,
+        "bf16": not on_cpu,
+        "gradient_checkpointing": False,
+        "use_cpu": on_cpu,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 10_000,
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+
+
 class Side(TurnTaking):
     """`GRPOTrainer`."""
 
@@ -105,28 +127,13 @@ class Side(TurnTaking):
         from transformers import AutoTokenizer, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
 
-        on_cpu = options.get("device", "cpu") == "cpu"
-        micro = min(options.get("per_device_train_batch_size", 16), scenario.sequences)
         config = GRPOConfig(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=scenario.sequences // micro,
+            **settings(scenario, options),
             num_generations=scenario.group,
             max_completion_length=scenario.max_new,
             max_steps=steps,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
             beta=0.0,
-            bf16=not on_cpu,
-            gradient_checkpointing=False,
-            use_cpu=on_cpu,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=10_000,
-            disable_tqdm=True,
-            temperature=1.0,
             shuffle_dataset=False,
-            seed=1,
             **options.get("config", {}),
         )
         self.trainer = GRPOTrainer(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer.side_trl import TurnTaking
+from benchmarks.peer.side_trl import TurnTaking, settings
 from benchmarks.peer.work import Scenario
 
 
@@ -25,31 +24,17 @@ class Side(TurnTaking):
         )
         from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-        micro = min(options.get("per_device_train_batch_size", 16), scenario.sequences)
         config = PPOConfig(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=scenario.sequences // micro,
+            **settings(scenario, options),
             num_mini_batches=1,
             num_ppo_epochs=scenario.epochs,
             local_rollout_forward_batch_size=scenario.sequences,
             total_episodes=steps * scenario.sequences,
             response_length=scenario.max_new,
             stop_token="eos",
-            temperature=1.0,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
             kl_coef=0.05,
             vf_coef=1.0,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=10_000,
-            disable_tqdm=True,
             num_sample_generations=0,
-            seed=1,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="left")
         rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in scenario.prompt_texts(steps)]

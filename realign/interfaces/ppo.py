@@ -334,18 +334,18 @@ class PPOActorInterface(ModelInterface):
             data = trained(data)
         rng = np.random.default_rng(model.call_seed("minibatches"))
         steps, further = list[Stats](), list[Stats]()
-        for _ in range(self.epochs):
-            for part in data.minibatches(self.n_minibatches, rng):
-                if not allowed:
-                    continue
-                if self.credit_per_minibatch:
-                    part = self.compute_advantages(model, part)
-                    further.append(self.credit_stats(part))
-                    if self.value is not None:
-                        further.append(value_stats(part, model))
-                if self.ptx_coef:
-                    part = mix_pretraining(part, self.ptx_coef, self.loss_weight, model.machine.reduce)
-                steps.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight, step_if))
+        # one after another, as they are needed: the passes after an early stop are not even dealt out
+        for part in (part for _ in range(self.epochs) for part in data.minibatches(self.n_minibatches, rng)):
+            if self.credit_per_minibatch:
+                part = self.compute_advantages(model, part)
+                further.append(self.credit_stats(part))
+                if self.value is not None:
+                    further.append(value_stats(part, model))
+            if self.ptx_coef:
+                part = mix_pretraining(part, self.ptx_coef, self.loss_weight, model.machine.reduce)
+            steps.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight, step_if))
+            if not allowed:
+                break
         if self.early_stop.bounded:
             further.append({"early_stopped": Max(torch.tensor(float(not allowed)))})
         return steps, further
@@ -461,10 +461,10 @@ class PPOActorInterface(ModelInterface):
         if "advantages" in data:
             stats |= self.credit_stats(data)
         if "ref_logprobs" in data:
-            kl_S = segment_sum(self.reward_kl(data), cu_seqlens)
-            stats["ref_kl_per_sequence"] = masked_mean(kl_S, trained_S)
+            kl_T = self.reward_kl(data)
+            stats["ref_kl_per_sequence"] = masked_mean(segment_sum(kl_T, cu_seqlens), trained_S)
             if self.kl.place is KLPlace.reward:
-                stats["ref_kl"] = masked_mean(self.reward_kl(data), mask_T)
+                stats["ref_kl"] = masked_mean(kl_T, mask_T)
         return stats
 
     def credit_stats(self, data: SequenceSample) -> Stats:
