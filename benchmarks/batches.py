@@ -13,6 +13,7 @@ from benchmarks.peer.work import CHARACTERS, EOS, Scenario
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.engines.attention import ATTENTION
+from realign.engines.cores import ParallelPasses
 from realign.engines.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 
@@ -20,7 +21,14 @@ WORDS = len(CHARACTERS)
 """A text may be of these first tokens only, since the tokenizer has no others."""
 
 
-def make_actor(scenario: Scenario, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **config: Any) -> Model:
+def make_actor(
+    scenario: Scenario,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    parallel_passes: ParallelPasses = ParallelPasses.auto,
+    **config: Any,
+) -> Model:
     """A random model of the scenario's shape in an engine that trains it; `config` goes over the shape."""
     from transformers import AutoModelForCausalLM
 
@@ -30,7 +38,13 @@ def make_actor(scenario: Scenario, *, device: str = "cpu", dtype: torch.dtype = 
             scenario.config(**config), attn_implementation=ATTENTION, dtype=torch.float32
         )
     engine = TransformersEngine(
-        "actor", module.eval(), scenario.tokenizer(), seed=0, dtype=dtype, optimizer=OptimizerSpec(lr=1e-6)
+        "actor",
+        module.eval(),
+        scenario.tokenizer(),
+        seed=0,
+        dtype=dtype,
+        optimizer=OptimizerSpec(lr=1e-6),
+        parallel_passes=parallel_passes,
     )
     return Model("actor", engine, engine.tokenizer)
 

@@ -7,7 +7,8 @@ cost      A GRPO training step on 1 to 16 times the same sequences, in alternati
           seconds of the process, which other programs hardly change.
 memory    Bytes of the tensors that a step makes, while they live, exact on a busy machine too: for 1 to 16 times the
           sequences at one token budget, for the largest batch at several budgets, and at a vocabulary of 32k, where no
-          tensor may have tokens x vocabulary elements.
+          tensor may have tokens x vocabulary elements. Counted with one pass after the other (parallel_passes=off):
+          passes side by side share the budget, and each has a gradient of its own until it is added.
 start     Seconds to `realign --help`, to a composed config, and to the first training step of the demo, in processes of
           their own; the demo is ended after that step.
 
@@ -36,6 +37,7 @@ from benchmarks.memory import MemoryCount
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import Seconds, alternate, arguments, facts, table
 from realign.api import MicroBatchSpec
+from realign.engines.cores import ParallelPasses
 
 ROOT = Path(__file__).parents[1]
 BASE = replace(SCENARIOS["long_tail"], name="scaling", prompts=2)
@@ -85,7 +87,7 @@ def step_memory(scenario: Scenario, copies: int, budget: int, step: TrainStep) -
 
 def memory(scenario: Scenario, copies: Sequence[int], budget: int, others: Sequence[int]) -> list[dict[str, Any]]:
     """Peak of a step over batch sizes at one budget, then at other budgets with the largest batch."""
-    step = TrainStep(make_actor(scenario), scenario)
+    step = TrainStep(make_actor(scenario, parallel_passes=ParallelPasses.off), scenario)
     step(make_rollout(scenario), budget)  # makes the optimizer's state
     sizes = [(n, budget) for n in copies] + [(copies[-1], other) for other in others]
     return [step_memory(scenario, n, limit, step) for n, limit in sizes]
@@ -97,7 +99,7 @@ def vocabulary(scenario: Scenario, copies: int, budget: int) -> dict[str, Any]:
     Raises:
         AssertionError: it made a tensor of as many elements as the micro-batch has sampled tokens times words.
     """
-    step = TrainStep(make_actor(scenario), scenario)
+    step = TrainStep(make_actor(scenario, parallel_passes=ParallelPasses.off), scenario)
     step(make_rollout(scenario), budget)
     found = step_memory(scenario, copies, budget, step)
     logits = found["sampled_tokens"] * scenario.vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -42,7 +43,9 @@ class Side:
         self.scenario = scenario
         self.spent: dict[str, float] = defaultdict(float)
         self.lengths: list[int] = []
-        self.inside = False
+        self.lock = threading.Lock()
+        self.inside, self.entered, self.model_work = 0, 0.0, 0.0
+        """Calls that are running, in all threads, since when there are any, and how long there were some."""
         replay_lengths(self)
         budget = options.get("max_tokens_per_microbatch", 8192)
         experiment = Experiment(
@@ -63,30 +66,43 @@ class Side:
             if model.engine is not None:
                 self._timed(model.engine, "forward")
         self._timed(self.runtime.models["actor"].engine, "generate")
-        for owner, name in ((Network, "run"), (Stepper, "step"), (torch.Tensor, "backward")):
+        owners = (Network, "run"), (Stepper, "step"), (Stepper, "differentiate"), (torch.Tensor, "backward")
+        for owner, name in (*owners, (PPOActorInterface, "loss"), (PPOCriticInterface, "loss")):
             self._timed(owner, name)
-        self._timed(PPOActorInterface, "loss")
-        self._timed(PPOCriticInterface, "loss")
 
     def _timed(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:  # counted already, as a part of what called it
-                return inner(*args, **kwargs)
-            self.inside, started = True, time.perf_counter()
+            started = self._enter()
             try:
                 return inner(*args, **kwargs)
             finally:
-                self.spent[name] += time.perf_counter() - started
-                self.inside = False
+                self._leave(name, started)
 
         setattr(owner, name, outer)
+
+    def _enter(self) -> float:
+        now = time.perf_counter()
+        with self.lock:
+            if not self.inside:
+                self.entered = now
+            self.inside += 1
+        return now
+
+    def _leave(self, name: str, started: float) -> None:
+        now = time.perf_counter()
+        with self.lock:
+            self.spent[name] += now - started
+            self.inside -= 1
+            if not self.inside:
+                self.model_work += now - self.entered
 
     def step(self, number: int) -> dict[str, Any]:
         """One step (from 1)."""
         self.lengths = self.scenario.lengths(number)
         self.spent.clear()
+        self.model_work = 0.0
         started = time.perf_counter()
         values, batch = self.runtime.step(number)
         wall = time.perf_counter() - started
@@ -98,7 +114,7 @@ class Side:
             "wall": wall,
             "rollout": generate,
             "training": wall - generate,
-            "model_work": sum(self.spent.values()),
+            "model_work": self.model_work,
             "spent": dict(self.spent),
             "calls": {name: value for name, value in values.items() if name.startswith("time/")},
             "prompt_tokens": prompts,

@@ -147,7 +147,8 @@ class PipelinableEngine(Protocol):
         """One optimizer step on the whole of `data`.
 
         `loss_fn` returns a sum; the engine divides it by `loss_weight_fn(data)` summed over data-parallel ranks, before
-        the first backward pass. A weight of 0, a zero gradient or a non-finite loss or gradient makes no step; nor does
+        the first backward pass. It may be called for several micro-batches at a time, in threads, and so must not write
+        what its calls share. A weight of 0, a zero gradient or a non-finite loss or gradient makes no step; nor does
         `step_if`, asked with the metrics of the whole batch over all ranks, when it says False (`vetoed_steps`): no
         weight, moment or schedule moves then.
 

@@ -19,10 +19,11 @@ from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.stats import Stats, merge_stats
+from realign.engines.cores import ParallelPasses, side_by_side
 from realign.engines.ema import WeightAverage
 from realign.engines.folders import AVERAGED, save_folder
 from realign.engines.kernels import Backend
-from realign.engines.layout import SharedPrompts
+from realign.engines.layout import Layout, SharedPrompts
 from realign.engines.lora import LoRA
 from realign.engines.network import Network, Run
 from realign.engines.optim import OptimizerSpec
@@ -55,6 +56,7 @@ class TransformersEngine:
         vocabulary: int | None = None,
         shared_prompts: SharedPrompts = SharedPrompts.auto,
         fused_rollout: bool = True,
+        parallel_passes: ParallelPasses = ParallelPasses.auto,
     ) -> None:
         """Take over a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`, and probe it.
 
@@ -75,6 +77,7 @@ class TransformersEngine:
             vocabulary: number of tokens that can follow a text, the first ones; None: all.
             shared_prompts: whether to compute the prompt of a group once.
             fused_rollout: run rollouts with fewer operators where the family allows it.
+            parallel_passes: whether to compute micro-batches side by side on a CPU.
 
         Raises:
             ValueError: the model family cannot run packed.
@@ -91,6 +94,7 @@ class TransformersEngine:
             vocabulary=vocabulary,
             shared_prompts=shared_prompts,
             fused_rollout=fused_rollout,
+            parallel_passes=parallel_passes,
         )
         if optimizer is None:
             self.network.requires_grad_(False)
@@ -136,19 +140,24 @@ class TransformersEngine:
         Raises:
             ValueError: the hook added no key, or one of another number of sequences.
         """
-        return self._forward(data, mb_spec, post_hook, self.network.run)
+        return self._forward(data, mb_spec, post_hook, self.network.run, parallel=True)
 
     def reference(self, layers: int | None = None) -> Forward:
         """`forward` of the policy as it is now, whatever is trained later; see `Network.reference`."""
         return partial(self._forward, run=self.network.reference(layers))
 
-    def _forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Run) -> SequenceSample:
-        passes = self.network.passes(data, mb_spec)
-        results = []
-        with torch.no_grad():
-            for part, layout in passes:
-                moved = part.to(self.device)
-                results.append(_added(post_hook(run(part, moved, layout), moved), moved))
+    def _forward(
+        self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Run, *, parallel: bool = False
+    ) -> SequenceSample:
+        passes = self.network.passes(data, mb_spec, parallel=parallel)
+
+        @torch.no_grad()
+        def compute(micro_batch: tuple[SequenceSample, Layout]) -> SequenceSample:
+            part, layout = micro_batch
+            moved = part.to(self.device)
+            return _added(post_hook(run(part, moved, layout), moved), moved)
+
+        results = list(side_by_side(compute, passes, passes.lanes))
         whole = passes.batches.restore(results).to(data[TOKENS].device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
@@ -179,17 +188,27 @@ class TransformersEngine:
         if float(weight) == 0:
             return stepper.report(self.device, skipped="zero_weight_steps")
         stepper.zero_grad()
-        passes = self.network.passes(data, mb_spec, training=True)
+        passes = self.network.passes(data, mb_spec, parallel=True, training=True)
+
+        def compute(micro_batch: tuple[SequenceSample, Layout]) -> tuple[Tensor, Any, list[Tensor | None]]:
+            part, layout = micro_batch
+            moved = part.to(self.device)
+            loss, stats = loss_fn(self.network.run(part, moved, layout, training=True), moved)
+            _check_loss(loss)
+            gradients: list[Tensor | None] = []
+            if loss.requires_grad and passes.lanes > 1:
+                gradients = stepper.differentiate(loss / weight)
+            elif loss.requires_grad:
+                (loss / weight).backward()
+            return loss.detach().float(), stats, gradients
+
         losses: list[Tensor] = [torch.zeros((), device=self.device)]
         metrics: list[Any] = []  # plain (sum, count) pairs are merged too
         with self._training():
-            for part, layout in passes:
-                moved = part.to(self.device)
-                loss, stats = loss_fn(self.network.run(part, moved, layout, training=True), moved)
-                _check_loss(loss)
-                if loss.requires_grad:
-                    (loss / weight).backward()
-                losses.append(loss.detach().float())
+            for loss, stats, gradients in side_by_side(compute, passes, passes.lanes):
+                if gradients:  # added in the order of the micro-batches, whichever was ready first
+                    stepper.accumulate(gradients)
+                losses.append(loss)
                 metrics.append(stats)
         merged = merge_stats(metrics)
         vetoed = step_if is not None and not step_if(merged)

@@ -23,7 +23,7 @@ from realign.engines.decoding import Responses, Rollout
 from realign.engines.fused import for_few_rows
 from realign.engines.fusion import Fusion
 from realign.engines.stopping import Stopping
-from realign.engines.trunk import ModuleTrunk
+from realign.engines.trunk import ModuleTrunk, one_core_for_small_products
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -78,7 +78,8 @@ def generate(
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with _evaluating(model):
         trunk = ModuleTrunk(model) if fusion is None else fusion.trunk(length, dtype)
-        responses = Rollout(trunk, head, [p.to(device) for p in prompts], config, seed, stopping).run()
+        with one_core_for_small_products(trunk, model) as trunk:
+            responses = Rollout(trunk, head, [p.to(device) for p in prompts], config, seed, stopping).run()
     if not bool(responses.logprobs.isfinite().all()):
         raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
     return _pack(data, responses, config.n)

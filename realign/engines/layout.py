@@ -20,6 +20,7 @@ from torch import Tensor
 from realign.api.data import TOKENS, SequenceSample
 from realign.api.lengths import IntArray, Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec
+from realign.engines.cores import in_lanes
 
 MIN_SAVED = 0.05
 """Least part of a group's tokens that must go for its prompt to be shared. Attention in two parts costs a little more:
@@ -101,28 +102,34 @@ class Passes:
 
     batches: MicroBatches
     layouts: tuple[Layout, ...]
+    lanes: int = 1
+    """How many of them run at a time."""
 
     @classmethod
-    def of(cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool) -> Passes:
+    def of(cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool, threads: int = 1) -> Passes:
         """Cut a batch by a budget of rows.
 
         Args:
             data: the batch, on the host if `share`.
-            spec: the budget.
+            spec: the budget, of all passes that run at a time.
             share: compute common beginnings once, in groups where that saves at least `MIN_SAVED`.
+            threads: that may run a pass each.
 
         Raises:
             ValueError: see `plan_microbatches`.
         """
         lengths = data.lengths[TOKENS]
         if not share:
+            lanes, spec = in_lanes(lengths, lengths.total, spec, threads)
             batches = data.split(spec)
-            return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches))
+            return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
         prefix_P = worthwhile(common_prefixes(data[TOKENS].numpy(), lengths), lengths)
+        saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
+        lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
         batches = data.split(spec, prefixes=prefix_P)
         owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
         layouts = (Layout.of(part.lengths[TOKENS], n) for part, n in zip(batches, owners, strict=True))
-        return cls(batches, tuple(layouts))
+        return cls(batches, tuple(layouts), lanes)
 
     def __iter__(self) -> Iterator[tuple[SequenceSample, Layout]]:
         return zip(self.batches, self.layouts, strict=True)

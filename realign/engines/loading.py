@@ -12,6 +12,7 @@ import torch
 
 from realign.api.model import Model, derive_seed
 from realign.engines.branches import check_layers, read_stack, train_top
+from realign.engines.cores import ParallelPasses
 from realign.engines.folders import check_path, read_states, warn_if_misread
 from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
 from realign.engines.kernels import Backend
@@ -59,6 +60,8 @@ class TransformersModel:
             tokens, in training and in scoring. The results are the same. On a CPU, and without dropout.
         fused_rollout: sample with layers written out in few operators over joined copies of the weights, where the
             family is known and a comparison with its modules shows no difference; else, and with false, the modules.
+        parallel_passes: auto | off; auto computes micro-batches side by side on a CPU, in as many threads as torch has,
+            and divides the token budget among them. The results are the same. Without dropout.
     """
 
     path: str
@@ -80,10 +83,12 @@ class TransformersModel:
     vocabulary: int | None = None
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
+    parallel_passes: ParallelPasses = ParallelPasses.auto
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
         self.head_init, self.shared_prompts = HeadInit(self.head_init), SharedPrompts(self.shared_prompts)
+        self.parallel_passes = ParallelPasses(self.parallel_passes)
         if self.head is Head.causal and self.head_init is not HeadInit.keep:
             raise ValueError(f"head_init={self.head_init.value} belongs to head=score or value, but head is causal")
         if self.head is not Head.causal and self.value_head is not None:
@@ -158,6 +163,7 @@ class TransformersModel:
             vocabulary=self.vocabulary,
             shared_prompts=self.shared_prompts,
             fused_rollout=self.fused_rollout,
+            parallel_passes=self.parallel_passes,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

@@ -15,6 +15,7 @@ from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.engines.attention import Backend, layout_inputs
 from realign.engines.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.engines.cores import ParallelPasses
 from realign.engines.fusion import Fusion
 from realign.engines.heads import read_head
 from realign.engines.layout import Layout, Passes, SharedPrompts
@@ -45,6 +46,7 @@ class Network(nn.Module):
         vocabulary: int | None,
         shared_prompts: SharedPrompts,
         fused_rollout: bool,
+        parallel_passes: ParallelPasses,
     ) -> None:
         """Probe the model; the arguments are those of `TransformersEngine`.
 
@@ -64,6 +66,10 @@ class Network(nn.Module):
         self._vocabulary = vocabulary
         self._dropout = dropout
         self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
+        on_cpu = self.device.type == "cpu"
+        # what a branch hears of the trunk's layers comes by hooks, which do not know the pass that they are called in
+        alone = value_head is not None and value_head.branch is not None
+        self._parallel = parallel_passes is ParallelPasses.auto and on_cpu and not alone
         self.fusion = Fusion(module) if fused_rollout and isinstance(self.head, LMHead) else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
@@ -76,14 +82,24 @@ class Network(nn.Module):
             share=self._shares,
         )
 
-    def passes(self, data: SequenceSample, mb_spec: MicroBatchSpec, *, training: bool = False) -> Passes:
-        """The micro-batches of a batch, and the rows of each.
+    def passes(
+        self, data: SequenceSample, mb_spec: MicroBatchSpec, *, parallel: bool = False, training: bool = False
+    ) -> Passes:
+        """The micro-batches of a batch, the rows of each, and how many of them run at a time.
 
         Nothing is shared on an accelerator, since its kernels know no shared keys, and in training under dropout, which
-        draws for each sequence.
+        draws for each sequence, and from one source of random numbers for all threads.
+
+        Args:
+            data: the batch.
+            mb_spec: the budget.
+            parallel: they may run at the same time.
+            training: they are differentiated.
         """
-        share = self._shares and data[TOKENS].device.type == "cpu" and not (training and self._dropout)
-        return Passes.of(data, mb_spec, share=share)
+        draws = training and self._dropout
+        share = self._shares and data[TOKENS].device.type == "cpu" and not draws
+        threads = torch.get_num_threads() if parallel and self._parallel and not draws else 1
+        return Passes.of(data, mb_spec, share=share, threads=threads)
 
     def run(
         self,

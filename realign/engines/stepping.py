@@ -46,6 +46,16 @@ class Stepper:
         """Forget the gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    def differentiate(self, loss: Tensor) -> list[Tensor | None]:
+        """The gradient of `loss` by each parameter, None where it does not reach; what was accumulated stays."""
+        return list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
+
+    def accumulate(self, gradients: Iterable[Tensor | None]) -> None:
+        """Add what `differentiate` gave to the gradient that stands in the parameters."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:  # in memory of its own: two parameters may have been given the same tensor
+                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+
     def step(self, loss: Tensor, weight: Tensor, *, vetoed: bool = False) -> Stats:
         """Use the gradient that stands in the parameters, and forget it.
 
