@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from benchmarks.peer.work import CHARACTERS, EOS, Scenario
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.engines.attention import ATTENTION
-from realign.engines.cores import ParallelPasses
 from realign.engines.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 
@@ -26,16 +26,24 @@ def make_actor(
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    parallel_passes: ParallelPasses = ParallelPasses.auto,
-    **config: Any,
+    config: Mapping[str, Any] | None = None,
+    **engine: Any,
 ) -> Model:
-    """A random model of the scenario's shape in an engine that trains it; `config` goes over the shape."""
+    """A random model of the scenario's shape in an engine that trains it.
+
+    Args:
+        scenario: of which the shape is.
+        device: of the model.
+        dtype: of matrix products.
+        config: values that go over the shape.
+        engine: further settings of the engine.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(
-            scenario.config(**config), attn_implementation=ATTENTION, dtype=torch.float32
+            scenario.config(**config or {}), attn_implementation=ATTENTION, dtype=torch.float32
         )
     engine = TransformersEngine(
         "actor",
@@ -44,7 +52,7 @@ def make_actor(
         seed=0,
         dtype=dtype,
         optimizer=OptimizerSpec(lr=1e-6),
-        parallel_passes=parallel_passes,
+        **engine,
     )
     return Model("actor", engine, engine.tokenizer)
 

@@ -164,8 +164,7 @@ def _train(plan: Plan, scenario: Scenario, budget: int, peak: float) -> dict[str
         scenario,
         device=plan.device,
         dtype=plan.dtype,
-        tie_word_embeddings=True,
-        max_position_embeddings=positions(scenario),
+        config={"tie_word_embeddings": True, "max_position_embeddings": positions(scenario)},
     )
     step, batch = TrainStep(actor, scenario), make_rollout(scenario)
     step(batch, budget)
@@ -234,8 +233,7 @@ def _ours(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]
         scenario,
         device=plan.device,
         dtype=plan.dtype,
-        tie_word_embeddings=True,
-        max_position_embeddings=positions(scenario),
+        config={"tie_word_embeddings": True, "max_position_embeddings": positions(scenario)},
     ).machine
     cut = Lengths.of([[len(p)] for p in given])
     data = SequenceSample(tuple(range(len(given)))).with_data({"prompt_ids": torch.cat(given)}, lengths=cut)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -46,7 +49,8 @@ class Side:
         self.lock = threading.Lock()
         self.inside, self.entered, self.model_work = 0, 0.0, 0.0
         """Calls that are running, in all threads, since when there are any, and how long there were some."""
-        replay_lengths(self)
+        self.patches = ExitStack()
+        self.patches.enter_context(forced_lengths(self))  # for the life of the process
         budget = options.get("max_tokens_per_microbatch", 8192)
         experiment = Experiment(
             name="benchmark",
@@ -170,8 +174,9 @@ def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     }
 
 
-def replay_lengths(side: Side) -> None:
-    """Responses end where the scenario says: the end token is put in place there, and another one before.
+@contextmanager
+def forced_lengths(side: Any) -> Iterator[None]:
+    """Responses end where `side.lengths` says: the end token is put in place there, and another one before.
 
     The tokens are drawn from the whole distribution as always, so that the sampler does its work.
     """
@@ -184,4 +189,5 @@ def replay_lengths(side: Side) -> None:
         tokens_B = torch.where(last_B, EOS, torch.where(tokens_B == EOS, EOS + 1, tokens_B))
         return tokens_B, logprobs_B
 
-    Rollout._draw = forced  # type: ignore[method-assign]
+    with patch.object(Rollout, "_draw", forced):
+        yield
