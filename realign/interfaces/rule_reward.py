@@ -11,7 +11,7 @@ With `dense` the function is called as `(prompt, response, row, tokens)` and rew
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -36,6 +36,14 @@ class RuleRewardInterface(ModelInterface):
     """Seconds that one call may take."""
     memory_mb: int | None = 4096
     """Address space that a worker may use beyond its imports (MiB; Linux only); null sets no limit."""
+    cpu_s: float | None = 600.0
+    """CPU seconds, of all threads together, that one call may use, also in processes that outlive it (each of them
+    alone; not on Windows); null sets no limit."""
+    open_files: int | None = 1024
+    """File descriptors that a worker may hold (not on Windows); null leaves the system's limit."""
+    keep_environment: list[str] = field(default_factory=list)
+    """Variables that workers inherit although they look like secrets, such as `[OPENAI_API_KEY]`; others whose names
+    say token, key, secret or password they do not have."""
     max_failed_fraction: float = 0.5
     """The run stops when more than this fraction of a batch fails."""
     shuffle: bool = False
@@ -68,6 +76,9 @@ class RuleRewardInterface(ModelInterface):
                 workers=self.workers,
                 timeout_s=self.timeout_s,
                 memory_mb=self.memory_mb,
+                cpu_s=self.cpu_s,
+                open_files=self.open_files,
+                keep_environment=self.keep_environment,
                 max_failed_fraction=self.max_failed_fraction,
                 dense=self.dense,
             )

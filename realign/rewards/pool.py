@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import os
 import pickle
 import sys
 from collections import Counter
@@ -27,8 +28,9 @@ from realign.rewards.functions import (
     load_function,
 )
 from realign.rewards.http import HttpReward
+from realign.rewards.limits import Limits, limits_memory, secret_variables
 from realign.rewards.processes import Answers, RewardError, WorkerProcesses
-from realign.rewards.worker import FailureKind, Item, Problem, answer, limits_memory
+from realign.rewards.worker import FailureKind, Item, Problem, answer
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,10 @@ class RewardPool:
             None sets no limit. Linux only; elsewhere a warning says that it has no effect.
         max_failed_fraction: `score` raises once more than this fraction of its items has failed.
         dense: the function rewards every token; then `score_tokens` takes the place of `score`.
+        cpu_s: CPU seconds, of all threads together, that one call may use before its worker is ended; None sets no
+            limit.
+        open_files: file descriptors that a worker may hold; None leaves the system's limit.
+        keep_environment: variables that the workers inherit although they look like secrets (`secret_variables`).
 
     Raises:
         ValueError: the function is not found or cannot be used, or a setting is out of range.
@@ -92,16 +98,19 @@ class RewardPool:
         memory_mb: int | None,
         max_failed_fraction: float,
         dense: bool = False,
+        cpu_s: float | None = None,
+        open_files: int | None = None,
+        keep_environment: Sequence[str] = (),
     ) -> None:
         checks = {
             "workers": (workers >= 0, workers, "at least 0 (0 runs inline)"),
             "timeout_s": (0 < timeout_s < math.inf, timeout_s, "a positive number of seconds"),
-            "memory_mb": (memory_mb is None or memory_mb >= 1, memory_mb, "at least 1, or None for no limit"),
             "max_failed_fraction": (0 <= max_failed_fraction <= 1, max_failed_fraction, "from 0 to 1"),
         }
         for setting, (ok, found, valid) in checks.items():
             if not ok:
                 raise ValueError(f"{setting} must be {valid}, found {found}")
+        self.limits = Limits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == "pebble_pool_worker":
             raise RuntimeError(
                 "a reward worker tried to start a pool of its own: the file of the reward function starts one when it "
@@ -125,7 +134,7 @@ class RewardPool:
         self._processes: WorkerProcesses | None = None
         if workers:
             self._processes = WorkerProcesses(
-                self.name, source, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb
+                self.name, source, workers=workers, timeout_s=timeout_s, limits=self.limits
             )
             if memory_mb is not None and not limits_memory():
                 logger.warning("memory_mb=%d has no effect on reward workers on %s", memory_mb, sys.platform)
@@ -186,11 +195,19 @@ class RewardPool:
                 if not isinstance(found, Problem):
                     values[index] = found
                     continue
-                failures.append(Failure(index, found.kind, found.message))
+                failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
                 self._show(failures[-1])
                 if len(failures) / len(items) > self.max_failed_fraction:
                     raise RewardError(self._too_many(failures, answered, len(items)))
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
+
+    def _withheld(self, message: str) -> str:
+        """What to add where a failure may come from a variable that the workers do not inherit."""
+        if self._processes is None:
+            return ""
+        names = [n for n in secret_variables(os.environ, self.limits.keep_environment) if n in message]
+        hint = f"\n(reward workers do not inherit {', '.join(names)}; keep_environment names what they may)"
+        return hint if names else ""
 
     def _show(self, failure: Failure) -> None:
         if failure.kind not in self._shown:

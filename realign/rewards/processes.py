@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from pebble import ProcessExpired, ProcessPool
 
+from realign.rewards.limits import Limits
 from realign.rewards.spawn import SpawnWithoutMain
 from realign.rewards.worker import Answer, FailureKind, Item, Problem, answer_some, start_worker
 
@@ -44,17 +45,15 @@ class WorkerProcesses:
         source: its import string, or its pickle.
         workers: number of processes.
         timeout_s: deadline of one item.
-        memory_mb: see `RewardPool`.
+        limits: what each may use.
     """
 
-    def __init__(
-        self, name: str, source: str | bytes, *, workers: int, timeout_s: float, memory_mb: int | None
-    ) -> None:
+    def __init__(self, name: str, source: str | bytes, *, workers: int, timeout_s: float, limits: Limits) -> None:
         self.name = name
         self.source = source
         self.workers = workers
         self.timeout_s = timeout_s
-        self.memory_mb = memory_mb
+        self.limits = limits
         self._pool: ProcessPool | None = None
         self._stop: Callable[[], object] | None = None
 
@@ -113,13 +112,15 @@ class WorkerProcesses:
             self._pool = ProcessPool(
                 max_workers=self.workers,
                 initializer=start_worker,
-                initargs=(self.source, self.memory_mb),
+                initargs=(self.source, self.limits),
                 context=SpawnContext() if with_main else SpawnWithoutMain(),
             )
             self._stop = weakref.finalize(self, _stop_pool, self._pool)  # runs when this process ends, too
         deadline = self.timeout_s if len(pickled) == 1 else self.timeout_s + _SLICE_S
         try:
-            return self._pool.schedule(answer_some, (self.source, pickled, _SLICE_S), timeout=deadline)
+            return self._pool.schedule(
+                answer_some, (self.source, pickled, _SLICE_S, self.limits.cpu_s), timeout=deadline
+            )
         except RuntimeError as error:  # the pool broke meanwhile; `_wait` will find out
             broken: Future[list[Answer]] = Future()
             broken.set_exception(BrokenProcessPool(str(error)))
@@ -198,6 +199,12 @@ def _stop_pool(pool: ProcessPool) -> None:
     pool.join()
 
 
+_CAUSES = {
+    "SIGKILL": ", perhaps by the system for want of memory",
+    "SIGXCPU": ": the call used more CPU time than cpu_s",
+}
+
+
 def _exit_reason(code: int | None) -> str:
     if code is None or code >= 0:
         return f"exit code {code}"
@@ -205,5 +212,4 @@ def _exit_reason(code: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = "unknown"
-    killed = ", perhaps by the system for want of memory" if name == "SIGKILL" else ""
-    return f"signal {-code} ({name}){killed}"
+    return f"signal {-code} ({name}){_CAUSES.get(name, '')}"

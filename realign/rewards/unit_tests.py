@@ -1,11 +1,12 @@
 """Programs judged by tests: the code of a response runs in a process of its own, with the user's rights.
 
 No sandbox: what a model writes can read and write what the user can, and reach the network. Run it where that does no
-harm. The memory limit and the deadline of the reward workers hold for it too.
+harm. The limits of the reward workers hold for it too, and it inherits no variable that looks like a secret.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import subprocess
@@ -13,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from realign.rewards.limits import without_secrets
 
 TIMEOUT_S = 10.0
 """Seconds that a program and its tests may take; `timeout_s` of the reward workers must be larger."""
@@ -45,6 +48,7 @@ def passes(prompt: str, response: str, row: dict[str, Any]) -> float:
             run = subprocess.run(
                 [sys.executable, "-I", "-c", _RUNNER, str(program)],
                 cwd=folder,
+                env=without_secrets(os.environ),
                 input=done.encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

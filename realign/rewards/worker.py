@@ -12,18 +12,18 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from multiprocessing import connection
 from numbers import Real
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from realign.rewards.functions import load_function
+from realign.rewards.limits import Limits, allow_cpu, drop_secrets, limit_process
 
 Item: TypeAlias = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[str]]
 """Prompt, response and row; with the tokens of the response, a list with one number for each is expected."""
@@ -121,32 +121,17 @@ def resolve(source: str | bytes) -> Callable[..., Any]:
     return load_function(source, arguments=None) if isinstance(source, str) else pickle.loads(source)
 
 
-def start_worker(source: str | bytes, memory_mb: int | None) -> None:
-    """Prepare a fresh worker: it dies with its parent, holds the function, and obeys the memory limit."""
+def start_worker(source: str | bytes, limits: Limits) -> None:
+    """Prepare a fresh worker: it dies with its parent, has no secrets, holds the function, and obeys the limits."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    drop_secrets(limits.keep_environment)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, lambda *_: _end_group())
-    try:
-        resolve(source)  # now, so that the time and memory of its imports do not count against an item
-    except Exception:
-        return  # every item asks again, and reports it
-    if memory_mb is not None and limits_memory():
-        _limit_memory(memory_mb)
-
-
-def limits_memory() -> bool:
-    """Whether a memory limit is enforced on this platform."""
-    return sys.platform == "linux"
-
-
-def _limit_memory(memory_mb: int) -> None:
-    import resource
-
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory_mb * 2**20
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    # The time and memory of the function's imports do not count against an item; if they fail, every item reports it.
+    with suppress(Exception):
+        resolve(source)
+    limit_process(limits)
 
 
 def _die_with_parent() -> None:
@@ -163,11 +148,17 @@ def _end_group() -> None:
     os._exit(1)
 
 
-def answer_some(source: str | bytes, pickled: Sequence[bytes], slice_s: float) -> list[Answer]:
-    """Answer the items in order until `slice_s` seconds are over; at least one, perhaps not all of them."""
+def answer_some(
+    source: str | bytes, pickled: Sequence[bytes], slice_s: float, cpu_s: float | None = None
+) -> list[Answer]:
+    """Answer the items in order until `slice_s` seconds are over; at least one, perhaps not all of them.
+
+    Each call may use `cpu_s` seconds of CPU time; then the system ends the worker.
+    """
     started = time.monotonic()
     answers: list[Answer] = []
     for item in pickled:
+        allow_cpu(cpu_s)
         answers.append(_answer_pickled(source, item))
         if time.monotonic() - started > slice_s:
             break
