@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 import warnings
@@ -12,6 +13,13 @@ from typing import Any
 
 AVERAGED = "_ema"
 """What the folder of averaged weights is called behind the name of the model's own."""
+
+
+RUN_FILES = (
+    *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png"),
+    *("final", "final/*", "best", "best/*", "step_*", "step_*/*", "checkpoints", "checkpoints/step_*"),
+)
+"""What a run may write into its folder, as patterns."""
 
 
 def warn_if_misread(what: str, tokenizer: Any, path: str) -> None:
@@ -52,18 +60,59 @@ def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",
     Raises:
         ValueError: names the setting and the path, if it is meant for a local folder and is none.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # which leaves a ~name that nobody has
     if folder.is_dir():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}")
         return str(folder)
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
         raise ValueError(f"{what}={path!r} is neither an existing model folder nor a hub name (owner/name)")
     return path
 
 
+def check_name(what: str, name: str) -> None:
+    """Refuse what cannot be the name of one file or folder, since it becomes one (of a role, a run, a tracker).
+
+    Raises:
+        ValueError: the name is empty or long, starts with a dot or dash, or holds a separator or a control character.
+    """
+    fits = 0 < len(name.encode(errors="replace")) <= 100 and name.isprintable() and name == name.strip()
+    if not fits or name[0] in ".-" or "/" in name or "\\" in name:
+        raise ValueError(
+            f"{what} {name!r} cannot name a file: expected up to 100 characters without / \\ or control characters, "
+            "not starting with a dot, dash or blank"
+        )
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuse links among what a run writes into its folder: it would write, or remove, what lies elsewhere.
+
+    The folder itself may be a link, to a larger disk, say.
+
+    Raises:
+        ValueError: names the link and what it leads to.
+    """
+    for pattern in RUN_FILES:
+        for path in folder.glob(pattern):
+            refuse_link(path)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise ValueError if `path`, a file or folder of a run, is a link."""
+    if path.is_symlink():
+        raise ValueError(
+            f"{str(path)!r} is a link to {str(path.readlink())!r}, and a run writes only into its own folder; remove "
+            "the link, or choose another output_dir"
+        )
+
+
 def save_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` make a folder beside `path` and rename it, so that `path` never holds half a model."""
+    """Let `write` make a folder beside `path` and rename it, so that `path` never holds half a model.
+
+    Raises:
+        ValueError: `path` is a link.
+    """
+    refuse_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch, "new")

@@ -8,7 +8,7 @@ from typing import Any
 
 from realign.api import Model, ModelInterface
 from realign.engines import SharedModel
-from realign.engines.folders import AVERAGED, write_state
+from realign.engines.folders import AVERAGED, refuse_link, write_state
 from realign.runtime.experiment import Experiment
 
 
@@ -128,7 +128,11 @@ def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[s
 
     The state of a role that shares the model goes to the same folder, in a file of its own. An engine that averages its
     weights has written a folder `folder/role_ema` as well, which gets the same states.
+
+    Raises:
+        ValueError: `folder`, or one in it, is a link.
     """
+    refuse_link(folder)
     for role, model in models.items():
         if model.engine is None or not model.engine.trainable:
             continue
