@@ -116,6 +116,11 @@ class PackedDataset(ABC):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence of a row."""
+        return self.report.longest
+
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """The rows at these places, as `order.batch_indices` gives them, with the keys of the dataset.
 

@@ -201,6 +201,11 @@ class PreferenceDataset(PackedDataset):
     labels: npt.NDArray[np.float32]
     margins: npt.NDArray[np.float32]
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with its response."""
+        return int(self.lengths.flat.max(initial=0))
+
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         tokens_T, _ = self.tokens.gather(rows)
         sequences, counts = self.lengths.sequences_of(rows)

@@ -90,6 +90,11 @@ class PromptsWithPretraining:
         return getattr(self.prompts, "report", None)
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt; 0 if that dataset cannot tell."""
+        return getattr(self.prompts, "longest_sequence", 0)
+
+    @property
     def longest_text(self) -> int:
         """Tokens of the longest text that comes along; 0 if that dataset cannot tell."""
         report: LoadReport | None = getattr(self.texts, "report", None)

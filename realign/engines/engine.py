@@ -6,7 +6,7 @@ and the gradient of all micro-batches is divided once, by the weight of the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from realign.engines.kernels import Backend
 from realign.engines.layout import Layout, SharedPrompts
 from realign.engines.lora import LoRA
 from realign.engines.network import Network, Run
+from realign.engines.nonfinite import origin
 from realign.engines.optim import OptimizerSpec
 from realign.engines.stepping import Stepper, counted, single
 from realign.engines.value_head import ValueNetwork
@@ -126,6 +127,11 @@ class TransformersEngine:
         return frozenset(language | scalar)
 
     @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model knows (`max_position_embeddings`); None: no limit is known."""
+        return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End tokens: the tokenizer's and those of the model's `generation_config`, of which nothing else is used."""
         found: set[int] = set()
@@ -213,13 +219,42 @@ class TransformersEngine:
         merged = merge_stats(metrics)
         vetoed = step_if is not None and not step_if(merged)
         steps = stepper.optimizer_steps
-        own = stepper.step(torch.stack(losses).sum(), weight, vetoed=vetoed)
+
+        def culprits() -> str:
+            with self._training():
+                return self._nonfinite_origin(list(passes), losses[1:], loss_fn, weight)
+
+        own = stepper.step(torch.stack(losses).sum(), weight, vetoed=vetoed, culprits=culprits)
         if self._average is not None and stepper.optimizer_steps > steps:
             self._average.update()
         own["tokens"] = counted(data.lengths[TOKENS].total, self.device)
         own["shared_tokens"] = counted(passes.saved, self.device)
         own["n_microbatches"] = single(len(passes.batches), self.device)
         return {**merged, **own}
+
+    def _nonfinite_origin(
+        self,
+        micro_batches: Sequence[tuple[SequenceSample, Layout]],
+        losses: Sequence[Tensor],
+        loss_fn: LossFn,
+        weight: Tensor,
+    ) -> str:
+        """Where a loss or gradient that is not finite comes from; leaves no gradient behind."""
+        stepper = self._trained()
+        if (broken := self.network.nonfinite_weight()) is not None:
+            return f"the model itself: weight {broken!r} is not finite"
+
+        def is_finite(part: SequenceSample, layout: Layout | None) -> bool:
+            layout = layout or next(iter(self.network.passes(part, MicroBatchSpec(), training=True)))[1]
+            moved = part.to(self.device)
+            loss, _ = loss_fn(self.network.run(part, moved, layout, training=True), moved)
+            if loss.requires_grad:
+                (loss / weight).backward()
+            finite = bool(loss.isfinite()) and bool(stepper.gradient_norm().isfinite())
+            stepper.zero_grad()
+            return finite
+
+        return origin(micro_batches, losses, is_finite)
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`.

@@ -190,12 +190,18 @@ class Network(nn.Module):
         hidden_RH: Tensor = out.last_hidden_state[0]
         return hidden_RH
 
-    def check_finite(self) -> None:
-        """Raise ValueError, with the name of the weight, if one is not finite."""
+    def nonfinite_weight(self) -> str | None:
+        """The name of a weight that is not finite, None if all are."""
         for network in (self.module, *([] if self.value_head is None else [self.value_head])):
             for name, x in network.state_dict().items():
                 if x.is_floating_point() and not bool(x.isfinite().all()):
-                    raise ValueError(f"model {self.name!r} is not saved: weight {name!r} is not finite")
+                    return str(name)
+        return None
+
+    def check_finite(self) -> None:
+        """Raise ValueError, with the name of the weight, if one is not finite."""
+        if (name := self.nonfinite_weight()) is not None:
+            raise ValueError(f"model {self.name!r} is not saved: weight {name!r} is not finite")
 
     def save(self, folder: Path) -> None:
         """Write an ordinary Hugging Face folder, adapters merged or alone as they say, and the value head into it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,13 +57,17 @@ class Stepper:
             if gradient is not None:  # in memory of its own: two parameters may have been given the same tensor
                 parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
-    def step(self, loss: Tensor, weight: Tensor, *, vetoed: bool = False) -> Stats:
+    def step(
+        self, loss: Tensor, weight: Tensor, *, vetoed: bool = False, culprits: Callable[[], str] | None = None
+    ) -> Stats:
         """Use the gradient that stands in the parameters, and forget it.
 
         Args:
             loss: the sum whose gradient, divided by `weight`, was accumulated; 0-d.
             weight: what it was divided by; 0-d.
             vetoed: make no step, but report what it would have been.
+            culprits: says where a loss or gradient that is not finite comes from; asked only if there is one, when the
+                gradient is forgotten, and leaves none behind.
 
         Returns:
             `loss`, `grad_norm` (before clipping) and what `report` gives.
@@ -70,12 +75,11 @@ class Stepper:
         Raises:
             FloatingPointError: loss or gradient was not finite, as often in a row as is allowed.
         """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).to(loss.device)
+        norm = self.gradient_norm().to(loss.device)
         finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
         if not finite:
             self.zero_grad()
-            self._count_nonfinite(loss, norm)
+            self._count_nonfinite(loss, norm, f", from {culprits()}" if culprits else "")
             return self.report(loss.device, skipped="nonfinite_steps")
         self.nonfinite_in_a_row = 0
         stats: Stats = {"loss": Mean(loss, weight), "grad_norm": Mean(norm, torch.ones_like(norm))}
@@ -96,13 +100,24 @@ class Stepper:
         counts |= {reason: reason == skipped for reason in REASONS}
         return {"lr": single(self.lr, device), **{name: counted(n, device) for name, n in counts.items()}}
 
-    def _count_nonfinite(self, loss: Tensor, norm: Tensor) -> None:
+    def gradient_norm(self) -> Tensor:
+        """Of the gradient that stands in the parameters."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+
+    def _count_nonfinite(self, loss: Tensor, norm: Tensor, origin: str) -> None:
         self.nonfinite_in_a_row += 1
-        if self.nonfinite_in_a_row >= self.max_nonfinite_in_a_row:
+        n, most = self.nonfinite_in_a_row, self.max_nonfinite_in_a_row
+        found = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
+        if n >= most:
             raise FloatingPointError(
-                f"model {self.name!r}: loss or gradient was not finite in {self.nonfinite_in_a_row} optimizer steps "
-                f"in a row (last loss sum {float(loss)}, gradient norm {float(norm)}); none of them was taken"
+                f"model {self.name!r}: loss or gradient was not finite in {n} optimizer steps in a row, and none of them "
+                f"was taken (last: {found})"
             )
+        warnings.warn(
+            f"model {self.name!r}: loss or gradient is not finite ({found}); the optimizer step is skipped, {n} in a "
+            f"row, and {most} end the run",
+            stacklevel=2,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and counts."""
@@ -114,8 +129,11 @@ class Stepper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave; settings (decay rates, weight decay) stay those of `spec`."""
+        settings = [{k: x for k, x in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self.optimizer_steps = state["optimizer_steps"]
         self.train_steps = state["train_steps"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]

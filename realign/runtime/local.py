@@ -29,10 +29,11 @@ from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role, load_models, save_models
+from realign.runtime.positions import check_positions
 from realign.runtime.samples import SHOWN, readable, show
 from realign.runtime.saving import Saves
 from realign.runtime.stream import PromptStream
-from realign.runtime.tracking import JsonLines, LiveDisplay, Tracker
+from realign.runtime.tracking import Forgiving, JsonLines, LiveDisplay, Tracker
 
 HEADLINE = (
     "reward",
@@ -102,11 +103,12 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         for file in files:
             stack.callback(file.close)
         receivers: list[Tracker] = [metrics, *trackers]
-        for spec in experiment.trackers.values():
-            receivers.append(spec.open(experiment.name, out))
+        for name, spec in experiment.trackers.items():
+            receivers.append(Forgiving(name, spec.open(experiment.name, out)))
             stack.callback(receivers[-1].close)
         if console is not None:
-            receivers.append(stack.enter_context(LiveDisplay(console, experiment.name, experiment.steps, HEADLINE)))
+            display = stack.enter_context(LiveDisplay(console, experiment.name, experiment.steps, HEADLINE))
+            receivers.append(Forgiving("display", display))
         result = RunResult(out)
         saves = Saves(out, runtime.save, experiment.save_every_steps, experiment.keep_saves, experiment.save_best)
         stack.callback(_draw, experiment.name, result)  # an interrupted run leaves its curves too
@@ -172,11 +174,20 @@ class LocalRuntime:
             self.models = load_models(experiment)
             self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
             check_dataset(self.dataset, experiment)
+            readers = [rpc.model for rpc in experiment.graph.rpcs]
+            check_positions(self.dataset, experiment.longest_response, self.models, readers, "data")
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             if (calibration := experiment.calibration) is not None:
                 policy = self.models[calibration.policy]
                 self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
                 check_budget(self.calibration_prompts, calibration.generation.max_new_tokens, experiment)
+                check_positions(
+                    self.calibration_prompts,
+                    calibration.generation.max_new_tokens,
+                    self.models,
+                    (calibration.policy, calibration.role),
+                    "calibration.data",
+                )
             if experiment.evaluation is not None:
                 self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
         except BaseException:

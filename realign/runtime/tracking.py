@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
+import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -14,6 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+_MOST_WAITING = 10_000
 
 
 class Tracker(Protocol):
@@ -29,25 +35,146 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """One JSON object per step in a file, written through at once so that a killed run keeps what it had."""
+    """One JSON object per line of a file, written through at once so that a killed run keeps what it had.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
-        self._start = time.perf_counter()
+    A line that cannot be written (a full disk) ends no run: a warning says so, and the line waits until the next one
+    goes through, so that nothing is missing once there is space. The file never holds a part of a line. If it is
+    removed or moved meanwhile, it is begun anew at its path.
+
+    Args:
+        path: of the file.
+        keep_bytes: of an earlier run that stay at its beginning.
+        seconds: what its clock starts at.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int = 0, *, seconds: float = 0.0) -> None:
+        self.path = path
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+        self._problem = ""
+        self._start = time.perf_counter() - seconds
+        self._file = path.open("ab", buffering=0)
+        self._torn_at: int | None = None
+        self._file.truncate(min(keep_bytes, self.size))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole lines in the file."""
+        return os.fstat(self._file.fileno()).st_size if self._torn_at is None else self._torn_at
+
+    @property
+    def seconds(self) -> float:
+        """Since the run started, without the time between a stop and the resume."""
+        return time.perf_counter() - self._start
+
+    def sync(self) -> int:
+        """Bring the file to the disk; returns its size."""
+        os.fsync(self._file.fileno())
+        return self.size
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append `{"step", "seconds", metric: value, ...}`; a non-finite value becomes null, as JSON has none."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.write({"step": step, "seconds": round(time.perf_counter() - self._start, 3), **finite})
+        self.write({"step": step, "seconds": round(self.seconds, 3), **finite})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append any JSON object."""
-        self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-        self._file.flush()
+        line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
+        self._waiting.append(line.encode(errors="backslashreplace"))  # half a surrogate pair, as JSON escapes it
+        if len(self._waiting) > _MOST_WAITING:
+            self._waiting.popleft()
+            self._lost += 1
+        self._write_waiting()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what could never be written is said."""
+        self._write_waiting()
+        if lines := self._lost + len(self._waiting):
+            warnings.warn(f"{self.path}: {lines} lines could not be written and are lost", stacklevel=2)
         self._file.close()
+
+    def _write_waiting(self) -> None:
+        try:
+            self._find()
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._problem:
+                self._problem = error.strerror or str(error)
+                warnings.warn(
+                    f"{self.path} cannot be written ({self._problem}); the run goes on, and its lines wait",
+                    stacklevel=3,
+                )
+            return
+        if self._problem:
+            self._problem = ""
+            lost = f"{self._lost} lines are lost" if self._lost else "no line is missing"
+            warnings.warn(f"{self.path} can be written again; {lost}", stacklevel=3)
+
+    def _find(self) -> None:
+        """Make the open file the one at its path."""
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                return
+        except FileNotFoundError:
+            pass
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        found = self.path.open("ab", buffering=0)
+        self._file.close()
+        self._file, self._torn_at = found, None
+        warnings.warn(
+            f"{self.path} was removed or moved during the run; it goes on here with the next line", stacklevel=4
+        )
+
+    def _append(self, line: bytes) -> None:
+        if self._torn_at is not None:
+            self._file.truncate(self._torn_at)
+            self._torn_at = None
+        end, rest = self.size, memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._torn_at = end
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+
+class Forgiving:
+    """A tracker whose failures are warnings: a run is worth more than a record of it elsewhere.
+
+    Args:
+        name: of the tracker, for messages.
+        tracker: what takes the metrics.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self._tracker = tracker
+        self._missed: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the metrics on; the first failure is told, and later ones are counted."""
+        try:
+            self._tracker.log(step, metrics)
+        except Exception as error:
+            self._missed.append(step)
+            if len(self._missed) == 1:
+                what = f"tracker {self.name!r} did not take step {step} ({type(error).__name__}: {error})"
+                warnings.warn(f"{what}; the run goes on, and metrics.jsonl has it", stacklevel=2)
+
+    def close(self) -> None:
+        """Close the tracker, and say how many steps it missed."""
+        try:
+            self._tracker.close()
+        except Exception as error:
+            warnings.warn(f"tracker {self.name!r} was not closed ({type(error).__name__}: {error})", stacklevel=2)
+        if self._missed:
+            first, last = self._missed[0], self._missed[-1]
+            n = len(self._missed)
+            warnings.warn(f"tracker {self.name!r} missed {n} steps, from {first} to {last}", stacklevel=2)
 
 
 class LiveDisplay:

@@ -204,15 +204,20 @@ def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
 
     two = MicroBatchSpec(n_microbatches=2)
     for _ in range(2):
-        stats = stat_values(engine.train_batch(data, two, bad, weight))
+        with pytest.warns(
+            UserWarning, match=r"the loss of id 'p1'\); the optimizer step is skipped, \d in a row, and 3"
+        ):
+            stats = stat_values(engine.train_batch(data, two, bad, weight))
         assert stats["nonfinite_steps"] == stats["skipped_steps"] == 1
         assert "loss" not in stats
         assert moved(engine, before) == 0
     assert stat_values(train(engine, data))["skipped_steps"] == 0  # a good step starts the count anew
     after = weights(engine)
     for _ in range(2):
-        engine.train_batch(data, two, bad, weight)
-    with pytest.raises(FloatingPointError, match="'actor': loss or gradient was not finite in 3 optimizer steps"):
+        with pytest.warns(UserWarning, match="is skipped"):
+            engine.train_batch(data, two, bad, weight)
+    message = "'actor': loss or gradient was not finite in 3 optimizer steps in a row, .*, from the loss of id 'p1'"
+    with pytest.raises(FloatingPointError, match=message):
         engine.train_batch(data, two, bad, weight)
     assert moved(engine, after) == 0
 
@@ -274,7 +279,8 @@ def test_a_batch_that_makes_no_step_for_another_reason_is_counted_as_that():
     def bad(out, mb):
         return out.logprobs().sum() * float("nan"), {}
 
-    found = stat_values(engine.train_batch(data, ONE, bad, lambda d: torch.tensor(1.0), veto))
+    with pytest.warns(UserWarning, match="the loss of ids 'p0', 'p1'"):
+        found = stat_values(engine.train_batch(data, ONE, bad, lambda d: torch.tensor(1.0), veto))
     assert (found["nonfinite_steps"], found["vetoed_steps"], found["skipped_steps"]) == (1, 0, 1)
 
 

@@ -1,0 +1,43 @@
+"""Whether rows, and the responses to them, fit the positions of the models that read them: asked before training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from realign.api import Model
+from realign.data import Dataset
+
+
+def check_positions(
+    dataset: Dataset, response: int, models: Mapping[str, Model], roles: Iterable[str], what: str
+) -> None:
+    """Compare the longest row, with a response of `response` tokens, with the positions of every model that reads it.
+
+    Without this a long prompt would end the run when it is drawn, hours later.
+
+    Args:
+        dataset: the rows; nothing is compared with one that does not tell its longest sequence.
+        response: tokens that a response to a row can have; 0 where there is none.
+        models: by role.
+        roles: those that read the rows.
+        what: config key of the rows, for messages.
+
+    Raises:
+        ValueError: a row leaves no room; names the role, the numbers and what to set.
+    """
+    rows: int = getattr(dataset, "longest_sequence", 0)
+    texts: int = getattr(dataset, "longest_text", 0)
+    for role in dict.fromkeys(roles):
+        limit = getattr(models[role].engine, "positions", None)
+        if limit is None:
+            continue
+        if rows + response > limit:
+            room = limit - response
+            long = f"a row of {what} has {rows} tokens" + (f" and its response up to {response}" if response else "")
+            cure = f"limit the rows to {room} tokens" if room > 0 else f"no prompt fits before {response} tokens"
+            shorten = ", or lower generation.max_new_tokens" if response else ""
+            raise ValueError(f"models.{role} has {limit} positions, but {long}: {cure}{shorten}")
+        if texts > limit:
+            raise ValueError(
+                f"models.{role} has {limit} positions, but a text of {what}.pretraining has {texts} tokens: limit them"
+            )
