@@ -110,8 +110,8 @@ class Stepper:
         found = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
         if n >= most:
             raise FloatingPointError(
-                f"model {self.name!r}: loss or gradient was not finite in {n} optimizer steps in a row, and none of them "
-                f"was taken (last: {found})"
+                f"model {self.name!r}: loss or gradient was not finite in {n} optimizer steps in a row, and none was "
+                f"taken (last: {found})"
             )
         warnings.warn(
             f"model {self.name!r}: loss or gradient is not finite ({found}); the optimizer step is skipped, {n} in a "
