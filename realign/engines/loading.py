@@ -197,6 +197,7 @@ class TransformersModel:
                     dtype=torch.float32,
                     attn_implementation=ATTENTION,
                     trust_remote_code=self.trust_remote_code,
+                    use_safetensors=True,  # its other format is a pickle
                     output_loading_info=True,
                     **labels,
                     **more,
