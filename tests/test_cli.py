@@ -147,7 +147,7 @@ def test_a_sweep_makes_one_folder_for_each_run(here):
 def test_a_mistake_in_a_sweep_is_one_line(here, capsys):
     assert realign_main("-m", "experiment=bigram", "interfaces.actor.epochs=0,1") == 2
     err = capsys.readouterr().err
-    assert err == "error: interfaces.actor: epochs must be at least 1, found 0\n"
+    assert err == "error: interfaces.actor.epochs must be at least 1, found 0\n"
 
 
 def test_cfg_prints_the_composed_config(here, capsys):

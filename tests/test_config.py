@@ -79,7 +79,9 @@ def test_values_are_laid_over_the_defaults_of_the_class_at_every_depth():
 
 def test_a_subclass_may_stand_where_its_base_is_annotated_and_keeps_its_own_defaults():
     assert actor(rule={"_target_": f"{HERE}.Length"}).rule == Length()
-    with pytest.raises(ConfigError, match=r"interfaces\.actor\.rule\._target_: Norm is not a Rule$"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.rule\._target_: Norm is not a Rule \(Length of tests\..* would fit\)$"
+    ):
         actor(rule={"_target_": f"{HERE}.Norm"})
 
 
@@ -109,8 +111,8 @@ def test_a_class_without_fields_needs_no_decorator():
             r"\(valid: batch, group, none\)",
         ),
         ({"adv_norm": 3}, r"interfaces\.actor\.adv_norm: expected Norm, found 3"),
-        ({"adv_norm": {"eps": -1}}, r"interfaces\.actor\.adv_norm: eps must be positive, found -1\.0"),
-        ({"generation": {"n": 0}}, r"interfaces\.actor\.generation: generation\.n must be at least 1, found 0"),
+        ({"adv_norm": {"eps": -1}}, r"interfaces\.actor\.adv_norm\.eps must be positive, found -1\.0"),
+        ({"generation": {"n": 0}}, r"interfaces\.actor\.generation\.n must be at least 1, found 0"),
         ({"rule": {"scale": 1}}, r"interfaces\.actor\.rule: expected Rule, found \{'scale': 1\}"),
         (
             {"rules": [{"_target_": f"{HERE}.Lenght"}]},
@@ -179,7 +181,7 @@ def test_a_protocol_is_met_by_the_methods_and_their_arguments():
     [
         ({"extr": True}, r"unknown key 'graph\.extr'; did you mean 'extra'\? \(valid: extra, repeats\)"),
         ({"extra": "maybe"}, r"graph\.extra: expected bool, found 'maybe'"),
-        ({"repeats": 0}, r"graph: repeats must be at least 1, found 0"),
+        ({"repeats": 0}, r"graph\.repeats must be at least 1, found 0"),
         ({"extra": True}, r"graph: RPC 'train' reads key 'extra', which nothing produces"),
     ],
 )
@@ -270,8 +272,8 @@ def test_trap_g7_an_override_means_the_same_before_and_after_the_experiment(fold
         ),
         (["experimnt=bigram"], r"unknown key 'experimnt'; did you mean 'experiment'\?"),
         (["experiment=bigrm"], r"unknown experiment 'bigrm'; did you mean 'bigram'\?"),
-        (["steps=many"], r"steps: Value 'many' of type 'str' could not be converted to Integer"),
-        (["steps=???"], r"missing: steps; give a value, or start from experiment=NAME"),
+        (["steps=many"], r"steps: expected int, found 'many'; give a whole number"),
+        (["steps=???"], r"missing: steps; give a value, such as steps=VALUE, or start from experiment=NAME"),
         (["interfaces.actor.epochs=???"], r"missing: interfaces\.actor\.epochs"),
         (["output_dir=runs/${nme}"], r"output_dir: Interpolation key 'nme' not found"),
         (
@@ -301,7 +303,7 @@ def test_an_experiment_of_ones_own_may_build_on_another(folder):
         ("# @package _global_\nstepps: 3\n", r"experiment/broken\.yaml: unknown key 'stepps'; did you mean 'steps'\?"),
         (
             "# @package _global_\nsteps: many\n",
-            r"experiment/broken\.yaml: steps: Value 'many' of type 'str' could not be converted",
+            r"experiment/broken\.yaml: steps: expected int, found 'many'",
         ),
         ("# @package _global_\nsteps: [3\n", r"while parsing a flow sequence .*broken\.yaml"),
     ],
@@ -331,7 +333,7 @@ def test_a_config_dir_with_odd_characters(tmp_path):
     [
         (["~interfaces.reward"], r"RPC 'reward_inf' uses role 'reward', which has no interface"),
         (["models.actor=null"], r"RPC 'actor_gen' uses role 'actor', which has no model"),
-        (["graph=null"], r"graph: Cannot assign|graph.*not Optional"),
+        (["graph=null"], r"graph: expected a component, found null; set its fields"),
         (["graph._target_=realign.interfaces.grpo.dataflw"], r"graph\._target_: there is no 'dataflw' in "),
         (["interfaces.actor.kl.plce=loss"], r"unknown key 'interfaces\.actor\.kl\.plce'; did you mean 'place'\?"),
         (["steps=0"], r"steps must be at least 1, found 0"),

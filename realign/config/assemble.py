@@ -10,9 +10,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.components import TARGET, build, build_graph, import_target
+from realign.config.components import TARGET, build, build_graph
 from realign.config.errors import ConfigError, suggest
 from realign.config.schema import COMPONENTS, ExperimentConfig
+from realign.config.targets import import_target
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment
@@ -38,6 +39,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     from realign.runtime.experiment import ModelSpec
     from realign.runtime.trackers import TrackerSpec
 
+    _check_names(config)
     graph = build_graph(config.graph, DataflowGraph, "graph")
     interfaces = _roles(config.interfaces, ModelInterface, "interfaces")
     models = _roles(config.models, ModelSpec, "models", DEFAULT_MODEL)
@@ -54,12 +56,6 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     calibration: RewardCalibration | None = None
     if config.calibration:
         calibration = build({TARGET: DEFAULT_CALIBRATION, **config.calibration}, RewardCalibration, "calibration")
-    others = [part.role for part in (evaluation,) if part] + [part.policy for part in (calibration,) if part]
-    played = {*interfaces, *others}
-    for role in models:
-        # one that is like none of them may be left over, and is listed as never read
-        if role not in played and difflib.get_close_matches(role, played, cutoff=0.75):
-            raise ConfigError(f"models.{role}: no interface plays {role!r}{suggest(role, played)}")
     experiment = Experiment(
         name=config.name,
         seed=config.seed,
@@ -86,6 +82,23 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         strict_ratio=config.strict_ratio,
     )
     return experiment
+
+
+def _check_names(config: ExperimentConfig) -> None:
+    """Find names of roles that are misspelt: the override of one makes a new role, which lacks everything else."""
+    complete = [role for role, node in config.interfaces.items() if isinstance(node, Mapping) and TARGET in node]
+    for role, node in config.interfaces.items():
+        if isinstance(node, Mapping) and TARGET not in node and node:
+            raise ConfigError(
+                f"interfaces.{role}.{TARGET} is missing: no role is called {role!r}{suggest(role, complete)}"
+            )
+    played = set(config.interfaces)
+    for part, key, default in ((config.evaluation, "role", "actor"), (config.calibration, "policy", "policy")):
+        played |= {str(part.get(key, default))} if part else set()
+    for role in config.models:
+        # one that is like none of them may be left over, and is listed as never read
+        if role not in played and difflib.get_close_matches(role, played, cutoff=0.75):
+            raise ConfigError(f"models.{role}: no interface plays {role!r}{suggest(role, played)}")
 
 
 def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:

@@ -7,15 +7,15 @@ its dataclass, each converted to its annotation. So a class in a user's own file
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from realign.config.convert import convert, type_name
 from realign.config.errors import ConfigError, one_line, suggest
+from realign.config.targets import Fits, beside, import_target, misfit
 
 TARGET = "_target_"
 T = TypeVar("T")
@@ -39,11 +39,19 @@ def build(node: Any, kind: Any, where: str) -> Any:
     Raises:
         ConfigError: names the full key, what was found and the nearest valid choice.
     """
-    cls = _target(node, where, f"a class that is {type_name(kind)}")
+
+    def fits(found: Any) -> bool:
+        if not inspect.isclass(found) or found is kind:
+            return False
+        return dataclasses.is_dataclass(found) if kind is Any else misfit(found, kind) is None
+
+    cls = _target(node, where, f"a class that is {type_name(kind)}", fits)
     key = f"{where}.{TARGET}"
     if not inspect.isclass(cls):
-        raise ConfigError(f"{key}: {node[TARGET]} is not a class; here stands a class that is {type_name(kind)}")
-    _check_kind(cls, kind, key)
+        expected = f"here stands a class that is {type_name(kind)}"
+        raise ConfigError(f"{key}: {node[TARGET]} is not a class; {expected}{beside(cls, fits)}")
+    if kind is not Any and (why := misfit(cls, kind)) is not None:
+        raise ConfigError(f"{key}: {cls.__qualname__} is not a {type_name(kind)}{why}{beside(cls, fits)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
 
@@ -54,11 +62,16 @@ def build_graph(node: Any, returns: type[T], where: str) -> T:
     Raises:
         ConfigError: another kind of target, an unknown, missing or ill-typed argument, or a ValueError of the function.
     """
-    function = _target(node, where, f"a function annotated -> {type_name(returns)}")
-    if not inspect.isfunction(function) or _hints(function, where).get("return") is not returns:
-        raise ConfigError(
-            f"{where}.{TARGET}: {node[TARGET]} is not a function annotated -> {type_name(returns)}; nothing was called"
-        )
+
+    def fits(found: Any) -> bool:
+        with suppress(NameError):  # an annotation of somebody else's function
+            return inspect.isfunction(found) and get_type_hints(found).get("return") is returns
+        return False
+
+    function = _target(node, where, f"a function annotated -> {type_name(returns)}", fits)
+    if not fits(function):
+        wrong = f"{node[TARGET]} is not a function annotated -> {type_name(returns)}; nothing was called"
+        raise ConfigError(f"{where}.{TARGET}: {wrong}{beside(function, fits)}")
     hints = _hints(function, where)
     parameters = [
         _Parameter(p.name, hints.get(p.name, Any), None if p.default is p.empty else lambda p=p: p.default)  # type: ignore[misc]
@@ -79,75 +92,15 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
     return _construct(cls, parameters, raw, where)
 
 
-def import_target(path: Any, where: str) -> Any:
-    """The object at a dotted import path; the error names the nearest thing that exists.
-
-    Raises:
-        ConfigError: no such module or attribute, or the module cannot be imported.
-    """
-    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"{where} must be an import path such as package.module.Class, found {path!r}")
-    found: Any = None
-    done = ""
-    for part in path.split("."):
-        name = f"{done}.{part}" if done else part
-        step = getattr(found, part, None) if found is not None else None
-        if step is None and (found is None or isinstance(found, ModuleType)):
-            step = _import(name, where)
-        if step is None:
-            place = done or "the current directory and the installed packages"
-            raise ConfigError(f"{where}: there is no {part!r} in {place}{suggest(part, _contents(found))}")
-        found, done = step, name
-    return found
-
-
-def _target(node: Any, where: str, expected: str) -> Any:
+def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{where}: expected a component (a mapping with {TARGET}), found {node!r}")
+        raise ConfigError(
+            f"{where}: expected a component (a mapping with {TARGET}), found {node!r}; set its fields one by one, such "
+            f"as {where}.FIELD=VALUE"
+        )
     if TARGET not in node:
         raise ConfigError(f"{where}.{TARGET} is missing: give the import path of {expected}")
-    return import_target(node[TARGET], f"{where}.{TARGET}")
-
-
-def _import(name: str, where: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name:
-            return None
-        raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
-
-
-def _contents(found: Any) -> Iterable[str]:
-    """Names that could have come next in an import path."""
-    if found is None:
-        return (module.name for module in pkgutil.iter_modules())
-    own = getattr(found, "__all__", None) or [name for name in dir(found) if not name.startswith("_")]
-    return [*own, *(module.name for module in pkgutil.iter_modules(getattr(found, "__path__", [])))]
-
-
-def _check_kind(cls: type, kind: Any, where: str) -> None:
-    if kind is Any:
-        return
-    if not getattr(kind, "_is_protocol", False):
-        if not (inspect.isclass(kind) and issubclass(cls, kind)):
-            raise ConfigError(f"{where}: {cls.__qualname__} is not a {type_name(kind)}")
-        return
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
-        if name.startswith("_") and name != "__call__":
-            continue
-        wanted = inspect.signature(method)
-        positional = [p.name for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        keywords = {p.name: None for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY}
-        try:
-            inspect.signature(getattr(cls, name)).bind(*positional, **keywords)
-        except (AttributeError, TypeError):
-            call = ", ".join([*positional[1:], *(f"{keyword}=" for keyword in keywords)])
-            raise ConfigError(
-                f"{where}: {cls.__qualname__} is not a {type_name(kind)}: it needs a method {name}({call})"
-            ) from None
+    return import_target(node[TARGET], f"{where}.{TARGET}", fits)
 
 
 def _check_constructible(cls: type, where: str) -> None:
@@ -199,4 +152,21 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(one_line(f"{where}: {error}" if where else error)) from error
+        raise ConfigError(located(where, one_line(error), known)) from error
+
+
+def located(where: str, message: str, fields: Iterable[str]) -> str:
+    """A message of a component with the full key in front: of the field that it starts with, or of the component.
+
+    Args:
+        where: key of the component; empty for the root.
+        message: such as "eps must be positive", or "adv_norm.eps must be positive" of a component at a key
+            that ends in `adv_norm`.
+        fields: of the component.
+    """
+    if not where:
+        return message
+    path = (match[0] if (match := re.match(r"[\w.]+", message)) else "").split(".")
+    if path[0] == where.rpartition(".")[2] and len(path) > 1:
+        return where + message[len(path[0]) :]
+    return f"{where}.{message}" if path[0] in fields else f"{where}: {message}"

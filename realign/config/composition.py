@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.components import fill
-from realign.config.errors import ConfigError, explain
+from realign.config.errors import ConfigError, explain, not_a_component, one_line
 from realign.config.folders import experiments_dir
+from realign.config.hydra_node import without_hydra
 from realign.config.schema import COMPONENTS, ExperimentConfig
 
 if TYPE_CHECKING:
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
 
 HYDRA_VERSION = "1.3"
 """The behaviour of Hydra that is asked for (its `version_base`)."""
+
+
+ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig))
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> ExperimentConfig:
@@ -33,18 +40,43 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
         ConfigError: one line that names the key and the nearest valid one.
     """
     # Imported here: `realign --help` must not wait for Hydra.
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from yaml import YAMLError
 
+    check_words(overrides)
     register_schema()
+
+    def composed_of(words: Sequence[str]) -> DictConfig:
+        return without_hydra(_whole([*search_path(config_dir), *words]))
+
     try:
-        with initialize_config_dir(str(experiments_dir()), version_base=HYDRA_VERSION, job_name="realign"):
-            composed = hydra_compose("config", overrides=[*search_path(config_dir), *overrides])
+        composed = composed_of(overrides)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error)) from error
+        message = explain(error)
+        if match := re.fullmatch(r"unknown key '(\w+)'", message):  # no root key is like it
+            others = [word for word in overrides if word.lstrip("+~").partition("=")[0] != match[1]]
+            with suppress(HydraException, OmegaConfBaseException, YAMLError):
+                message += _deeper(match[1], OmegaConf.to_container(composed_of(others), resolve=False))
+        raise ConfigError(message) from error
     return resolve(composed)
+
+
+def check_words(overrides: Sequence[str]) -> None:
+    """Find what a blank has torn apart.
+
+    Raises:
+        ConfigError: a word of the command line is no override.
+    """
+    for before, word in zip(["", *overrides], overrides, strict=False):
+        if "=" not in word and not word.startswith("~"):
+            torn = f"; no blank may stand behind the =: did you mean {before}{word}?" if before.endswith("=") else ""
+            raise ConfigError(f"{word!r} is no override, which is written key=value{torn}")
+
+
+def _deeper(name: str, config: Any) -> str:
+    """The end of a message about an unknown key at the root: the keys further down that are called so."""
+    keys = [key for key, _ in _leaves(config) if key.rpartition(".")[2] == name]
+    return f"; did you mean {' or '.join(keys[:3])}?" if keys else f"; known are {', '.join(ROOT_KEYS)}"
 
 
 def resolve(composed: DictConfig) -> ExperimentConfig:
@@ -54,8 +86,12 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
         ConfigError: names the key.
     """
     try:
-        if missing := sorted(_missing_keys(OmegaConf.to_container(composed, resolve=False))):
-            raise ConfigError(f"missing: {', '.join(missing)}; give a value, or start from experiment=NAME")
+        unresolved = OmegaConf.to_container(composed, resolve=False)
+        _check_roles(unresolved)
+        # OmegaConf's own search for missing values stops at an interpolation to one
+        if missing := sorted(key for key, value in _leaves(unresolved) if value == "???"):
+            how = f"give a value, such as {missing[0]}=VALUE"
+            raise ConfigError(f"missing: {', '.join(missing)}; {how}, or start from experiment=NAME")
         plain = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
@@ -63,13 +99,21 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
     return config_of({str(key): value for key, value in plain.items()})
 
 
-def _missing_keys(node: Any, path: str = "") -> Iterator[str]:
-    """Paths of the values that are `???`. (OmegaConf's own search stops at an interpolation to one.)"""
-    if node == "???":
-        yield path
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in items:
-        yield from _missing_keys(value, f"{path}.{key}" if path else str(key))
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of everything that is neither a mapping nor a list."""
+    if not isinstance(node, dict | list):
+        yield path, node
+        return
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        yield from _leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def _check_roles(config: Any) -> None:
+    """Refuse a plain value in place of a role's component, before an interpolation to its fields fails."""
+    for place in ("models", "interfaces", "trackers"):
+        for role, node in (config.get(place) or {}).items():
+            if not isinstance(node, dict) and node is not None and not str(node).startswith("${"):
+                raise ConfigError(not_a_component(f"{place}.{role}", repr(node)))
 
 
 def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:
@@ -105,3 +149,59 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
     register_schema()
     return hydra.main(version_base=HYDRA_VERSION, config_path=str(experiments_dir()), config_name="config")(task)
+
+
+def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> None:
+    """Refuse, of every run that a command line asks for, what would make Hydra itself call something.
+
+    Args:
+        overrides: as for `compose`; of a sweep (`seed=1,2`) each combination is composed.
+        config_dir: as for `compose`.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    from hydra.errors import HydraException
+    from yaml import YAMLError
+
+    register_schema()
+    try:
+        folder = search_path(config_dir)
+        whole = _whole(folder + [word for word, choices in _choices(overrides) if choices == [word]])
+        without_hydra(whole)
+        more = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
+        for words in product(*(choices for _, choices in _choices([*overrides, *more]))):
+            without_hydra(_whole([*folder, *words]))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(explain(error)) from error
+
+
+def _whole(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra makes of the overrides, with its own node."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import ConfigCompositionException
+
+    with initialize_config_dir(str(experiments_dir()), version_base=HYDRA_VERSION, job_name="realign"):
+        try:
+            return hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
+        except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf's, merging into null
+            raise ConfigCompositionException(
+                f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
+                f"key that is null, or no mapping? {' '.join(overrides)}"
+            ) from error
+
+
+def _choices(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each override and what it stands for: itself, or in a sweep one override for each of its values."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Glob
+
+    found = []
+    for text, one in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
+        if isinstance(one.value(), Glob):
+            raise ConfigError(f"{text}: list the values, as in {one.get_key_element()}=a,b; glob is not supported")
+        sweep = one.is_discrete_sweep()
+        values = [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()] if sweep else [text]
+        found.append((text, values))
+    return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import inspect
+import math
+import re
 import types
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -14,11 +16,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode
 from omegaconf.errors import ValidationError
 
-from realign.config.errors import ConfigError, suggest
+from realign.config.errors import ConfigError, listed, one_line, suggest
 
 LEAVES: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
     {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode, Path: PathNode}
 )
+SCALES = {"k": 1e3, "m": 1e6, "%": 0.01}
 LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 MAPPINGS = (dict, collections.abc.Mapping)
 
@@ -49,7 +52,7 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if origin is Literal:
         return _choice(raw, {str(a): a for a in arguments}, where)
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
-        return raw if isinstance(raw, annotation) else _choice(raw, annotation.__members__, where)
+        return raw if isinstance(raw, annotation) else _choice(raw, annotation.__members__, where, annotation.__doc__)
     if (origin or annotation) in LISTS:
         return _list(raw, origin or annotation, arguments, where)
     if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
@@ -57,9 +60,9 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
         return {key: convert(value, kind, f"{where}.{key}") for key, value in raw.items()}
     if annotation in LEAVES:
         return _leaf(raw, annotation, where)
-    if inspect.isclass(annotation) and isinstance(raw, annotation):
+    if inspect.isclass(annotation) and not getattr(annotation, "_is_protocol", False) and isinstance(raw, annotation):
         return raw
-    raise _wrong(raw, annotation, where)
+    raise wrong_type(raw, annotation, where)
 
 
 def type_name(annotation: Any) -> str:
@@ -103,6 +106,41 @@ def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any
     raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
 
 
+def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
+    """The error about a value of another type than the annotation says, with what could have been meant."""
+    return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}{_meant(raw, annotation, where)}")
+
+
+def _meant(raw: Any, annotation: Any, where: str) -> str:
+    """The end of a message about a value of the wrong type."""
+    if annotation is bool:
+        return "; give true or false"
+    if annotation in (int, float):
+        return _meant_number(raw, annotation)
+    if dataclasses.is_dataclass(annotation):
+        names = [field.name for field in dataclasses.fields(annotation) if field.init]
+        return f"; it has fields: set them one by one, such as {where}.{names[0]}=VALUE{listed(names)}" if names else ""
+    if getattr(annotation, "_is_protocol", False):
+        return f"; give a component, that is {where}._target_ and its fields"
+    return ""
+
+
+def _meant_number(raw: Any, annotation: type) -> str:
+    kind = "a whole number" if annotation is int else "a number"
+    if raw == "":
+        return f"; give {kind} right behind the =, without a blank"
+    match = re.fullmatch(r"\s*([-+]?\d[\d_]*(?:\.\d*)?(?:e[-+]?\d+)?)\s*([a-z%]*)\s*", str(raw), re.IGNORECASE)
+    if match is None:
+        return f"; give {kind}"
+    number, unit = float(match[1]), match[2].lower()
+    if unit and unit not in SCALES:
+        return f"; give the number alone, its unit is in the name of the key: did you mean {number:g}?"
+    number *= SCALES.get(unit, 1)
+    if annotation is int and not number.is_integer():
+        return f"; give {kind}"
+    return f"; did you mean {int(number) if number.is_integer() else number}?"
+
+
 def _plain(raw: Any, where: str) -> Any:
     """A value whose field says nothing about it; components inside are built."""
     if isinstance(raw, Mapping):
@@ -114,7 +152,7 @@ def _plain(raw: Any, where: str) -> Any:
 
 def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
     if not isinstance(raw, list | tuple):
-        raise ConfigError(f"{where}: expected a list, found {raw!r}")
+        raise ConfigError(f"{where}: expected a list, found {raw!r}; write it in brackets, such as {where}=[{raw}]")
     fixed = kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
     if fixed and len(raw) != len(arguments):
         raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
@@ -123,19 +161,19 @@ def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
     return tuple(values) if kind is tuple else values
 
 
-def _choice(raw: Any, choices: Mapping[str, Any], where: str) -> Any:
+def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | None = None) -> Any:
     name = raw.name if isinstance(raw, Enum) else str(raw)
     if name not in choices:
-        raise ConfigError(f"{where}: unknown choice {name!r}{suggest(name, choices)}")
+        why = f": {one_line(purpose).rstrip('.')}" if purpose else ""
+        raise ConfigError(f"{where}: unknown choice {name!r}{suggest(name, choices)}{why}")
     return choices[name]
 
 
 def _leaf(raw: Any, annotation: Any, where: str) -> Any:
     try:
-        return LEAVES[annotation](value=raw)._value()
+        value = LEAVES[annotation](value=raw)._value()
     except ValidationError:
-        raise _wrong(raw, annotation, where) from None
-
-
-def _wrong(raw: Any, annotation: Any, where: str) -> ConfigError:
-    return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}")
+        raise wrong_type(raw, annotation, where) from None
+    if isinstance(value, float) and math.isnan(value):
+        raise wrong_type(raw, annotation, where)
+    return value

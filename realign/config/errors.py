@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
 
 MANY = 24
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "models": "models.actor.path=MODEL",
+        "interfaces": "interfaces.actor.epochs=2",
+        "graph": "graph._target_=realign.interfaces.grpo.dataflow",
+        "data": "data.path=FILE",
+        "dynamic_sampling": "dynamic_sampling.max_batches=5",
+        "evaluation": "evaluation.every_steps=20",
+        "calibration": "calibration.samples=512",
+        "trackers": "trackers.board._target_=realign.runtime.TensorBoard",
+    }
+)
+"""For each place of components an override that sets a field there."""
+PLAIN: Mapping[str, str] = MappingProxyType({"str": "a text", "bool": "true or false", "list": "a list"})
+OPTIONAL = ("dynamic_sampling", "evaluation", "calibration")
 
 
 class ConfigError(ValueError):
@@ -19,7 +38,13 @@ def suggest(word: str, known: Iterable[object]) -> str:
     names = sorted({str(name) for name in known})
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return hint + (f" (valid: {', '.join(names) or 'none'})" if len(names) <= MANY else "")
+    return hint + listed(names)
+
+
+def listed(names: Iterable[object]) -> str:
+    """All valid names, in parentheses; nothing when they are many."""
+    known = list(map(str, names))
+    return f" (valid: {', '.join(known) or 'none'})" if len(known) <= MANY else ""
 
 
 def one_line(text: object) -> str:
@@ -30,13 +55,26 @@ def one_line(text: object) -> str:
 def explain(error: Exception) -> str:
     """The message of an exception of Hydra, OmegaConf or the YAML parser, in one line and in our words."""
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+    from omegaconf.errors import (
+        ConfigAttributeError,
+        ConfigKeyError,
+        MissingMandatoryValue,
+        OmegaConfBaseException,
+        ValidationError,
+    )
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).strip("/").rpartition("/")
         return f"unknown {group or 'config'} {name!r}{suggest(name, error.options or ())}"
     if isinstance(error, OverrideParseException):
-        return one_line(f"cannot read the override {error.override!r}: {_first_line(error.message)}")
+        key, _, value = error.override.partition("=")
+        quoted = f"; a text with such characters needs two pairs of quotes: '{key}=\"{value}\"'" if value else ""
+        return one_line(f"cannot read the override {error.override!r}: {_first_line(error.message)}{quoted}")
+    if match := re.search(r"Ambiguous value for argument '(.+?)=(.*?)'", str(error)):
+        key, value = match.groups()
+        return f"{key}={value}: a comma means a sweep, which needs -m; write a list as '{key}=[{value}]'"
+    if match := re.search(r"Could not delete from config. '(.+?)' does not exist", str(error)):
+        return f"~{match[1]}: there is nothing to remove, {match[1]} is not set; realign --cfg job shows what is"
     chain = (error, error.__cause__, error.__context__)
     cause = next((e for e in chain if isinstance(e, OmegaConfBaseException)), error)
     if not isinstance(cause, OmegaConfBaseException):
@@ -48,7 +86,44 @@ def explain(error: Exception) -> str:
         return f"{where}unknown key {key!r}{suggest(_last(key), _siblings(key, cause.object_type))}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{where}{key} is missing: give it a value"
+    if isinstance(cause, ValidationError) and (mistake := _mistyped(key, _first_line(cause))):
+        return f"{where}{mistake}"
     return one_line(f"{where}{key}: {_first_line(cause)}" if key else f"{where}{_first_line(cause)}")
+
+
+def _mistyped(key: str, message: str) -> str | None:
+    """What we say about a value that the schema refused with OmegaConf's message; None where that is not clear."""
+    from realign.config.convert import wrong_type
+    from realign.config.schema import ExperimentConfig
+
+    null = message.endswith("is not Optional")
+    if key in EXAMPLES:
+        kind = re.match("Cannot assign (\\w+) to ", message)
+        return not_a_component(key, "null" if null else PLAIN.get(kind[1] if kind else "", "a single value"))
+    annotation: Any = ExperimentConfig
+    for name in key.split("."):
+        annotation = get_type_hints(annotation).get(name) if dataclasses.is_dataclass(annotation) else None
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    if annotation is None or len(kinds) != 1:
+        return None
+    if null:
+        return f"{key} must not be null; expected {kinds[0].__name__}"
+    found = re.search(r"[Vv]alue:? '?(.*?)'?(?: of type '(\w+)'| is not a valid|$)", message)
+    found = found or re.search(r"Cannot convert '(?:\w+)' to string: '(.*)'()", message)
+    if found is None:
+        return None
+    raw = found[1]
+    if found[2] != "str":
+        with suppress(ValueError, SyntaxError):
+            raw = ast.literal_eval(raw)
+    return str(wrong_type(raw, kinds[0], key))
+
+
+def not_a_component(key: str, found: str) -> str:
+    """The message about a plain value where a component, or a mapping of them, has to stand."""
+    example = EXAMPLES.get(key) or f"{key}.{'path' if key.startswith('models.') else 'FIELD'}=VALUE"
+    off = f", or switch it off by {key}=null" if key in OPTIONAL else ""
+    return f"{key}: expected a component, found {found}; set its fields one by one, such as {example}{off}"
 
 
 def _siblings(key: str, owner: object) -> list[str]:

@@ -1,0 +1,135 @@
+"""What a `_target_` names: importing it, whether it may stand in its place, and what could have been meant."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from realign.config.errors import ConfigError, one_line, suggest
+
+OURS = "realign"
+ROOMS = ("interfaces", "engines", "data", "runtime")
+"""Packages of realign that components stand in."""
+Fits: TypeAlias = Callable[[Any], bool]
+"""Whether an object may stand in a place of the config."""
+
+
+def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
+    """The object at a dotted import path; the error names the nearest thing that exists.
+
+    Args:
+        path: of the object.
+        where: the key, for messages.
+        fits: which objects may stand there; only those are suggested. None: all.
+
+    Raises:
+        ConfigError: no such module or attribute, or the module cannot be imported.
+    """
+    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"{where} must be an import path such as package.module.Class, found {path!r}")
+    found: Any = None
+    done = ""
+    for part in path.split("."):
+        name = f"{done}.{part}" if done else part
+        step = getattr(found, part, None) if found is not None else None
+        if step is None and (found is None or isinstance(found, ModuleType)):
+            step = _import(name, where)
+        if step is None:
+            place = done or "the current directory and the installed packages"
+            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, found, fits)}")
+        found, done = step, name
+    return found
+
+
+def _import(name: str, where: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
+
+
+def _contents(found: Any, fits: Fits | None) -> Iterable[str]:
+    """Names that could have come next in an import path: modules, and what is defined in `found` and fits."""
+    if found is None:
+        return (module.name for module in pkgutil.iter_modules())
+    if not isinstance(found, ModuleType):
+        return (name for name in vars(found) if not name.startswith("_"))
+    modules = (module.name for module in pkgutil.iter_modules(getattr(found, "__path__", [])))
+    return [*_defined(found, fits), *(name for name in modules if not name.startswith("_"))]
+
+
+def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
+    """Names of the classes and functions that a module offers, and not merely imports, and that fit."""
+    offered = getattr(module, "__all__", ())
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and (value.__module__ == module.__name__ or name in offered)
+        and (fits is None or fits(value))
+    ]
+
+
+def beside(found: Any, fits: Fits) -> str:
+    """The end of a message about an object of the wrong kind: what of the right kind stands in the same module."""
+    module = sys.modules.get(getattr(found, "__module__", None) or "")
+    names = sorted(_defined(module, fits)) if module is not None else []
+    return f" ({', '.join(names)} of {module.__name__} would fit)" if module is not None and names else ""
+
+
+def _hint(path: str, part: str, found: Any, fits: Fits | None) -> str:
+    """The end of a message about an import path that ends at `part`, which is not in `found`."""
+    if fits is not None and (near := _elsewhere(path, found, fits)):
+        return f"; did you mean {near}?"
+    names = list(_contents(found, fits))
+    return suggest(part, names) if names else ""
+
+
+def _elsewhere(path: str, found: Any, fits: Fits) -> str | None:
+    """The import path of what fits in realign and is called as `path` ends, or nearly so; for a bare name, too.
+
+    Only modules of realign are looked through: importing those of others could do anything.
+    """
+    rooms: tuple[str, ...]
+    if found is None:
+        rooms = ROOMS if "." not in path else ()
+    else:
+        package = getattr(found, "__name__", "") if hasattr(found, "__path__") else getattr(found, "__package__", None)
+        rooms = tuple(room for room in ROOMS if package == f"{OURS}.{room}")
+    known: dict[str, str] = {}
+    for room in rooms:
+        for info in pkgutil.iter_modules(importlib.import_module(f"{OURS}.{room}").__path__, f"{OURS}.{room}."):
+            module = importlib.import_module(info.name)
+            own = (name for name in _defined(module, fits) if getattr(module, name).__module__ == info.name)
+            known |= {name: f"{info.name}.{name}" for name in own}
+    near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=0.75)
+    return known[near[0]] if near else None
+
+
+def misfit(cls: type, kind: Any) -> str | None:
+    """Why a class is not of the kind that a place asks for, as the end of a message; None if it is."""
+    if not getattr(kind, "_is_protocol", False):
+        return None if inspect.isclass(kind) and issubclass(cls, kind) else ""
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name.startswith("_") and name != "__call__":
+            continue
+        wanted = inspect.signature(method)
+        positional = [p.name for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        keywords = {p.name: None for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        try:
+            inspect.signature(getattr(cls, name)).bind(*positional, **keywords)
+        except (AttributeError, TypeError, ValueError):
+            call = ", ".join([*positional[1:], *(f"{keyword}=" for keyword in keywords)])
+            return f": it needs a method {name}({call})"
+    return None
