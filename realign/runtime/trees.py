@@ -191,7 +191,7 @@ def _shown(path: tuple[str, ...]) -> str:
 def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a safetensors file to `write`, part by part.
 
-    The library's own writer keeps other Python threads waiting, and makes a second copy of what it writes.
+    The library's own writer gives no bytes to hash on the way, and turns a full disk into an error of its own.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # what is wide comes first: aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
