@@ -34,6 +34,9 @@ class RuleRewardInterface(ModelInterface):
     """Processes; 0 calls the function in this process (a breakpoint works; a hang is not caught)."""
     timeout_s: float = 30.0
     """Seconds that one call may take."""
+    patience_s: float = 120.0
+    """Of a function that is a URL: seconds without any answer after which the server is given up. Until then responses
+    that got none are asked for again, so that a server that restarts costs no reward."""
     memory_mb: int | None = 4096
     """Address space that a worker may use beyond its imports (MiB; Linux only); null sets no limit."""
     cpu_s: float | None = 600.0
@@ -75,6 +78,7 @@ class RuleRewardInterface(ModelInterface):
                 self.function,
                 workers=self.workers,
                 timeout_s=self.timeout_s,
+                patience_s=self.patience_s,
                 memory_mb=self.memory_mb,
                 cpu_s=self.cpu_s,
                 open_files=self.open_files,

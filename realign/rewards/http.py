@@ -6,14 +6,19 @@ import json
 import socket
 import time
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, getproxies, proxy_bypass, urlopen
 
 _REACH_S = 10.0
-_PAUSES_S = (0.5, 2.0)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 _TRANSIENT = (429, 502, 503, 504)
+
+
+class Unreachable(RuntimeError):
+    """The server gave no answer in time: it is busy, restarts, or is gone. Asking later may help."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,14 @@ class HttpReward:
 
     It posts `{"prompt": text, "response": text, "row": object}` and expects `{"reward": number}`, or null for no
     verdict. Dense rewards are asked for with another key, `"tokens": [text, ...]`, and are a list. A server that is
-    busy or cannot be reached is asked again, twice; any other status is an error. How long one response may take in all
-    is the deadline of the reward workers (`timeout_s`), and `workers` is the number of requests at once. Values of the
-    row that JSON does not know are sent as text.
+    silent, busy or cannot be reached is asked again, with growing pauses, for `within_s`; any other status is an error.
+    The pool then asks once more, see `patience_s`. Values of the row that JSON does not know are sent as text.
     """
 
     url: str
     """Where to post to: `http://host:port/path`, or https."""
+    within_s: float = 30.0
+    """Seconds that one response may take, with all repetitions."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -55,7 +61,8 @@ class HttpReward:
         """The server's verdict, as it said it: the reward workers check numbers.
 
         Raises:
-            RuntimeError: the server gave no answer, refused, or answered something else.
+            Unreachable: the server gave no answer.
+            RuntimeError: it refused, or answered something else.
         """
         asked = {"prompt": prompt, "response": response, "row": row}
         if tokens is not None:
@@ -68,17 +75,19 @@ class HttpReward:
 
     def _post(self, body: bytes) -> bytes:
         request = Request(self.url, body, {"Content-Type": "application/json"}, method="POST")
-        for pause_s in (*_PAUSES_S, None):
+        deadline, pause_s = time.monotonic() + self.within_s, _FIRST_PAUSE_S
+        while True:
             try:
-                with urlopen(request) as reply:
+                with urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
                     return reply.read()
             except HTTPError as error:
                 problem = f"status {error.code} {error.reason}"
-                transient = error.code in _TRANSIENT
                 error.close()
-            except (URLError, OSError) as error:
-                problem, transient = f"{type(error).__name__}: {error}", True
-            if pause_s is None or not transient:
-                raise RuntimeError(f"{self.url}: {problem}")
+                if error.code not in _TRANSIENT:
+                    raise RuntimeError(f"{self.url}: {problem}") from None
+            except (OSError, HTTPException) as error:  # URLError is one; a server that dies in its answer is the other
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() + pause_s >= deadline:
+                raise Unreachable(f"{self.url} gave no answer within {self.within_s:g} s: {problem}")
             time.sleep(pause_s)
-        raise AssertionError("the last pause is None")
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -12,10 +12,11 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -35,6 +36,9 @@ from realign.rewards.worker import FailureKind, Item, Problem, answer
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+
+# A server has answered, or is known to be silent, before the deadline of an item stops its worker.
+_ASKED = 0.9
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class RewardPool:
         memory_mb: MiB of address space that a worker may take beyond what it holds once the function is imported;
             None sets no limit. Linux only; elsewhere a warning says that it has no effect.
         max_failed_fraction: `score` raises once more than this fraction of its items has failed.
+        patience_s: of a function that is a URL: items that got no answer within `timeout_s` are asked again, until the
+            server has answered nothing for so many seconds; then they have failed.
         dense: the function rewards every token; then `score_tokens` takes the place of `score`.
         cpu_s: CPU seconds, of all threads together, that one call may use before its worker is ended; None sets no
             limit.
@@ -97,6 +103,7 @@ class RewardPool:
         timeout_s: float,
         memory_mb: int | None,
         max_failed_fraction: float,
+        patience_s: float = 120.0,
         dense: bool = False,
         cpu_s: float | None = None,
         open_files: int | None = None,
@@ -105,6 +112,7 @@ class RewardPool:
         checks = {
             "workers": (workers >= 0, workers, "at least 0 (0 runs inline)"),
             "timeout_s": (0 < timeout_s < math.inf, timeout_s, "a positive number of seconds"),
+            "patience_s": (0 <= patience_s < math.inf, patience_s, "a number of seconds, at least 0"),
             "max_failed_fraction": (0 <= max_failed_fraction <= 1, max_failed_fraction, "from 0 to 1"),
         }
         for setting, (ok, found, valid) in checks.items():
@@ -123,6 +131,8 @@ class RewardPool:
             self._function = load_function(function, arguments)
             if isinstance(self._function, HttpReward):
                 self._function.reach()
+                self._function = replace(self._function, within_s=_ASKED * timeout_s)
+                source = pickle.dumps(self._function)
         else:
             self.name = getattr(function, "__qualname__", type(function).__qualname__)
             self._function = function
@@ -130,6 +140,7 @@ class RewardPool:
             if workers:
                 source = _pickled_function(function, self.name)
         self.max_failed_fraction = max_failed_fraction
+        self.patience_s = patience_s
         self._shown: set[FailureKind] = set()
         self._processes: WorkerProcesses | None = None
         if workers:
@@ -190,16 +201,45 @@ class RewardPool:
     def _score(self, items: Sequence[Item]) -> RewardResults[Any]:
         values: list[Any] = [None] * len(items)
         failures: list[Failure] = []
-        with closing(self._processes.answers(items) if self._processes else self._inline(items)) as answers:
-            for answered, (index, found) in enumerate(answers, 1):
-                if not isinstance(found, Problem):
-                    values[index] = found
-                    continue
-                failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
-                self._show(failures[-1])
-                if len(failures) / len(items) > self.max_failed_fraction:
-                    raise RewardError(self._too_many(failures, answered, len(items)))
+        answered = 0
+        for index, found in self._patient(items):
+            answered += 1
+            if not isinstance(found, Problem):
+                values[index] = found
+                continue
+            failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
+            self._show(failures[-1])
+            if len(failures) / len(items) > self.max_failed_fraction:
+                raise RewardError(self._too_many(failures, answered, len(items)))
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
+
+    def _patient(self, items: Sequence[Item]) -> Answers:
+        """Answers as they come, each item once. Where a server was silent, it is asked again while that may help."""
+        waiting = list(range(len(items)))
+        heard, why = time.monotonic(), ""
+        while waiting:
+            later: list[int] = []
+            with closing(self._answers([items[i] for i in waiting])) as answers:
+                for place, found in answers:
+                    index, waiting[place] = waiting[place], -1
+                    if not (isinstance(found, Problem) and found.kind is FailureKind.unreachable):
+                        heard = time.monotonic()
+                        yield index, found
+                        continue
+                    if not why:
+                        logger.warning("%s; asking again for patience_s=%g s", found.message, self.patience_s)
+                    why = found.message
+                    later.append(index)
+                    if time.monotonic() - heard > self.patience_s:
+                        break
+            waiting = [*later, *(i for i in waiting if i >= 0)]
+            if waiting and time.monotonic() - heard > self.patience_s:
+                silent = f"{why}; no answer for patience_s={self.patience_s:g} s"
+                yield from ((i, Problem(FailureKind.unreachable, silent)) for i in waiting)
+                return
+
+    def _answers(self, items: Sequence[Item]) -> Answers:
+        return self._processes.answers(items) if self._processes else self._inline(items)
 
     def _withheld(self, message: str) -> str:
         """What to add where a failure may come from a variable that the workers do not inherit."""

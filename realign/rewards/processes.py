@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from pebble import ProcessExpired, ProcessPool
 
+from realign.rewards.leaks import KEPT, RETIRED
 from realign.rewards.limits import Limits
 from realign.rewards.spawn import SpawnWithoutMain
 from realign.rewards.worker import Answer, FailureKind, Item, Problem, answer_some, start_worker
@@ -54,6 +55,7 @@ class WorkerProcesses:
         self.workers = workers
         self.timeout_s = timeout_s
         self.limits = limits
+        self._leak_told = False
         self._pool: ProcessPool | None = None
         self._stop: Callable[[], object] | None = None
 
@@ -95,6 +97,9 @@ class WorkerProcesses:
                     continue
                 for future in done:
                     members = running.pop(future)
+                    if self._retired(future):
+                        todo.again(members)
+                        continue
                     answers = self._answers_of(future, single=len(members) == 1)
                     if answers is None:
                         todo.suspect(members)
@@ -135,6 +140,22 @@ class WorkerProcesses:
             if isinstance(error := future.exception(), BrokenProcessPool):
                 raise error
         return done
+
+    def _retired(self, future: Future[list[Answer]]) -> bool:
+        """Whether the worker ended before it began, since its function leaks; the first time it is told."""
+        error = future.exception()
+        if not isinstance(error, ProcessExpired) or error.exitcode != RETIRED:
+            return False
+        if not self._leak_told:
+            self._leak_told = True
+            logger.warning(
+                "a worker of reward function %s kept more than %.0f%% of memory_mb=%s from call to call and was "
+                "replaced: the function seems to leak (no reward is lost; told once)",
+                self.name,
+                100 * KEPT,
+                self.limits.memory_mb,
+            )
+        return True
 
     def _answers_of(self, future: Future[list[Answer]], *, single: bool) -> list[Answer] | None:
         """The answers of a chunk; None if it failed and it is not yet known which member did it."""
@@ -181,6 +202,13 @@ class _Todo:
 
     def put_back(self, members: Iterable[int]) -> None:
         self.queue.extendleft(reversed(list(members)))
+
+    def again(self, members: Sequence[int]) -> None:
+        """Nobody began these: a single one stays alone, since it may have been suspected."""
+        if len(members) == 1:
+            self.alone.extend(members)
+        else:
+            self.put_back(members)
 
     def suspect(self, members: Iterable[int]) -> None:
         self.alone.extend(members)

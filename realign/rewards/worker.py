@@ -23,6 +23,8 @@ from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 from realign.rewards.functions import load_function
+from realign.rewards.http import Unreachable
+from realign.rewards.leaks import retire, watch
 from realign.rewards.limits import Limits, allow_cpu, drop_secrets, limit_process
 
 Item: TypeAlias = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[str]]
@@ -40,6 +42,7 @@ class FailureKind(StrEnum):
     crash = "crash"
     memory = "memory"
     nonsense = "nonsense"
+    unreachable = "unreachable"
 
 
 class Problem(NamedTuple):
@@ -64,6 +67,8 @@ def answer(function: Callable[..., Any], item: Item) -> Answer:
         return Problem(FailureKind.memory, _describe(error))
     except KeyboardInterrupt:
         raise
+    except Unreachable as error:
+        return Problem(FailureKind.unreachable, str(error))
     except BaseException as error:  # SystemExit too: a function that calls sys.exit fails alone
         return Problem(FailureKind.exception, _describe(error))
 
@@ -153,14 +158,17 @@ def answer_some(
 ) -> list[Answer]:
     """Answer the items in order until `slice_s` seconds are over; at least one, perhaps not all of them.
 
-    Each call may use `cpu_s` seconds of CPU time; then the system ends the worker.
+    Each call may use `cpu_s` seconds of CPU time; then the system ends the worker. A worker that keeps too much memory
+    between two calls ends with `leaks.RETIRED` before it begins.
     """
+    if watch().called and watch().leaks():
+        retire()
     started = time.monotonic()
     answers: list[Answer] = []
     for item in pickled:
         allow_cpu(cpu_s)
         answers.append(_answer_pickled(source, item))
-        if time.monotonic() - started > slice_s:
+        if watch().leaks() or time.monotonic() - started > slice_s:
             break
     return answers
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+KEPT = []
+
 
 def act(prompt, response, row):
     """Do what the row says; a plain row gives its value."""
@@ -31,6 +33,16 @@ def act(prompt, response, row):
             blocks = []
             while True:
                 blocks.append(bytearray(10**7))
+        case "leak":
+            KEPT.append(bytearray(20 * 2**20))
+            return row["value"]
+        case "leak_and_spawn":
+            KEPT.append(bytearray(20 * 2**20))
+            return float(subprocess.Popen(["sleep", "600"]).pid)
+        case "load":
+            if not KEPT:
+                KEPT.append(bytearray(200 * 2**20))
+            return float(os.getpid())
         case "small_memory":
             numbers = [0]
             while True:

@@ -1,5 +1,8 @@
 import json
+import logging
+import socket
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,14 +12,16 @@ import torch
 
 from realign.api import MicroBatchSpec, Model
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.rewards import RewardPool, http, load_function
+from realign.rewards import FailureKind, RewardError, RewardPool, http, load_function
+from realign.rewards.http import HttpReward, Unreachable
 from tests.tiny import random_sample, tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(http, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(http, "_LONGEST_PAUSE_S", 0.02)
 
 
 @contextmanager
@@ -76,8 +81,8 @@ def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not():
         with pytest.raises(RuntimeError, match="status 403 Forbidden"):
             load_function(url)("", "", {})
         assert len(got) == 1
-    with pytest.raises(RuntimeError, match=r"score: .*[Rr]efused"):
-        load_function(url)("", "", {})
+    with pytest.raises(Unreachable, match=r"score gave no answer within 0.1 s: .*[Rr]efused"):
+        HttpReward(url, within_s=0.1)("", "", {})
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[1]", {"score": 1}])
@@ -131,3 +136,69 @@ def test_a_url_stands_where_a_function_does():
         interface.close()
     texts = [tiny_tokenizer().decode(ids[2:], skip_special_tokens=True) for ids in data.sequences("input_ids")]
     assert torch.equal(out["rewards"], torch.tensor([float(len(t)) for t in texts]))
+
+
+def ask(url, responses, **settings):
+    """Judge in this process, with little time for each response."""
+    defaults = {"workers": 0, "timeout_s": 0.2, "memory_mb": None, "max_failed_fraction": 0.5, "patience_s": 20.0}
+    with RewardPool(url, **(defaults | settings)) as pool:
+        return pool.score([""] * len(responses), responses, [{}] * len(responses))
+
+
+def test_a_server_that_restarts_costs_no_reward(caplog):
+    """It is out of order for longer than one response may take."""
+    down = iter([200, 200] + 60 * [503])
+
+    def answer(request):
+        return next(down, 200), {"reward": float(request["response"])}
+
+    with caplog.at_level(logging.WARNING), server(answer) as (url, got):
+        found = ask(url, [str(i) for i in range(6)])
+    assert found.values == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert found.failures == []
+    assert len(got) == 66
+    assert caplog.text.count("asking again for patience_s=20 s") == 1
+
+
+def test_a_server_that_dies_in_the_middle_stops_the_run_when_patience_is_over():
+    with server(lambda request: (200, {"reward": 1})) as (url, got):
+        pool = RewardPool(url, workers=2, timeout_s=1.0, patience_s=1.5, memory_mb=None, max_failed_fraction=0.5)
+        with pool:
+            assert pool.score(["", ""], ["a", "b"], [{}, {}]).values == [1.0, 1.0]
+    began = time.monotonic()
+    with pool, pytest.raises(RewardError) as caught:
+        pool.score([""] * 40, ["a"] * 40, [{}] * 40)
+    assert time.monotonic() - began < 30  # not 40 times timeout_s; starting the workers takes some of it
+    assert "failed on 21 of the 21 items answered so far, 40 in all (unreachable 21)" in str(caught.value)
+    assert "Connection refused" in str(caught.value)
+    assert "no answer for patience_s=1.5 s" in str(caught.value)
+    assert len(got) == 2
+
+
+def test_a_response_that_alone_gets_no_answer_fails_alone_when_patience_is_over():
+    def answer(request):
+        return (502, b"") if request["response"] == "b" else (200, {"reward": 1})
+
+    with server(answer) as (url, _):
+        found = ask(url, ["a", "b", "c", "d"], patience_s=0.3)
+    assert found.values == [1.0, None, 1.0, 1.0]
+    assert [(f.index, f.kind, "502" in f.message) for f in found.failures] == [(1, FailureKind.unreachable, True)]
+
+
+def test_a_server_that_accepts_and_stays_silent_is_no_answer():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/score"
+        with pytest.raises(RewardError, match=r"(?s)unreachable 3.* gave no answer within 0\.09 s: TimeoutError"):
+            ask(url, ["a"] * 5, timeout_s=0.1, patience_s=0.0)
+
+
+def test_a_server_that_hangs_up_is_no_answer(monkeypatch):
+    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 100.0)  # there is no time to ask again
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(10)
+        host = threading.Thread(target=lambda: door.accept()[0].close())
+        host.start()
+        url = f"http://127.0.0.1:{door.getsockname()[1]}/score"
+        with pytest.raises(Unreachable, match=r"within 20 s: (RemoteDisconnected|ConnectionResetError)"):
+            HttpReward(url, within_s=20)("", "", {})
+        host.join()

@@ -418,3 +418,29 @@ def test_dense_rewards_are_one_finite_number_per_token(value, expected):
         assert results.failures == []
     with pytest.raises(ValueError, match=r"are of different lengths: \[1, 2\]"):
         pool.score_tokens(["p"], ["r"], [{}], [[], []])
+
+
+@LINUX
+def test_a_function_that_leaks_loses_no_reward(caplog):
+    """It keeps 20 MiB of every call; workers may have 300 MiB."""
+    with caplog.at_level(logging.WARNING), make(memory_mb=300) as pool:
+        result = score(pool, [{"do": "leak", "value": i / 2} for i in range(60)])
+    assert result.values == [i / 2 for i in range(60)]
+    assert result.failures == []
+    assert caplog.text.count("kept more than 50% of memory_mb=300 from call to call and was replaced") == 1
+
+
+@LINUX
+def test_a_function_that_loads_something_large_once_is_not_taken_for_a_leak():
+    with make(memory_mb=300, workers=1) as pool:
+        result = score(pool, [{"do": "load"} for _ in range(40)])
+    assert result.failures == []
+    assert len(set(result.values)) == 1  # the process that loaded it is the one that answered
+
+
+@LINUX
+def test_a_leaking_worker_takes_along_what_the_function_started():
+    with make(memory_mb=300, workers=1) as pool:
+        pids = score(pool, [{"do": "leak_and_spawn"} for _ in range(20)]).values
+        assert len(pids) == 20
+        assert gone(int(pids[0]))
