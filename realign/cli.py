@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from realign.config.errors import ConfigError, explain, one_line, suggest
@@ -32,6 +32,7 @@ Usage
   realign check <overrides>    everything but training: graph, data, shapes, rewards, devices, disk
   realign graph <overrides>    show the graph: [--format text|mermaid|svg] [--out FILE]
   realign chat MODEL           talk to a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
+  realign <overrides> resume=auto   go on with a run that was stopped or killed
   realign -m <overrides>       one run for each combination of a=1,2 b=x,y
   realign --cfg job <overrides>   print the composed config
 
@@ -42,6 +43,11 @@ Options
   --config-dir DIR    a folder of your own, with experiment/NAME.yaml and algorithm/NAME.yaml
   --debug             show the traceback of an error (as HYDRA_FULL_ERROR=1 does)
   --version, --help
+
+Exit codes
+  0    done
+  2    a mistake, or nothing left to do: one line on stderr says which
+  130  stopped by Ctrl-C, 143 by SIGTERM, after the step under way and a checkpoint (a second signal ends at once)
 
 Experiments
 {experiments}
@@ -58,7 +64,12 @@ Examples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code: 0 done, 2 a mistake of the user's (one line said which)."""
+    """Run one command line.
+
+    Returns:
+        The exit code: 0 done; 2 a mistake of the user's, or nothing left to do (one line said which); 130 stopped by
+        Ctrl-C; 143 stopped by SIGTERM.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     return guarded(lambda: _dispatch(args, debug), debug)
@@ -72,9 +83,9 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
     """
     try:
         return action() or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        print(str(stop) or "interrupted", file=sys.stderr)
+        return getattr(stop, "exit_code", INTERRUPTED)
     except BrokenPipeError:
         # Whoever read our output has enough of it; without this Python would complain again when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -249,8 +260,9 @@ def _typed_lines() -> Iterator[str]:
 
 def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
     """`realign <overrides>`: a Hydra application around the runtime; also sweeps and `--cfg`."""
-    from realign.config.composition import hydra_main, search_path
+    from realign.config.composition import check_launch, hydra_main, search_path
 
+    check_launch(overrides, args.config_dir)
     if not (args.multirun or args.cfg or args.info):
         _built(args, overrides).refuse_earlier_run()  # before Hydra makes a folder for a run that cannot start
     flags = ["--multirun"] if args.multirun else []
@@ -261,7 +273,7 @@ def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
         if code := guarded(lambda: _job(composed), debug):
             raise SystemExit(code)
 
-    with _terminated_like_ctrl_c(), _hydra_arguments([*flags, *search_path(args.config_dir), *overrides]):
+    with _terminated_by_exception(), _hydra_arguments([*flags, *search_path(args.config_dir), *overrides]):
         try:
             hydra_main(job)()
         except SystemExit as stop:
@@ -270,12 +282,17 @@ def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
 
 
 @contextmanager
-def _terminated_like_ctrl_c() -> Iterator[None]:
+def _terminated_by_exception() -> Iterator[None]:
     """A scheduler's SIGTERM ends a run as Ctrl-C does: files are closed and worker processes stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets no other thread set handlers
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from realign.runtime.signals import Interrupted
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -311,7 +328,6 @@ def _job(composed: DictConfig) -> None:
         config.output_dir = hydra.runtime.output_dir  # every job of a sweep has its own
     experiment = _build(config)
     experiment.refuse_earlier_run()
-    _save_config(config, experiment)
     console = Console()
     _print_derived(experiment, console)
     _quiet_transformers()
@@ -323,15 +339,6 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
-
-def _save_config(config: ExperimentConfig, experiment: Experiment) -> None:
-    from omegaconf import OmegaConf
-
-    from realign.config.assemble import resolved_config
-
-    experiment.output_dir.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(resolved_config(config, experiment)), experiment.output_dir / "config.yaml")
 
 
 def _print_derived(experiment: Experiment, console: Any) -> None:

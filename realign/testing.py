@@ -7,10 +7,11 @@ micro-batching, the order of prompts or what stands in masked slots can be seen 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,6 +100,15 @@ class BigramEngine:
         with torch.no_grad():
             results = [post_hook(self.output(mb), mb) for mb in parts]
         return parts.restore([r.select(r.keys - data.keys) for r in results])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PipelinableEngine`."""
+        return {"logits": self.logits_VV, "values": self.values_V}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """See `PipelinableEngine`; plain SGD has no state beside the weights."""
+        for own, saved in zip(self.parameters, (state["logits"], state["values"]), strict=True):
+            own.detach().copy_(saved)
 
     def train_batch(
         self,

@@ -177,6 +177,14 @@ class PipelinableEngine(Protocol):
         """Write an ordinary Hugging Face folder: safetensors, config and tokenizer."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, moments and counts as plain values and tensors: what it needs to go on as if never interrupted."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Take back what `state_dict` gave; with `weights_only`, the optimizer stays as it is."""
+        ...
+
 
 @dataclass
 class Model:

@@ -37,6 +37,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     from realign.runtime import DynamicSampling, Experiment, RewardCalibration
     from realign.runtime.evaluator import Evaluator
     from realign.runtime.experiment import ModelSpec
+    from realign.runtime.saving import CheckpointSpec
     from realign.runtime.trackers import TrackerSpec
 
     _check_names(config)
@@ -80,7 +81,12 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         trackers=_roles(config.trackers, TrackerSpec, "trackers"),
         ratio_tolerance=config.ratio_tolerance,
         strict_ratio=config.strict_ratio,
+        checkpoint=None if config.checkpoint is None else CheckpointSpec(**dataclasses.asdict(config.checkpoint)),
+        resume=config.resume,
+        resume_allow=config.resume_allow,
+        resume_skip=config.resume_skip,
     )
+    experiment.resolved = resolved_config(config, experiment)
     return experiment
 
 

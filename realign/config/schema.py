@@ -27,6 +27,18 @@ class MicroBatchConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """When a run writes all that it needs to go on; one is written at the end and on Ctrl-C or SIGTERM in any case."""
+
+    every_steps: int | None = None
+    """Steps between two."""
+    every_minutes: float | None = 10.0
+    """Minutes of training between two; whichever of the two limits comes first."""
+    keep: int = 2
+    """How many stay, the latest ones."""
+
+
+@dataclass
 class ExperimentConfig:
     """The root. One step is one pass over the graph with `batch_prompts` prompts."""
 
@@ -38,6 +50,15 @@ class ExperimentConfig:
     """Gets the resolved config, metrics, samples and models."""
     overwrite: bool = False
     """Whether an earlier run in `output_dir` may be replaced."""
+    checkpoint: CheckpointConfig | None = field(default_factory=CheckpointConfig)
+    """When to write what the run needs to go on after whatever ends it; null: never."""
+    resume: str | None = None
+    """auto: go on from the newest good checkpoint in `output_dir`, or start if there is none; a path: from that
+    checkpoint, or from the newest of that run; null: start."""
+    resume_allow: list[str] = field(default_factory=list)
+    """Keys of the config that may differ from the one that the checkpoint was written under."""
+    resume_skip: list[str] = field(default_factory=list)
+    """What not to take from the checkpoint: optimizer, data, random, interfaces, counters."""
     steps: int = MISSING
     """Passes over the graph."""
     batch_prompts: int = MISSING

@@ -41,6 +41,12 @@ class WeightAverage:
             parameter.copy_(self.average[i])
             self.average[i] = kept
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Forget the past: the average is the weights as they are now."""
+        for average, parameter in zip(self.average, self.parameters, strict=True):
+            average.copy_(parameter)
+
     def state_dict(self) -> dict[str, Any]:
         """The averages, in the order of the parameters."""
         return {"average": self.average}

@@ -311,19 +311,28 @@ class TransformersEngine:
         parts = self._parts()
         return {name: None if part is None else part.state_dict() for name, part in parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Take back what `state_dict` gave.
+
+        Args:
+            state: of an engine over the same model.
+            weights_only: leave the optimizer's moments and counts as they are, and average from these weights on.
 
         Raises:
             ValueError: the state has a part (an optimizer, a value head, averaged weights) that this engine has not,
                 or the other way round.
         """
-        for name, part in self._parts().items():
+        parts = self._parts()
+        if weights_only:
+            parts = {name: parts[name] for name in ("module", "value_head")}
+        for name, part in parts.items():
             if (state[name] is None) != (part is None):
                 lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
                 raise ValueError(f"model {self.name!r}: the {lacks} has no {name}, but the {has} has one")
             if part is not None:
                 part.load_state_dict(state[name])
+        if weights_only and self._average is not None:
+            self._average.restart()
 
     def _parts(self) -> dict[str, Any]:
         return {

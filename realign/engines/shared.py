@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -154,6 +154,15 @@ class SharedEngine:
     def save(self, path: Path) -> None:
         """See `PipelinableEngine.save`: the whole model of the other role."""
         self.engine.save(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the state is that of the role whose model is shared."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Refuse anything but what `state_dict` gives."""
+        if state:
+            raise ValueError(f"model {self.name!r} shares the model of role {self.of!r} and has no state of its own")
 
 
 class ReferenceEngine(SharedEngine):

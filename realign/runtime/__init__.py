@@ -5,16 +5,21 @@ from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluation import Evaluation
 from realign.runtime.evaluator import Evaluator
 from realign.runtime.experiment import Experiment, ModelSpec
-from realign.runtime.local import LocalRuntime, RunResult, run
+from realign.runtime.local import LocalRuntime
 from realign.runtime.loss_evaluation import LossEvaluation
+from realign.runtime.saving import CheckpointSpec
+from realign.runtime.signals import Interrupted
 from realign.runtime.trackers import TensorBoard, TrackerSpec, WandB
 from realign.runtime.tracking import Tracker
+from realign.runtime.training import RunResult, run
 
 __all__ = [
+    "CheckpointSpec",
     "DynamicSampling",
     "Evaluation",
     "Evaluator",
     "Experiment",
+    "Interrupted",
     "LocalRuntime",
     "LossEvaluation",
     "ModelSpec",

@@ -6,17 +6,40 @@ import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.data import DataSpec
+from realign.engines.folders import AVERAGED, check_name, check_run_folder
 from realign.engines.shared import check_shared
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluator import Evaluator
+from realign.runtime.saving import CheckpointSpec
 from realign.runtime.trackers import TrackerSpec
+
+AUTO = "auto"
+"""The value of `resume` that goes on with the newest checkpoint of `output_dir`."""
+CHECKPOINTS = "checkpoints"
+"""Where they lie in the folder of a run."""
+
+
+class Part(StrEnum):
+    """What a resumed run may leave out of a checkpoint (`resume_skip`); the weights are always taken."""
+
+    optimizer = "optimizer"
+    """Moments, the count of optimizer steps, and averaged weights, which start as the weights."""
+    data = "data"
+    """The position in the dataset."""
+    random = "random"
+    """The states of the random number generators of Python, numpy and torch."""
+    interfaces = "interfaces"
+    """What algorithms keep: a KL coefficient, running moments, a pool of responses."""
+    counters = "counters"
+    """Steps, versions and records: it is a new run, which starts at step 0 in a folder of its own."""
 
 
 class ModelSpec(Protocol):
@@ -78,9 +101,22 @@ class Experiment:
     """Stop, rather than warn, when it is larger."""
     overwrite: bool = False
     """Whether an earlier run in `output_dir` may be replaced."""
+    checkpoint: CheckpointSpec | None = field(default_factory=CheckpointSpec)
+    """When to write what the run needs to go on after whatever ends it; None: never."""
+    resume: str | None = None
+    """auto: go on from the newest good checkpoint in `output_dir`, or start if there is none; a path: from that
+    checkpoint, or from the newest of that run; None: start."""
+    resume_allow: list[str] = field(default_factory=list)
+    """Keys of the config that may differ from the one that the checkpoint was written under (a key stands for all below
+    it)."""
+    resume_skip: list[str] = field(default_factory=list)
+    """What not to take from the checkpoint, by the names of `Part`; all of them: nothing but weights."""
 
     def __post_init__(self) -> None:
         self.output_dir = Path(self.output_dir)
+        self.resolved: Mapping[str, Any] = {}
+        """The whole config as plain values, where this was made from one; a resumed run is compared with it."""
+        self._check_resume()
         for name in ("steps", "batch_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
@@ -93,6 +129,7 @@ class Experiment:
             raise ValueError(f"save_best={self.save_best} is measured by an evaluation, and there is none")
         if self.sample_prompts < 0:
             raise ValueError(f"sample_prompts must be at least 0, found {self.sample_prompts}")
+        self._check_names()
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
         if self.evaluation is not None:
             self.evaluation.check(self.graph, self.models)
@@ -114,6 +151,31 @@ class Experiment:
                     "does not read it: a flag of the graph must provide it, such as graph.kl=true for ref_logprobs"
                 )
             self._check_outputs(rpc)
+
+    def _check_resume(self) -> None:
+        for part in self.resume_skip:
+            if part not in list(Part):
+                raise ValueError(f"resume_skip: unknown part {part!r} (valid: {', '.join(Part)})")
+        for name in ("resume_allow", "resume_skip"):
+            if self.resume is None and getattr(self, name):
+                raise ValueError(f"{name} has no effect without resume")
+        if self.resume == AUTO and Part.counters in self.resume_skip:
+            raise ValueError(
+                "resume_skip=[counters] starts a new run: give its own output_dir, and resume=PATH of the old one"
+            )
+
+    def _check_names(self) -> None:
+        """Names become files and folders."""
+        check_name("name", self.name)
+        for key in ("models", "interfaces", "trackers"):
+            for name in getattr(self, key):
+                check_name(f"{key}:", name)
+        for role in self.models:
+            if role.removesuffix(AVERAGED) != role and role.removesuffix(AVERAGED) in self.models:
+                raise ValueError(
+                    f"models.{role} would be written where the averaged weights of {role.removesuffix(AVERAGED)!r} go; "
+                    f"give it a name without {AVERAGED!r}"
+                )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -206,20 +268,40 @@ class Experiment:
                 )
 
     def refuse_earlier_run(self) -> None:
-        """Raise ValueError if `output_dir` holds a run that must not be overwritten."""
-        if (self.output_dir / "metrics.jsonl").exists() and not self.overwrite:
+        """Raise ValueError if `output_dir` holds a run that must not be overwritten, or links to elsewhere."""
+        check_run_folder(self.output_dir)
+        if self.overwrite or not (self.output_dir / "metrics.jsonl").exists():
+            return
+        found = f"output_dir {str(self.output_dir)!r} holds an earlier run"
+        can_go_on = any((self.output_dir / CHECKPOINTS).glob("*step_*"))
+        if self.resume is None:
+            go_on = "go on with it by resume=auto, " if can_go_on else ""
+            raise ValueError(f"{found}; {go_on}choose another one, or set overwrite=true")
+        if self.resume == AUTO and not can_go_on and any(self._made_folders()):
             raise ValueError(
-                f"output_dir {str(self.output_dir)!r} holds an earlier run; choose another one, or set overwrite=true"
+                f"{found} without a checkpoint to go on from, and resume=auto would replace its models; choose another "
+                "one, or set overwrite=true"
             )
+        if self.resume != AUTO and (Part.counters in self.resume_skip or not self.owns(Path(self.resume))):
+            raise ValueError(f"{found}, and a run that starts from {self.resume!r} needs a folder of its own")
+
+    def owns(self, path: Path) -> bool:
+        """Whether this is `output_dir`, or a checkpoint in it."""
+        own, path = self.output_dir.resolve(), path.expanduser().resolve()
+        return path in (own, own / CHECKPOINTS) or path.parent == own / CHECKPOINTS
 
     def clear_earlier_run(self) -> None:
         """Remove what an earlier run left in `output_dir`, so that nothing of it can pass for this run's."""
         for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png"):
             (self.output_dir / name).unlink(missing_ok=True)
-        made = [self.output_dir / name for name in ("final", "best", "tensorboard")]
-        for folder in (*made, *self.output_dir.glob("step_*")):
+        for folder in (*self._made_folders(), self.output_dir / "tensorboard", self.output_dir / CHECKPOINTS):
             if folder.is_dir():
                 shutil.rmtree(folder)
+
+    def _made_folders(self) -> list[Path]:
+        """Folders with saved models."""
+        found = [self.output_dir / "final", self.output_dir / "best", *self.output_dir.glob("step_*")]
+        return [folder for folder in found if folder.is_dir()]
 
 
 def _fields(value: Any, name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from realign.api import (
     RPC,
@@ -24,137 +22,39 @@ from realign.api import (
 )
 from realign.data import Dataset
 from realign.interfaces.reward_model import RewardModelInterface
-from realign.runtime.curves import draw_curves
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role, load_models, save_models
 from realign.runtime.positions import check_positions
-from realign.runtime.samples import SHOWN, readable, show
-from realign.runtime.saving import Saves
+from realign.runtime.samples import readable
 from realign.runtime.stream import PromptStream
-from realign.runtime.tracking import Forgiving, JsonLines, LiveDisplay, Tracker
-
-HEADLINE = (
-    "reward",
-    "eval/reward",
-    "accuracy",
-    "eval/accuracy",
-    "nll",
-    "entropy",
-    "clip_fraction",
-    "approx_kl",
-    "ref_kl_per_sequence",
-    "critic/explained_variance",
-    "explained_variance",
-    "response_tokens",
-    "grad_norm",
-    "lr",
-    "rollout_tokens_per_s",
-    "train_tokens_per_s",
-    "step_s",
-)
-
 
 REWARD_MEMORY = 0.9
 """Weight of the past in `reward_ema`, a smoothed `reward` for people, as DeepSpeed-Chat shows it."""
 
 
 @dataclass
-class RunResult:
-    """What a run leaves behind."""
+class Counters:
+    """What a runtime remembers of the steps so far."""
 
-    output_dir: Path
-    history: list[dict[str, float]] = field(default_factory=list)
-    """One record per step: `step` and its metrics (step 0: before training)."""
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    """Judged held-out responses after training: prompt, response, reward."""
+    optimizer_steps: float = 0.0
+    """Of all models."""
+    rewards_seen: int = 0
+    """Responses that had one."""
+    reward_ema: float | None = None
+    """The metric of that name."""
+    ratio_checked: set[str] = field(default_factory=set)
+    """Training calls whose first log-probs were compared with the sampler's."""
 
-    def series(self, metric: str) -> list[float]:
-        """The values of one metric, over the steps that have it."""
-        return [record[metric] for record in self.history if metric in record]
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return vars(self) | {"ratio_checked": sorted(self.ratio_checked)}
 
-
-def run(experiment: Experiment, *, console: Console | None = None, trackers: Iterable[Tracker] = ()) -> RunResult:
-    """Load everything, train for `experiment.steps`, evaluate, save; see `Experiment` for the knobs.
-
-    Args:
-        experiment: what to do.
-        console: where progress is shown; None shows nothing.
-        trackers: further receivers of the metrics; whoever made them closes them.
-
-    Returns:
-        The history, and where the files are.
-
-    Raises:
-        ValueError: something in the experiment or its data is wrong; named in the message.
-        RuntimeError: training went wrong (a reward function that fails too often, no optimizer step in the whole run).
-        FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
-    """
-    out = experiment.output_dir
-    experiment.refuse_earlier_run()
-    out.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        runtime = LocalRuntime(experiment)
-        stack.callback(runtime.close)
-        experiment.clear_earlier_run()
-        files = [JsonLines(out / f"{name}.jsonl") for name in ("metrics", "samples", "eval_samples")]
-        metrics, samples, eval_samples = files
-        for file in files:
-            stack.callback(file.close)
-        receivers: list[Tracker] = [metrics, *trackers]
-        for name, spec in experiment.trackers.items():
-            receivers.append(Forgiving(name, spec.open(experiment.name, out)))
-            stack.callback(receivers[-1].close)
-        if console is not None:
-            display = stack.enter_context(LiveDisplay(console, experiment.name, experiment.steps, HEADLINE))
-            receivers.append(Forgiving("display", display))
-        result = RunResult(out)
-        saves = Saves(out, runtime.save, experiment.save_every_steps, experiment.keep_saves, experiment.save_best)
-        stack.callback(_draw, experiment.name, result)  # an interrupted run leaves its curves too
-
-        def log(step: int, values: dict[str, float]) -> None:
-            result.history.append({"step": step, **values})
-            for receiver in receivers:
-                receiver.log(step, values)
-
-        def evaluate(step: int) -> dict[str, float]:
-            measured, result.samples = runtime.evaluate()
-            for record in result.samples:
-                eval_samples.write({"step": step, **record})
-            return measured
-
-        before = runtime.calibrate("before") | evaluate(0)
-        log(0, before)
-        saves.after_step(0, before, last=False)
-        for step in range(1, experiment.steps + 1):
-            values, batch = runtime.step(step)
-            try:
-                if step == experiment.steps or runtime.evaluation_due(step):
-                    values |= evaluate(step)
-                if step == experiment.steps and experiment.calibration is not None and experiment.calibration.after:
-                    runtime.check_progress()
-                    runtime.save(out / "final")  # a calibration that fails costs no training
-                    values |= runtime.calibrate("after")
-            finally:  # a step that was made is on record, also when the evaluation after it fails
-                log(step, values)
-            for record in runtime.readable(batch, experiment.sample_prompts):
-                samples.write({"step": step, **record})
-            if console is not None and step % (experiment.print_samples_every_steps or step + 1) == 0:
-                show(console, step, runtime.readable(batch, SHOWN))
-            saves.after_step(step, values, last=step == experiment.steps)
-        runtime.check_progress()
-        runtime.save(out / "final")
-    return result
-
-
-def _draw(name: str, result: RunResult) -> None:
-    if len(result.history) < 2:
-        return
-    try:
-        draw_curves({name: result.history}, result.output_dir / "curves.png", title=name)
-    except Exception as error:  # a picture neither ends a run nor hides what did
-        warnings.warn(f"curves.png was not drawn: {error}", stacklevel=2)
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Counters:
+        """What `state_dict` was taken of."""
+        return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
 
 
 class LocalRuntime:
@@ -164,10 +64,10 @@ class LocalRuntime:
         self.experiment = experiment
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
         self.held_out: Dataset | None = None
-        self._optimizer_steps = 0.0
-        self._rewards_seen = 0
-        self._reward_ema: float | None = None
-        self._ratio_checked: set[str] = set()
+        self.counters = Counters()
+        self.batches_ahead = 0
+        """Batches of prompts drawn before the first step, less the steps before it: not 0 only in a run that was
+        resumed with another batch size, or at another place in its data."""
         try:
             for interface in self._used_interfaces():
                 interface.open()
@@ -207,7 +107,7 @@ class LocalRuntime:
         return self.dataset.sample(self.prompts.rows(number - 1))
 
     def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
-        """One pass over the graph.
+        """One pass over the graph, on the next prompts.
 
         Of the metrics, `rollout_tokens` are sampled tokens (no prompts), `rollout_tokens_per_s` those per second of the
         generate call, and `train_tokens_per_s` are packed tokens (with prompts, once per epoch) per second of the
@@ -220,7 +120,7 @@ class LocalRuntime:
         values: dict[str, float] = {}
         sampling, order = self.experiment.dynamic_sampling, self.experiment.graph.order
         if sampling is None:
-            self.prompts.drawn = step - 1  # one batch per step: the position follows from the step
+            self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
             batch = self._calls(order, self.prompts.draw(), values)
         else:
             leading = self.experiment.graph.leading_to("rewards")
@@ -228,11 +128,11 @@ class LocalRuntime:
             values |= found
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
         if "rewards" in batch:
-            self._rewards_seen += int(batch["rewards"].isfinite().sum())
+            self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
         values |= batch_metrics(batch)
         if math.isfinite(reward := values.get("reward", math.nan)):
-            before = reward if self._reward_ema is None else self._reward_ema
-            self._reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
+            before = reward if self.counters.reward_ema is None else self.counters.reward_ema
+            self.counters.reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
         values["step_s"] = time.perf_counter() - started
         return values, batch
 
@@ -266,7 +166,7 @@ class LocalRuntime:
             prefix = "" if role == lead_role(self.experiment) else f"{role}/"
             values |= {f"{prefix}{name}": value for name, value in stats.items()}
             if rpc.method == "train_step":
-                self._optimizer_steps += stats.get("optimizer_steps", 0.0)
+                self.counters.optimizer_steps += stats.get("optimizer_steps", 0.0)
                 self._check_ratio(rpc, stats)
                 values[f"{prefix}train_tokens_per_s"] = stats.get("tokens", 0.0) / seconds
             if rpc.method == "generate" and "loss_mask" in rpc.outputs:
@@ -318,10 +218,10 @@ class LocalRuntime:
 
     def check_progress(self) -> None:
         """Refuse to call a run done in which nothing was trained."""
-        if self._optimizer_steps:
+        if self.counters.optimizer_steps:
             return
         why = "every gradient was zero or non-finite (rewards that are all equal teach nothing)"
-        if self._rewards_seen == 0 and "rewards" in self.experiment.graph.producers:
+        if self.counters.rewards_seen == 0 and "rewards" in self.experiment.graph.producers:
             why = "every reward was missing (the reward function gave None or failed)"
         raise RuntimeError(
             f"no optimizer step was made in {self.experiment.steps} steps: {why}; metrics.jsonl counts *_steps"
@@ -339,9 +239,9 @@ class LocalRuntime:
         Checked once, on the first step in which anything of the first mini-batch trains.
         """
         found = stats.get("first_logprob_diff_max")
-        if found is None or rpc.name in self._ratio_checked:
+        if found is None or rpc.name in self.counters.ratio_checked:
             return
-        self._ratio_checked.add(rpc.name)
+        self.counters.ratio_checked.add(rpc.name)
         limit = self.experiment.ratio_tolerance
         if found <= limit:
             return
@@ -422,4 +322,4 @@ def batch_metrics(batch: SequenceSample) -> dict[str, float]:
     return stat_values(sequence_stats(batch))
 
 
-__all__: Sequence[str] = ["LocalRuntime", "RunResult", "call", "run"]
+__all__: Sequence[str] = ["LocalRuntime", "call"]

@@ -9,6 +9,43 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class CheckpointSpec:
+    """When a run writes all that it needs to go on bit for bit (`resume`).
+
+    One is written at the end and when a signal stops the run in any case.
+    """
+
+    every_steps: int | None = None
+    """Steps between two."""
+    every_minutes: float | None = 10.0
+    """Minutes of training between two; whichever of the two limits comes first."""
+    keep: int = 2
+    """How many stay, the latest ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep"):
+            if (found := getattr(self, name)) is not None and found < 1:
+                raise ValueError(f"checkpoint.{name} must be at least 1{_OR_NULL.get(name, '')}, found {found}")
+        if self.every_minutes is not None and not self.every_minutes > 0:
+            raise ValueError(f"checkpoint.every_minutes must be above 0, or null, found {self.every_minutes}")
+
+    def due(self, step: int, seconds: float) -> bool:
+        """Whether one is written after this step, `seconds` after the last one."""
+        by_step = self.every_steps is not None and step % self.every_steps == 0
+        return by_step or (self.every_minutes is not None and seconds >= 60 * self.every_minutes)
+
+    def describe(self) -> str:
+        """For people."""
+        steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
+        minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
+        return f"{', '.join([*steps, *minutes, 'at the end'])}; the last {self.keep} stay"
+
+
+_OR_NULL = {"every_steps": ", or null"}
 
 
 @dataclass
@@ -44,7 +81,20 @@ class Saves:
         self._made.append(self.folder / f"step_{step:06d}")
         self.write(self._made[-1])
         while self.keep is not None and len(self._made) > self.keep:
-            shutil.rmtree(self._made.pop(0))
+            if (oldest := self._made.pop(0)).exists():  # a run that was resumed may have removed it before
+                shutil.rmtree(oldest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The folders that were made, the metrics that are known, and the best value with the metric it is of."""
+        made = [path.name for path in self._made]
+        return {"made": made, "known": sorted(self._known), "record": self._record, "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; the best value only if it is of the same metric."""
+        self._made = [self.folder / name for name in state["made"]]
+        self._known = set(state["known"])
+        if state["best"] == self.best:
+            self._record = state["record"]
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.best is None:

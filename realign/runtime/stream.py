@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from realign.api import SequenceSample
 from realign.data import Dataset, batch_indices
@@ -51,3 +53,29 @@ class PromptStream:
             if new:
                 return self.dataset.sample(new)
         return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, in batches and (for people) in epochs and rows of the epoch."""
+        epoch, index = divmod(self.drawn * self.batch_prompts, len(self.dataset))
+        where = {"epoch": epoch, "index": index, "seed": self.seed, "rows": len(self.dataset)}
+        return {"drawn": self.drawn, "batch_prompts": self.batch_prompts, **where}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, also with another number of prompts in a batch.
+
+        Raises:
+            ValueError: the dataset has another number of rows, and so another order, or no batch of this size begins
+                there.
+        """
+        if state["rows"] != len(self.dataset):
+            raise ValueError(
+                f"the dataset has {len(self.dataset)} rows, and had {state['rows']} when the checkpoint was written: "
+                "rows would come twice or never; resume_skip=[data] starts at its beginning"
+            )
+        drawn, rest = divmod(state["drawn"] * state["batch_prompts"], self.batch_prompts)
+        if rest:
+            raise ValueError(
+                f"{state['drawn']} batches of {state['batch_prompts']} prompts lie behind, which is no whole number of "
+                f"batches of {self.batch_prompts}; resume_skip=[data] starts at the beginning of the data"
+            )
+        self.drawn = drawn

@@ -212,7 +212,12 @@ def test_a_frozen_model_is_not_saved(tmp_path):
 
 def test_the_model_of_the_last_step_is_saved_once(tmp_path):
     out = run(experiment(tmp_path, save_every_steps=1)).output_dir
-    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["final", "step_000001", "step_000002"]
+    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == [
+        "checkpoints",
+        "final",
+        "step_000001",
+        "step_000002",
+    ]
 
 
 def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
@@ -499,7 +504,7 @@ def test_a_picture_that_cannot_be_drawn_neither_ends_a_run_nor_hides_what_did(tm
     def broken(*args, **kwargs):
         raise ValueError("no metric to draw")
 
-    monkeypatch.setattr("realign.runtime.local.draw_curves", broken)
+    monkeypatch.setattr("realign.runtime.training.draw_curves", broken)
     with pytest.warns(UserWarning, match=r"curves\.png was not drawn: no metric to draw"):
         assert len(run(experiment(tmp_path)).history) == 4
     parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": FailingAt(3, RuntimeError("the reason"))}
@@ -659,7 +664,12 @@ def test_a_run_keeps_its_best_and_last_saves_shows_samples_and_feeds_trackers(tm
     listener, console = Listener(), Console(file=io.StringIO(), width=200)
     settings = {"save_every_steps": 1, "keep_saves": 1, "save_best": "eval/reward", "print_samples_every_steps": 2}
     result = run(experiment(tmp_path, steps=4, trackers={"mine": listener}, **settings), console=console)
-    assert sorted(p.name for p in result.output_dir.iterdir() if p.is_dir()) == ["best", "final", "step_000003"]
+    assert sorted(p.name for p in result.output_dir.iterdir() if p.is_dir()) == [
+        "best",
+        "checkpoints",
+        "final",
+        "step_000003",
+    ]
     assert listener.heard == [("toy", result.output_dir), 0, 1, 2, 3, 4, "."]
     shown = [line for line in console.file.getvalue().splitlines() if " -> " in line]
     assert [line.split(":")[0] for line in shown] == ["step 2"] * 3 + ["step 4"] * 3
