@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from realign.engines.attention import AttentionArgs, AttentionContext
 from realign.engines.kv_cache import DecodeContext
 
-WIDE = 6
-"""A matrix with so many times more outputs than inputs is wide."""
-
 
 class Linear(NamedTuple):
     """A matrix product."""
@@ -128,11 +125,11 @@ def _attention(i: int, layer: Layer, h_NH: Tensor, turns: Tensor, context: Atten
 
 
 def for_few_rows(weight: Tensor) -> Tensor:
-    """The weight [outputs, K], on a CPU with its columns one after the other in memory if it is wide.
+    """The weight [outputs, K], on a CPU in fp32 with its columns one after the other in memory.
 
-    The product with few rows then reads it in the order in which it stands: up to twice as fast, measured with MKL.
+    The product with few rows then reads it in the order in which it stands: measured with MKL, 1.2 to 1.5 times as fast
+    with 4 to 48 rows, and a whole rollout 8% faster.
     """
-    wide = len(weight) >= WIDE * weight.shape[1]
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not wide:
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return weight
     return weight.detach().t().contiguous().t()

@@ -238,7 +238,7 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         args=args,
         output=_linear(attention.o_proj.weight, attention.o_proj.bias, dtype),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_linear(for_few_rows(_cat([p.weight for p in inner])), _biases(*inner), dtype),
+        gate_up=_linear(_cat([p.weight for p in inner]), _biases(*inner), dtype),
         activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
         down=_linear(mlp.down_proj.weight, mlp.down_proj.bias, dtype),
         module=attention,
@@ -250,7 +250,7 @@ def _norm(module: Any) -> RMSNorm:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-    return Linear(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+    return Linear(for_few_rows(weight.detach().to(dtype)), None if bias is None else bias.detach().to(dtype))
 
 
 def _biases(*linears: Any) -> Tensor | None:
