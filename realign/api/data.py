@@ -45,12 +45,12 @@ class SequenceSample:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", tuple(self.ids))
+        object.__setattr__(self, "ids", _ids(self.ids))
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
-        object.__setattr__(self, "metadata", MappingProxyType({k: tuple(v) for k, v in self.metadata.items()}))
-        if len(set(self.ids)) != len(self.ids):
-            repeated, times = Counter(self.ids).most_common(1)[0]
-            raise ValueError(f"id {repeated!r} stands {times} times; ids must be distinct")
+        metadata = {key: _objects(key, values) for key, values in self.metadata.items()}
+        object.__setattr__(self, "metadata", MappingProxyType(metadata))
+        if odd := [key for key in (*self.data, *self.lengths, *self.metadata) if not isinstance(key, str)]:
+            raise ValueError(f"a key must be text, found {odd[0]!r}")
         if self.data.keys() != self.lengths.keys():
             raise ValueError(f"keys with data {sorted(self.data)} and keys with lengths {sorted(self.lengths)} differ")
         if both := self.data.keys() & self.metadata.keys():
@@ -102,7 +102,7 @@ class SequenceSample:
             tuple(ids),
             {key: x for key, (x, _) in packed.items()},
             {key: lengths for key, (_, lengths) in packed.items()},
-            {key: tuple(objects) for key, objects in (metadata or {}).items()},
+            {key: _objects(key, objects) for key, objects in (metadata or {}).items()},
         )
 
     @classmethod
@@ -160,7 +160,7 @@ class SequenceSample:
 
     def with_metadata(self, **metadata: Sequence[Any]) -> SequenceSample:
         """Add keys that hold one Python object per prompt."""
-        return replace(self, metadata={**self.metadata, **{k: tuple(v) for k, v in metadata.items()}})
+        return replace(self, metadata={**self.metadata, **{k: _objects(k, v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
         x, found = pack(key, self.ids, nested)
@@ -339,7 +339,7 @@ class SequenceSample:
 
     def chunks(self, n: int) -> list[SequenceSample]:
         """Cut into `n` runs of prompts whose sizes differ by one at most; every prompt stands in exactly one."""
-        if not 1 <= n <= len(self.ids):
+        if not isinstance(n, int | np.integer) or isinstance(n, bool) or not 1 <= n <= len(self.ids):
             raise ValueError(f"cannot cut {len(self.ids)} prompts into {n} parts")
         size, larger = divmod(len(self.ids), n)
         ends = [i * size + min(i, larger) for i in range(n + 1)]
@@ -365,6 +365,24 @@ class SequenceSample:
     def meta(self) -> SequenceSample:
         """The same sample without content: tensors of the meta device, which have a shape and a dtype only."""
         return self.to("meta")
+
+
+def _ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    ids = tuple(ids)
+    try:
+        if len(set(ids)) == len(ids):
+            return ids
+    except TypeError as error:
+        raise ValueError(f"ids must be hashable, such as text or numbers ({error}); found {some(ids)}") from error
+    repeated, times = Counter(ids).most_common(1)[0]
+    raise ValueError(f"id {repeated!r} stands {times} times; ids must be distinct")
+
+
+def _objects(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """One object per prompt, of a key of metadata."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ValueError(f"metadata {key!r} must be a list with one object per prompt, found {type(values).__name__}")
+    return tuple(values)
 
 
 def _indices(name: str, values: object, n: int) -> IntArray:

@@ -37,10 +37,10 @@ class Lengths:
             if array.size and array.min() < 0:
                 raise ValueError(f"Lengths.{name} must not be negative, found {array.min()} at {array.argmin()}")
             object.__setattr__(self, name, _read_only(array.copy() if array.flags.writeable else array))
-        if int(self.counts.sum()) != len(self.flat):
-            raise ValueError(
-                f"Lengths: counts sum to {int(self.counts.sum())} sequences, but {len(self.flat)} are given"
-            )
+        if (n := _total(self.counts)) != len(self.flat):
+            raise ValueError(f"Lengths: counts sum to {n} sequences, but {len(self.flat)} are given")
+        if (rows := _total(self.flat)) > _MOST:
+            raise ValueError(f"Lengths: flat sums to {rows} rows, more than can be counted")
 
     def __reduce__(self) -> tuple[type[Lengths], tuple[IntArray, IntArray]]:
         return Lengths, (self.counts, self.flat)  # built anew: a plain copy of an array would be writable
@@ -134,17 +134,30 @@ class Lengths:
         return torch.from_numpy(np.arange(int(lengths.sum())) + np.repeat(shift, lengths))
 
 
+_MOST = int(np.iinfo(np.int64).max)
 # Mean rows of a run of adjacent sequences from which copying runs beats indexing single rows (measured on CPU).
 _RUN = 64
 Rows: TypeAlias = list[slice] | Tensor
 
 
 def as_integers(name: str, values: object) -> IntArray:
-    """`values` as a 1-D int64 array; refuses fractions and truth values, which numpy would convert in silence."""
-    array = np.asarray(values)
+    """`values` as a 1-D int64 array; refuses what numpy would convert in silence: fractions, truth values, overflow."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors that numpy cannot hold
+        raise ValueError(f"{name} must be a list of integers, found {type(values).__name__}: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a list of integers, found {array.dtype} of shape {list(array.shape)}")
+    if array.size and array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} must be integers below 2**63, found {array.max()}")
     return array.astype(np.int64, copy=False)
+
+
+def _total(array: IntArray) -> int:
+    """The sum, which numpy would let overflow."""
+    if array.size and int(array.max()) > _MOST // array.size:
+        return sum(array.tolist())
+    return int(array.sum())
 
 
 def _cumulative(counts: IntArray) -> IntArray:

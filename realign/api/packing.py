@@ -11,6 +11,7 @@ from torch import Tensor
 
 from realign.api.lengths import Lengths, Rows
 
+_FORM = "one list per prompt, holding one tensor or list per sequence"
 Nested: TypeAlias = Sequence[Sequence[Tensor | Sequence[int] | Sequence[float]]]
 
 
@@ -22,6 +23,8 @@ def pack(key: str, ids: Sequence[Hashable], nested: Nested) -> tuple[Tensor, Len
     Raises:
         ValueError: names the key and the id of what is not a sequence, or not of the dtype of the others.
     """
+    if isinstance(nested, str | bytes) or not isinstance(nested, Sequence):
+        raise ValueError(f"key {key!r}: found {type(nested).__name__}, expected {_FORM}")
     if len(nested) != len(ids):
         raise ValueError(f"key {key!r} has sequences of {len(nested)} prompts, expected {len(ids)} (ids)")
     tensors: list[list[Tensor]] = []
@@ -95,10 +98,7 @@ def _as_tensor(key: str, owner: Hashable, sequence: Any) -> Tensor:
 
 
 def _not_nested(key: str, owner: Hashable, expected: str, found: object) -> ValueError:
-    return ValueError(
-        f"key {key!r}, id {owner!r}: found {type(found).__name__}, expected {expected} "
-        "(one list per prompt, holding one tensor or list per sequence)"
-    )
+    return ValueError(f"key {key!r}, id {owner!r}: found {type(found).__name__}, expected {expected} ({_FORM})")
 
 
 def _kind(x: Tensor) -> str:

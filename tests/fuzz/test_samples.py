@@ -1,0 +1,299 @@
+"""`Lengths` and `SequenceSample` under whatever they can be given.
+
+Oracle: plain Python over nested lists. What is accepted holds exactly what the lists say; what the lists allow is
+accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from realign.api import Lengths, MicroBatchSpec, SequenceSample
+from tests.fuzz.refusals import BOUNDED, Refused, attempt
+
+LARGEST = 2**63 - 1
+NUMBERS = st.one_of(
+    st.integers(-2, 4), st.sampled_from([2**31, 2**62, LARGEST, 2**63, 2**64, -(2**63)]), st.floats(), st.booleans()
+)
+JUNK = st.one_of(
+    st.none(),
+    NUMBERS,
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.just({}),
+    st.just(torch.tensor(1)),
+    st.just(torch.zeros(2, 3)),
+    st.just(torch.zeros(0)),
+    st.just(np.zeros((1, 2))),
+)
+KEYS = st.one_of(st.sampled_from(["input_ids", "loss_mask", "rewards", ""]), st.just(3))
+IDS = st.lists(st.one_of(st.sampled_from(["a", "b", "c"]), st.integers(0, 2), st.none(), st.just([1])), max_size=4)
+PROMPTS = st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4)
+"""Lengths of the sequences of each prompt."""
+
+
+def fits(counts: Any, flat: Any) -> bool:
+    """Whether these are lengths of something that could exist."""
+    for values in (counts, flat):
+        if not isinstance(values, list) or not all(type(x) is int and 0 <= x <= LARGEST for x in values):
+            return False
+    return sum(counts) == len(flat) and sum(flat) <= LARGEST
+
+
+@BOUNDED
+@given(st.one_of(st.lists(NUMBERS, max_size=4), JUNK), st.one_of(st.lists(NUMBERS, max_size=4), JUNK))
+@example([4], [2**62] * 4)  # the sum would overflow to 0
+@example([2**63, 2**63], [])
+def test_lengths_are_taken_or_refused(counts, flat):
+    found = attempt(lambda: Lengths(counts, flat), "Lengths")
+    if isinstance(found, Refused):
+        assert not fits(counts, flat), found.message
+        return
+    plain = [x.tolist() if hasattr(x, "tolist") else list(x) for x in (counts, flat)]
+    assert fits(*plain)
+    assert found.total == sum(plain[1])
+    assert found.starts.tolist() == [sum(plain[1][:i]) for i in range(len(plain[1]) + 1)]
+    assert [len(group) for group in found.nested()] == plain[0]
+
+
+@BOUNDED
+@given(
+    IDS,
+    st.dictionaries(KEYS, st.one_of(st.integers(0, 6).map(torch.arange), JUNK), max_size=3),
+    st.dictionaries(KEYS, st.one_of(PROMPTS.map(Lengths.of), JUNK), max_size=3),
+    st.dictionaries(KEYS, st.one_of(st.lists(st.integers(), max_size=4), JUNK), max_size=2),
+)
+def test_a_sample_is_built_whole_or_refused(ids, data, lengths, metadata):
+    found = attempt(lambda: SequenceSample(tuple(ids), data, lengths, metadata), "id", "key", "metadata")
+    whole = (
+        all(not isinstance(i, list) for i in ids)
+        and len(set(map(repr, ids))) == len(ids)
+        and data.keys() == lengths.keys()
+        and all(isinstance(key, str) for key in [*data, *metadata])
+        and not data.keys() & metadata.keys()
+        and all(isinstance(x, torch.Tensor) and x.ndim for x in data.values())
+        and all(isinstance(cut, Lengths) and len(cut.counts) == len(ids) for cut in lengths.values())
+        and all(lengths[key].total == len(x) for key, x in data.items())
+        and all(isinstance(x, list) and len(x) == len(ids) for x in metadata.values())
+    )
+    assert isinstance(found, Refused) != whole, getattr(found, "message", (ids, data, lengths, metadata))
+
+
+ROWS = st.lists(st.one_of(NUMBERS, st.none(), st.text(max_size=2), st.just([1])), max_size=3)
+NESTED = st.lists(
+    st.one_of(st.lists(st.one_of(ROWS, st.integers(0, 3).map(torch.ones), JUNK), max_size=2), JUNK), max_size=3
+)
+
+
+@BOUNDED
+@given(st.one_of(NESTED, JUNK))
+def test_nested_sequences_come_back_as_they_were_or_are_refused(nested):
+    ids = [f"p{i}" for i in range(len(nested))] if isinstance(nested, list) else ["p0"]
+    found = attempt(lambda: SequenceSample.from_sequences(ids, {"input_ids": nested}), "'input_ids'")
+    if isinstance(found, Refused):
+        integers = isinstance(nested, list) and all(
+            isinstance(group, list)
+            and all(isinstance(s, list) and all(type(x) is int and abs(x) < 2**63 for x in s) for s in group)
+            for group in nested
+        )
+        assert not integers, found.message
+        return
+    for prompt, group in zip(found.unpack(), nested, strict=True):
+        for sequence, given_ in zip(prompt.sequences(), group, strict=True):
+            expected = torch.as_tensor(given_)
+            assert sequence.shape == expected.shape
+            assert torch.equal(sequence.double().nan_to_num(7.25), expected.double().nan_to_num(7.25))
+            if all(type(x) is int for x in given_) and not sequence.is_floating_point():
+                assert sequence.tolist() == list(given_)  # no digit is lost
+
+
+class Plain:
+    """A sample as nested lists: for each key, for each prompt, its sequences."""
+
+    def __init__(self, ids: list[str], data: dict[str, list[list[list[int]]]], rows: list[int]) -> None:
+        self.ids, self.data, self.rows = ids, data, rows
+
+    def packed(self) -> SequenceSample:
+        """The same as a sample."""
+        nested = {
+            key: [[torch.tensor(s, dtype=torch.int64) for s in group] for group in groups]
+            for key, groups in self.data.items()
+        }
+        return SequenceSample.from_sequences(self.ids, nested, {"row": self.rows})
+
+    def take(self, at: list[int]) -> Plain:
+        """These prompts."""
+        data = {key: [groups[i] for i in at] for key, groups in self.data.items()}
+        return Plain([self.ids[i] for i in at], data, [self.rows[i] for i in at])
+
+    def assert_same(self, sample: SequenceSample) -> None:
+        """Compare everything."""
+        assert list(sample.ids) == self.ids
+        assert set(sample.data) == set(self.data)
+        assert list(sample.metadata.get("row", self.rows)) == self.rows
+        for key, groups in self.data.items():
+            flat = [x.tolist() for x in sample.sequences(key)]
+            assert flat == [s for group in groups for s in group]
+            assert sample.lengths[key].counts.tolist() == [len(group) for group in groups]
+            assert sample.group_index(key).tolist() == [i for i, group in enumerate(groups) for _ in group]
+            assert sample.cu_seqlens(key).tolist() == [sum(map(len, flat[:i])) for i in range(len(flat) + 1)]
+
+
+@st.composite
+def plain_samples(draw: Any, prefix: str = "p") -> Plain:
+    """Some prompts; `mask` is cut as `input_ids`, `score` has one element per sequence, `free` is cut freely."""
+    shapes, free = draw(PROMPTS), draw(PROMPTS)
+    free = (free + [[]] * len(shapes))[: len(shapes)]
+    count = iter(range(1000))
+
+    def filled(lengths: list[list[int]]) -> list[list[list[int]]]:
+        return [[[next(count) for _ in range(n)] for n in group] for group in lengths]
+
+    data = {
+        "input_ids": filled(shapes),
+        "mask": filled(shapes),
+        "score": filled([[1] * len(g) for g in shapes]),
+        "free": filled(free),
+    }
+    return Plain([f"{prefix}{i}" for i in range(len(shapes))], data, list(range(len(shapes))))
+
+
+INDICES = st.one_of(st.lists(st.integers(-2, 6), max_size=5), st.lists(NUMBERS, max_size=3), JUNK)
+
+
+def as_indices(values: Any, n: int) -> list[int] | None:
+    """Indices below n, or None."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    good = isinstance(plain, list) and all(type(i) is int and 0 <= i < n for i in plain)
+    return plain if good else None
+
+
+@BOUNDED
+@given(plain_samples(), INDICES)
+def test_taking_prompts(plain, at):
+    found = attempt(lambda: plain.packed().take(at), "take: prompts", "stands")
+    wanted = as_indices(at, len(plain.ids))
+    possible = wanted is not None and len(set(wanted)) == len(wanted)
+    assert isinstance(found, Refused) != possible, getattr(found, "message", at)
+    if possible:
+        plain.take(wanted).assert_same(found)
+
+
+@BOUNDED
+@given(plain_samples(), INDICES)
+def test_taking_sequences(plain, at):
+    sample = plain.packed()
+    found = attempt(lambda: sample.take_sequences(at), "take_sequences", "sequences cannot be cut along")
+    owner = [i for i, group in enumerate(plain.data["input_ids"]) for _ in group]
+    wanted = as_indices(at, len(owner))
+    if wanted is None or wanted != sorted(set(wanted)):
+        assert isinstance(found, Refused)
+        return
+    prompts = sorted({owner[s] for s in wanted})
+    cut = [p for p in prompts if sum(owner[s] == p for s in wanted) < owner.count(p)]
+    same = all(map(lambda a, b: len(a) == len(b), plain.data["free"], plain.data["input_ids"]))
+    possible = same or all(len(plain.data["free"][p]) == 1 for p in cut)
+    assert isinstance(found, Refused) != possible, getattr(found, "message", at)
+    if possible:
+        expected = {
+            key: [
+                [group[k] for k in range(len(group)) if len(group) != owner.count(p) or owner.index(p) + k in wanted]
+                for p, group in ((p, plain.data[key][p]) for p in prompts)
+            ]
+            for key in ("input_ids", "mask", "score")
+        }
+        for key, groups in expected.items():
+            assert [x.tolist() for x in found.sequences(key)] == [s for group in groups for s in group]
+
+
+NAMES = st.one_of(st.sampled_from(["input_ids", "mask", "score", "free", "row", "inptu_ids", ""]), st.text(max_size=2))
+
+
+@BOUNDED
+@given(plain_samples(), st.lists(NAMES, max_size=4), st.dictionaries(NAMES, NAMES, max_size=3))
+def test_selecting_and_renaming_keys(plain, keys, names):
+    sample = plain.packed()
+    known = {*plain.data, "row"}
+    found = attempt(lambda: sample.select(keys), "no packed key")
+    assert isinstance(found, Refused) != (set(keys) <= known)
+    if not isinstance(found, Refused):
+        assert found.keys == set(keys)
+    found = attempt(lambda: sample.rename(names), "no packed key", "rename")
+    after = [names.get(key, key) for key in sorted(known)]
+    possible = set(names) <= known and len(set(after)) == len(after)
+    assert isinstance(found, Refused) != possible, getattr(found, "message", names)
+    if possible:
+        back = found.rename({new: old for old, new in names.items()})
+        plain.assert_same(back)
+
+
+@BOUNDED
+@given(plain_samples(), plain_samples(prefix="q"), st.booleans(), st.booleans())
+def test_gathering_and_merging(plain, other, same_ids, same_keys):
+    a, b = plain.packed(), other.packed()
+    found = attempt(lambda: SequenceSample.gather([a, a] if same_ids else [a, b]), "stands 2 times", "dtype")
+    if same_ids and len(a):
+        assert isinstance(found, Refused)
+    else:
+        joined = plain if same_ids else None
+        n = len(a) + (0 if joined else len(b))
+        assert len(found) == n or same_ids
+        if not same_ids:
+            both = {key: plain.data[key] + other.data[key] for key in plain.data}
+            Plain(plain.ids + other.ids, both, plain.rows + other.rows).assert_same(found)
+    mine, theirs = a.select(["input_ids", "row"]), a.select(["input_ids" if same_keys else "free", "mask"])
+    found = attempt(lambda: mine.merge(theirs), "'input_ids'")
+    assert isinstance(found, Refused) == same_keys
+    if len(a) + len(b):
+        assert isinstance(attempt(lambda: mine.merge(b.select(["free"])), "same ids"), Refused)
+
+
+@BOUNDED
+@given(plain_samples(), st.one_of(st.integers(-1, 6), NUMBERS, JUNK))
+def test_cutting_into_parts(plain, n):
+    sample = plain.packed()
+    parts = attempt(lambda: sample.chunks(n), "cut")
+    possible = type(n) is int and 1 <= n <= len(plain.ids)
+    assert isinstance(parts, Refused) != possible, getattr(parts, "message", n)
+    if possible:
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        plain.assert_same(SequenceSample.gather(parts))
+        dealt = sample.minibatches(n, np.random.default_rng(0))
+        assert sorted(i for part in dealt for i in part.ids) == plain.ids
+
+
+VALUES = st.one_of(st.integers(0, 12).map(torch.arange), NESTED, JUNK)
+
+
+@BOUNDED
+@given(plain_samples(), KEYS, VALUES, st.sampled_from(["input_ids", "score", "row", "nothing", None]))
+def test_adding_a_key(plain, key, value, like):
+    sample = plain.packed()
+    found = attempt(lambda: sample.with_data({key: value}, like=like), "key", "with_data")
+    if isinstance(found, Refused):
+        fitting = isinstance(value, torch.Tensor) and value.ndim and like in ("input_ids", "score")
+        rows = sum(len(s) for group in plain.data.get(like, []) for s in group)
+        assert not (fitting and isinstance(key, str) and len(value) == rows), found.message
+    else:
+        assert len(found[key]) == found.lengths[key].total
+        assert found.lengths[key] == sample.lengths[like]
+
+
+@BOUNDED
+@given(plain_samples(), st.one_of(st.none(), st.integers(1, 12)), st.integers(1, 5), st.booleans())
+def test_what_is_split_is_put_back_together(plain, tokens, parts, whole):
+    data = {key: groups for key, groups in plain.data.items() if key != "free"}
+    plain = Plain(plain.ids, data, plain.rows)
+    sample = plain.packed()
+    spec = MicroBatchSpec(tokens, parts, whole_groups=whole)
+    found = attempt(lambda: sample.split(spec), "more than max_tokens_per_microbatch")
+    if not isinstance(found, Refused):
+        restored = found.restore([part.select(["mask", "score"]) for part in found])
+        for key in ("mask", "score") if len(found) else ():
+            assert [x.tolist() for x in restored.sequences(key)] == [s for group in data[key] for s in group]
