@@ -308,8 +308,8 @@ class TransformersEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments and counts: what `load_state_dict` needs to go on as if never interrupted."""
-        parts = self._parts()
-        return {name: None if part is None else part.state_dict() for name, part in parts.items()}
+        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
+        return {**state, "fused": self.network.fusion is not None and self.network.fusion.known}
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Take back what `state_dict` gave.
@@ -322,6 +322,8 @@ class TransformersEngine:
             ValueError: the state has a part (an optimizer, a value head, averaged weights) that this engine has not,
                 or the other way round.
         """
+        if state.get("fused") and self.network.fusion is not None:
+            self.network.fusion.compare()
         parts = self._parts()
         if weights_only:
             parts = {name: parts[name] for name in ("module", "value_head")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,17 @@ class Fusion:
         self._args: list[AttentionArgs] | None = None
         self.obstacle: str | None = None
         """Why the last rollout ran the model's own modules; None if it did not, or none has run."""
+
+    @property
+    def known(self) -> bool:
+        """Whether a comparison has shown no difference."""
+        return self._args is not None
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Find out now. A run that is resumed does with the weights that it began with, as it did then."""
+        with suppress(_Unknown):
+            self._args = _compared(self._model)
 
     @torch.no_grad()
     def trunk(self, length: int, dtype: torch.dtype) -> Trunk:

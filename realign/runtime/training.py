@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -20,19 +18,13 @@ from realign.runtime.checkpoints import CheckpointWriter
 from realign.runtime.curves import draw_curves
 from realign.runtime.experiment import CHECKPOINTS, Experiment
 from realign.runtime.local import LocalRuntime
-from realign.runtime.resume import (
-    Start,
-    check_frozen,
-    find_start,
-    frozen_weights,
-    interface_states,
-    restore,
-    run_state,
-)
+from realign.runtime.records import Records
+from realign.runtime.resume import Start, find_start
 from realign.runtime.samples import SHOWN, show
 from realign.runtime.saving import Saves
 from realign.runtime.signals import Interrupted, StopSignals
-from realign.runtime.tracking import Forgiving, JsonLines, LiveDisplay, Tracker
+from realign.runtime.state import check_frozen, frozen_weights, interface_states, restore, run_state
+from realign.runtime.tracking import Forgiving, LiveDisplay, Tracker
 
 HEADLINE = (
     "reward",
@@ -99,59 +91,6 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         return _Training(runtime, start, console, trackers, stack).run()
 
 
-class Records:
-    """The files of a run that get a line per step or response; those of a resumed run go on."""
-
-    NAMES = ("metrics", "samples", "eval_samples")
-
-    def __init__(self, folder: Path, start: Start | None) -> None:
-        """Open them in `folder`, cut to where they were when the checkpoint of `start` was written."""
-        state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
-        if start is not None and not start.anew:
-            state = start.state["records"]
-            self._take_over(folder, start, state["sizes"])
-        self.metrics, self.samples, self.eval_samples = (
-            JsonLines(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
-            for name in self.NAMES
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        with ExitStack() as stack:  # one that fails to close keeps no other from it
-            for file in (self.metrics, self.samples, self.eval_samples):
-                stack.callback(file.close)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Seconds so far, and the size of each file, which is on the disk."""
-        files = dict(zip(self.NAMES, (self.metrics, self.samples, self.eval_samples), strict=True))
-        return {"seconds": self.metrics.seconds, "sizes": {name: file.sync() for name, file in files.items()}}
-
-    def history(self) -> list[dict[str, float]]:
-        """The metrics of the steps so far."""
-        records = []
-        for line in self.metrics.path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            del record["seconds"]
-            records.append({name: math.nan if value is None else value for name, value in record.items()})
-        return records
-
-    def _take_over(self, folder: Path, start: Start, sizes: Mapping[str, int]) -> None:
-        for name, size in sizes.items():
-            source = start.run / f"{name}.jsonl"
-            found = source.stat().st_size if source.is_file() else 0
-            if found < size:
-                warnings.warn(
-                    f"{source} has {found} bytes, and had {size} when the checkpoint of step {start.step} was written: "
-                    "the record has a gap",
-                    stacklevel=2,
-                )
-            if not start.own and source.is_file():
-                with source.open("rb") as file:
-                    (folder / source.name).write_bytes(file.read(size))
-
-
 class _Training:
     """One run while it lasts."""
 
@@ -168,8 +107,6 @@ class _Training:
         self.runtime, self.console = runtime, console
         self.first = 1 if start is None else start.step + 1
         e = self.experiment
-        if start is None or not start.own:
-            e.clear_earlier_run()
         self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best)
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
         if start is not None:
@@ -179,13 +116,16 @@ class _Training:
             if not start.anew:
                 self.saves.load_state_dict(start.state["saves"])
             self._say(f"resumed from {start.checkpoint.path}: step {self.first} of {e.steps} is next")
+        if start is None or not start.own:
+            e.clear_earlier_run()
         self.result = RunResult(self.out)
         stack.callback(_draw, e.name, self.result)  # an interrupted run leaves its curves too
         self.records = stack.enter_context(Records(self.out, start))
         if self.first > 1:
             self.result.history = self.records.history()
         if e.resolved:
-            (self.out / "config.yaml").write_text(yaml.safe_dump(dict(e.resolved), sort_keys=False, allow_unicode=True))
+            text = yaml.safe_dump(dict(e.resolved), sort_keys=False, allow_unicode=True)
+            (self.out / "config.yaml").write_text(text, encoding="utf-8")
         self.checkpoints = stack.enter_context(_Checkpoints(runtime, self.records, self.saves, frozen))
         self.receivers = [self.records.metrics, *trackers, *self._opened(stack)]
 
