@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 AVERAGED = "_ema"
 """What the folder of averaged weights is called behind the name of the model's own."""
 
@@ -111,12 +113,16 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
 
     Raises:
         ValueError: `path` is a link.
+        OSError: the disk is full, or does not let us write; what stood at `path` stands there as before.
     """
     refuse_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch, "new")
-        write(new)
+        try:
+            write(new)
+        except SafetensorError as error:  # which is no OSError, also where the disk is full
+            raise OSError(f"{path} was not saved: {error}") from error
         if path.exists():
             path.rename(Path(scratch, "old"))
         new.rename(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,9 +49,13 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
 
 
 def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None:
-    """Print the first response to each of the first `SHOWN` prompts."""
+    """Print the first response to each of the first `SHOWN` prompts; a screen that takes no text ends no run."""
     first = {record["id"]: record for record in reversed(records)}
     for record in list(reversed(first.values()))[:SHOWN]:
         numbers = [f"{name} {record[name]:.4g}" for name in ("reward", "kl") if record.get(name) is not None]
         line = f"step {step}: {record['prompt']!r} -> {record['response']!r}  {', '.join(numbers) or 'no reward'}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        try:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        except OSError as error:  # standard output may be a file on a disk that is full
+            warnings.warn(f"responses of step {step} were not shown: {error}", stacklevel=2)
+            return

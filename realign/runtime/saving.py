@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,8 +79,9 @@ class Saves:
         self._keep_best(step, metrics)
         if not self.every_steps or step == 0 or step % self.every_steps or last:
             return
-        self._made.append(self.folder / f"step_{step:06d}")
-        self.write(self._made[-1])
+        if not self._written(name := f"step_{step:06d}"):
+            return
+        self._made.append(self.folder / name)
         while self.keep is not None and len(self._made) > self.keep:
             if (oldest := self._made.pop(0)).exists():  # a run that was resumed may have removed it before
                 shutil.rmtree(oldest)
@@ -96,6 +98,17 @@ class Saves:
         if state["best"] == self.best:
             self._record = state["record"]
 
+    def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Write the models, and `record` beside them. A full disk costs this folder, and not the run."""
+        try:
+            self.write(self.folder / name)
+            if record is not None:
+                (self.folder / name / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        except OSError as error:
+            warnings.warn(f"the models were not saved as {name!r}, and the run goes on: {error}", stacklevel=3)
+            return False
+        return True
+
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.best is None:
             return
@@ -109,7 +122,5 @@ class Saves:
         height = -value if self.best.startswith("-") else value
         if step == 0 or not height > self._record:  # untrained models are where they came from
             return
-        self._record = height
-        self.write(self.folder / "best")
-        record = {"step": step, "metric": metric, "value": value}
-        (self.folder / "best" / "best.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        if self._written("best", {"step": step, "metric": metric, "value": value}):
+            self._record = height

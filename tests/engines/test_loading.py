@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -361,6 +362,20 @@ def test_trap_g3_a_save_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
         engine.save(tmp_path / "model")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_weights_that_the_disk_does_not_take_are_an_error_of_the_disk(tmp_path, monkeypatch):
+    """What safetensors raises then is no OSError, and would pass for a bug."""
+    engine = tiny_engine("llama")
+    engine.save(tmp_path / "model")
+
+    def fail(path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(engine.module, "save_pretrained", fail)
+    with pytest.raises(OSError, match=r"model was not saved: I/O error: No space left"):
+        engine.save(tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 def test_saved_folders_can_be_read_by_others(tmp_path):

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 
@@ -49,3 +50,25 @@ def test_a_metric_that_nobody_measures_is_refused_after_the_first_step(tmp_path)
     kept.after_step(0, {"eval/reward": 1.0}, last=False)
     with pytest.raises(ValueError, match=r"no metric 'eval/rewards' was measured .*; did you mean 'eval/reward'\?"):
         kept.after_step(1, {"loss": 1.0}, last=False)
+
+
+def test_a_full_disk_costs_a_save_and_not_the_run(tmp_path):
+    full = []
+
+    def write(folder):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (folder / "actor").mkdir(parents=True, exist_ok=True)
+
+    kept = Saves(tmp_path, write, every_steps=1, keep=1, best="reward")
+    kept.after_step(1, {"reward": 1.0}, last=False)
+    full.append(True)
+    with pytest.warns(UserWarning, match="were not saved as '.*', and the run goes on: .*No space left") as told:
+        kept.after_step(2, {"reward": 2.0}, last=False)
+    assert [str(w.message).split("'")[1] for w in told] == ["best", "step_000002"]
+    assert names(tmp_path) == ["best", "step_000001"]
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 1
+    full.clear()
+    kept.after_step(3, {"reward": 1.5}, last=False)  # better than what could be saved
+    assert names(tmp_path) == ["best", "step_000003"]
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 3

@@ -1,0 +1,318 @@
+"""Faults inside a run, met with real (tiny) models and files: each has a stated behaviour in docs/robustness.md."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from realign.api import GenerationConfig, MicroBatchSpec
+from realign.data import PreferenceData, PromptData, SupervisedData, TextData
+from realign.data.pretraining import WithPretraining
+from realign.engines import OptimizerSpec, TransformersModel
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import dataflow
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.interfaces.sft import SFTInterface
+from realign.interfaces.sft import dataflow as sft_dataflow
+from realign.runtime import Experiment, run
+from realign.runtime.local import LocalRuntime
+from tests.tiny import VOCAB, save_tiny, tiny_tokenizer
+
+EOS = 2
+PROMPTS = ["1+1=", "2+3=", "7-4=", "9*9="]
+
+
+def rows(path: Path, prompts: list[str] = PROMPTS, **columns: Any) -> str:
+    lines = [json.dumps({"prompt": prompt, "answer": "1", **columns}) for prompt in prompts]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def model_folder(folder: Path, *, end: float = 0.0, **config: Any) -> str:
+    """A tiny GPT-2; `end` is added to the logit of EOS after any text (many times over)."""
+    save_tiny(folder, "gpt2", **config)
+    if end:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            model.transformer.ln_f.bias.fill_(1.0)  # a direction that every hidden state has
+            model.transformer.wte.weight[EOS] += end
+        model.save_pretrained(folder)
+    return str(folder)
+
+
+def length(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """The more, the better."""
+    return float(len(response))
+
+
+def experiment(tmp_path: Path, path: str, **changes: Any) -> Experiment:
+    """GRPO on the length of responses, in this process."""
+    generation = changes.pop("generation", GenerationConfig(n=4, max_new_tokens=6))
+    reward = changes.pop("reward", RuleRewardInterface(function=f"{__file__}:length", workers=0))
+    settings: dict[str, Any] = {
+        "name": "faults",
+        "steps": 2,
+        "batch_prompts": 2,
+        "graph": dataflow(),
+        "interfaces": {"actor": GRPOActorInterface(generation=generation), "reward": reward},
+        "models": {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3))},
+        "data": PromptData(rows(tmp_path / "default.jsonl")),
+        "output_dir": tmp_path / "run",
+    }
+    return Experiment(**(settings | changes))
+
+
+def test_a_model_that_only_ends_gives_responses_of_one_token_and_a_run_that_says_it_taught_nothing(tmp_path):
+    path = model_folder(tmp_path / "model", end=20.0)
+    runtime = LocalRuntime(experiment(tmp_path, path))
+    values, batch = runtime.step(1)
+    assert values["response_tokens"] == 1.0
+    assert values["truncated_fraction"] == 0.0
+    assert values["reward"] == 0.0
+    assert set(batch["input_ids"][batch["loss_mask"]].tolist()) == {EOS}
+    assert values["zero_gradient_steps"] == values["skipped_steps"] > 0
+    with pytest.raises(RuntimeError, match="no optimizer step was made in 2 steps: every gradient was zero"):
+        run(experiment(tmp_path, path))
+
+
+def test_a_model_that_never_ends_is_cut_at_the_limit_and_the_fraction_says_so(tmp_path):
+    path = model_folder(tmp_path / "model", end=-20.0)
+    values, batch = LocalRuntime(experiment(tmp_path, path)).step(1)
+    assert (values["response_tokens"], values["truncated_fraction"]) == (6.0, 1.0)
+    assert batch["truncated"].all()
+
+
+def test_a_model_with_more_tokens_than_the_tokenizer_trains_and_unknown_ids_are_no_text(tmp_path):
+    """Embeddings are often padded to a round size; an untrained model samples the ids behind the last token."""
+    path = model_folder(tmp_path / "model", vocab_size=4 * VOCAB)
+    assert len(tiny_tokenizer()) == VOCAB
+    runtime = LocalRuntime(experiment(tmp_path, path))
+    values, batch = runtime.step(1)
+    sampled = batch["input_ids"][batch["loss_mask"]]
+    assert int(sampled.max()) >= VOCAB
+    assert values["missing_rewards"] == 0.0
+    texts = [record["response"] for record in runtime.readable(batch, 1)]
+    known = [int((ids[~given] < VOCAB).sum()) for ids, given in own(batch, 4)]
+    assert all(len(text) <= 5 * n for text, n in zip(texts, known, strict=True))
+    bounded = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3), vocabulary=VOCAB)}
+    _, batch = LocalRuntime(experiment(tmp_path, path, models=bounded)).step(1)
+    assert int(batch["input_ids"].max()) < VOCAB
+
+
+def own(batch, n):
+    return list(zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True))[:n]
+
+
+def test_dense_rewards_of_unknown_ids_have_a_place(tmp_path):
+    path = model_folder(tmp_path / "model", vocab_size=4 * VOCAB)
+    reward = RuleRewardInterface(function=f"{__file__}:one_per_token", workers=0, dense=True)
+    _, batch = LocalRuntime(experiment(tmp_path, path, reward=reward, graph=dataflow(dense=True))).step(1)
+    assert torch.equal(batch["dense_rewards"] == 1, batch["loss_mask"])
+
+
+def one_per_token(prompt: str, response: str, row: dict[str, Any], tokens: list[str]) -> list[float]:
+    return [1.0] * len(tokens)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_at_the_start(tmp_path):
+    path = model_folder(tmp_path / "model")
+    data = PromptData(rows(tmp_path / "rows.jsonl", [*PROMPTS, "1" * 120]))
+    generation = GenerationConfig(n=2, max_new_tokens=16)
+    message = (
+        "models.actor has 128 positions, but a row of data has 120 tokens and its response up to 16: limit the rows to "
+        "112 tokens, or lower generation.max_new_tokens"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LocalRuntime(experiment(tmp_path, path, data=data, generation=generation))
+    data.max_prompt_tokens = 112
+    assert len(LocalRuntime(experiment(tmp_path, path, data=data, generation=generation)).dataset) == 4
+    generation = GenerationConfig(n=2, max_new_tokens=128)
+    with pytest.raises(ValueError, match="no prompt fits before 128 tokens, or lower"):
+        LocalRuntime(experiment(tmp_path, path, generation=generation))
+
+
+def test_demonstrations_longer_than_the_model_are_refused_at_the_start(tmp_path):
+    path = model_folder(tmp_path / "model")
+    file = rows(tmp_path / "rows.jsonl", ["1" * 120], response="2" * 10)
+    parts = {"graph": sft_dataflow(), "interfaces": {"actor": SFTInterface()}, "batch_prompts": 1}
+    with pytest.raises(ValueError, match=r"models\.actor has 128 positions, but a row of data has 131 tokens: limit"):
+        LocalRuntime(experiment(tmp_path, path, data=SupervisedData(file), **parts))
+
+
+def test_the_longest_sequence_is_that_of_one_response_and_texts_are_looked_at_too(tmp_path):
+    file = rows(tmp_path / "rows.jsonl", ["1" * 10], chosen="2" * 5, rejected="3" * 8, text="4" * 200)
+    tokenizer = tiny_tokenizer()
+    assert PreferenceData(file).load(tokenizer).longest_sequence == 10 + 8 + 1
+    both = WithPretraining(PromptData(file), TextData(file, block_tokens=150, append_eos=False))
+    path = model_folder(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"a text of data\.pretraining has 150 tokens"):
+        LocalRuntime(experiment(tmp_path, path, data=both))
+
+
+def test_groups_of_equal_rewards_make_no_step_and_a_run_of_nothing_else_fails(tmp_path):
+    path = model_folder(tmp_path / "model")
+    reward = RuleRewardInterface(function=f"{__file__}:constant", workers=0)
+    with pytest.raises(RuntimeError, match=r"rewards that are all equal teach nothing"):
+        run(experiment(tmp_path, path, reward=reward))
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r.get("zero_gradient_steps") for r in found[1:]] == [1.0, 1.0]
+
+
+def constant(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return 0.25
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    return (a / "actor" / "model.safetensors").read_bytes() == (b / "actor" / "model.safetensors").read_bytes()
+
+
+def test_rows_said_twice_are_prompts_of_their_own(tmp_path):
+    path = model_folder(tmp_path / "model")
+    data = PromptData(rows(tmp_path / "rows.jsonl", ["1+1="] * 3, id="same"))
+    _, batch = LocalRuntime(experiment(tmp_path, path, data=data, batch_prompts=3)).step(1)
+    assert sorted(batch.ids) == ["0@0", "1@0", "2@0"]
+    assert len(batch.ids) == 3
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """From the moment that `full()` is called, files of lines take no further byte; `full(False)` makes space."""
+    state = {"full": False}
+
+    class Disk(io.FileIO):
+        def write(self, data):
+            if state["full"]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    plain = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda p, mode="r", *a, **k: Disk(p, mode) if mode == "ab" else plain(p, mode, *a, **k)
+    )
+    return lambda on=True: state.update(full=on)
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_line_and_no_step(tmp_path, full):
+    path = model_folder(tmp_path / "model")
+    run(experiment(tmp_path, path, output_dir=tmp_path / "undisturbed", steps=4))
+
+    class Fills:
+        def log(self, step, metrics):
+            full(step in (1, 2))
+
+        def close(self):
+            pass
+
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl cannot be written \(No space left on device\)"):
+        result = run(experiment(tmp_path, path, steps=4), trackers=[Fills()])
+    for name in ("metrics", "samples"):
+        found = [read(tmp_path / run_ / f"{name}.jsonl") for run_ in ("undisturbed", "run")]
+        assert found[0] == found[1] != []
+    assert same_weights(tmp_path / "undisturbed" / "final", result.output_dir / "final")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        {k: v for k, v in r.items() if not k.startswith("time/") and not k.endswith(("_s", "seconds"))} for r in records
+    ]
+
+
+def test_a_run_folder_that_vanishes_is_made_again(tmp_path):
+    path = model_folder(tmp_path / "model")
+
+    class Removes:
+        def log(self, step, metrics):
+            if step == 1:
+                shutil.rmtree(tmp_path / "run")
+
+        def close(self):
+            pass
+
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl was removed or moved during the run"):
+        result = run(experiment(tmp_path, path, steps=3), trackers=[Removes()])
+    assert [r["step"] for r in read(tmp_path / "run" / "metrics.jsonl")] == [2, 3]
+    assert [r["step"] for r in result.history] == [0, 1, 2, 3]
+    assert (tmp_path / "run" / "final" / "actor" / "model.safetensors").is_file()
+
+
+def test_a_tracker_that_fails_costs_its_own_record_only(tmp_path):
+    path = model_folder(tmp_path / "model")
+
+    class Broken:
+        def open(self, name, output_dir):
+            return self
+
+        def log(self, step, metrics):
+            raise ConnectionError("no network")
+
+        def close(self):
+            pass
+
+    with pytest.warns(UserWarning, match="tracker 'mine'") as told:
+        result = run(experiment(tmp_path, path, trackers={"mine": Broken()}))
+    assert len(result.history) == 3
+    assert [str(w.message).split(" (")[0] for w in told if "mine" in str(w.message)] == [
+        "tracker 'mine' did not take step 0",
+        "tracker 'mine' missed 3 steps, from 0 to 2",
+    ]
+
+
+def test_a_screen_that_cannot_be_written_ends_no_run(tmp_path):
+    class FullLog(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = model_folder(tmp_path / "model")
+    with pytest.warns(UserWarning, match="tracker 'display' did not take step"):
+        result = run(experiment(tmp_path, path, print_samples_every_steps=1), console=Console(file=FullLog(), width=80))
+    assert len(result.history) == 3
+
+
+def test_prompts_whose_gradient_is_not_finite_are_named_by_their_place_in_the_data(tmp_path):
+    path = model_folder(tmp_path / "model")
+
+    class Poisoned(GRPOActorInterface):
+        def loss(self, output, minibatch):
+            total, stats = super().loss(output, minibatch)
+            return total * (math.nan if "2@0" in minibatch.ids else 1.0), stats
+
+    parts = {
+        "actor": Poisoned(generation=GenerationConfig(n=4, max_new_tokens=6)),
+        "reward": RuleRewardInterface(function=f"{__file__}:length", workers=0),
+    }
+    settings = {"interfaces": parts, "batch_prompts": 4, "shuffle": False, "microbatch": MicroBatchSpec(64)}
+    with pytest.warns(UserWarning, match="from the loss of id '2@0'"):
+        values, _ = LocalRuntime(experiment(tmp_path, path, **settings)).step(1)
+    assert values["nonfinite_steps"] == 1.0
+
+
+def test_a_run_whose_every_loss_is_not_finite_ends_with_the_ids(tmp_path):
+    path = model_folder(tmp_path / "model")
+
+    class Poisoned(GRPOActorInterface):
+        def loss(self, output, minibatch):
+            total, stats = super().loss(output, minibatch)
+            return total * math.nan, stats
+
+    models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3), max_nonfinite_in_a_row=2)}
+    parts = {
+        "actor": Poisoned(generation=GenerationConfig(n=4, max_new_tokens=6)),
+        "reward": RuleRewardInterface(function=f"{__file__}:length", workers=0),
+    }
+    with (
+        pytest.warns(UserWarning, match="the optimizer step is skipped, 1 in a row, and 2 end the run"),
+        pytest.raises(FloatingPointError, match=r"in 2 optimizer steps in a row.*ids '\d@0', '\d@0'"),
+    ):
+        run(experiment(tmp_path, path, models=models, interfaces=parts))
