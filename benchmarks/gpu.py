@@ -35,12 +35,11 @@ from torch import Tensor
 
 from benchmarks.batches import TrainStep, make_actor, make_rollout, prompts
 from benchmarks.memory import MemoryCount
-from benchmarks.peer.side_realign import replay_lengths
+from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.side_trl import ForcedLengths
 from benchmarks.peer.work import EOS, PAD, SCENARIOS, Scenario
 from benchmarks.report import arguments, facts, table
 from realign.api import GenerationConfig, Lengths, SequenceSample
-from realign.engines.decoding import Rollout
 from realign.engines.kernels import AttentionArgs, Backend, choose_backend
 
 GIB = 2**30
@@ -245,12 +244,8 @@ def _ours(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]
         assert found == lengths, "the lengths were not replayed"
         return sum(found)
 
-    draw = Rollout._draw
-    replay_lengths(SimpleNamespace(lengths=lengths))
-    try:
+    with forced_lengths(SimpleNamespace(lengths=lengths)):
         return _rate(plan, call)
-    finally:
-        Rollout._draw = draw
 
 
 def _peer_model(plan: Plan) -> Any:
