@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from realign.api.lengths import IntArray, Lengths
+from realign.api.lengths import IntArray, Lengths, as_integers
 from realign.api.packing import concatenate, pick, some
 
 if TYPE_CHECKING:
@@ -32,10 +32,12 @@ class MicroBatchSpec:
     whole_groups: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
-            raise ValueError(f"max_tokens_per_microbatch must be at least 1, found {self.max_tokens_per_microbatch}")
-        if self.n_microbatches < 1:
-            raise ValueError(f"n_microbatches must be at least 1, found {self.n_microbatches}")
+        for name in ("max_tokens_per_microbatch", "n_microbatches"):
+            found = getattr(self, name)
+            if found is None and name == "max_tokens_per_microbatch":
+                continue
+            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+                raise ValueError(f"{name} must be at least 1, found {found!r}")
 
 
 def plan_microbatches(
@@ -65,13 +67,14 @@ def plan_microbatches(
         empty. A batch without sequences has no micro-batches.
 
     Raises:
-        ValueError: one sequence alone exceeds the budget, or one group does with `whole_groups`.
+        ValueError: one sequence alone exceeds the budget, or one group does with `whole_groups`; or `prefixes` are not
+            one for each prompt, each within its shortest sequence.
     """
-    n_sequences, limit = len(lengths.flat), spec.max_tokens_per_microbatch
-    if not n_sequences:
+    limit = spec.max_tokens_per_microbatch
+    if not len(lengths.flat):
         return []
     _check_longest(lengths, limit, ids)
-    once = np.zeros(len(lengths.counts), dtype=np.int64) if prefixes is None else prefixes
+    once = np.zeros(len(lengths.counts), dtype=np.int64) if prefixes is None else _checked(prefixes, lengths)
     if spec.whole_groups:
         _check_groups(lengths, once, limit, ids)
     unit_of_sequence, loads = _units(lengths, once, limit)
@@ -91,6 +94,15 @@ def plan_microbatches(
     by_bin = np.argsort(bin_of_sequence, kind="stable")
     plan = np.split(by_bin, np.cumsum(np.bincount(bin_of_sequence))[:-1])
     return sorted(plan, key=lambda sequences: int(sequences[0]))
+
+
+def _checked(prefixes: IntArray, lengths: Lengths) -> IntArray:
+    once = as_integers("prefixes", prefixes)
+    if len(once) != len(lengths.counts):
+        raise ValueError(f"prefixes must be one for each of {len(lengths.counts)} prompts, found {len(once)}")
+    if (once < 0).any() or (once[lengths.prompt_of_sequence] > lengths.flat).any():
+        raise ValueError(f"prefixes must be from 0 to the shortest sequence of each prompt, found {once.tolist()[:10]}")
+    return once
 
 
 def _check_longest(lengths: Lengths, limit: int | None, ids: Sequence[Hashable] | None) -> None:

@@ -58,6 +58,8 @@ def ranks(before: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
 def place(items: Sequence[Item], gap_y: float) -> tuple[float, float]:
     """Set the centre (`x`, `y`) and the row of every item; returns width and height of the whole."""
+    if not items:
+        return 0.0, 0.0
     rows: list[list[Item]] = [[] for _ in range(1 + max(item.row for item in items))]
     for item in items:
         rows[item.row].append(item)

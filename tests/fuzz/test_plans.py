@@ -1,0 +1,157 @@
+"""Micro-batch plans and graphs of calls.
+
+Oracles: loads counted with plain loops; a graph judged by a search of its own, over the names alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realign.api import RPC, DataflowGraph, Lengths, MicroBatchSpec, plan_microbatches
+from realign.draw import FORMATS
+from tests.fuzz.refusals import BOUNDED, Refused, attempt
+from tests.fuzz.test_samples import JUNK, NUMBERS
+
+WHOLE = st.one_of(st.integers(-1, 40), NUMBERS, JUNK)
+
+
+@BOUNDED
+@given(WHOLE, WHOLE)
+def test_a_budget_is_a_whole_number_or_refused(tokens, parts):
+    found = attempt(lambda: MicroBatchSpec(tokens, parts), "max_tokens_per_microbatch", "n_microbatches")
+    possible = (tokens is None or (type(tokens) is int and tokens >= 1)) and type(parts) is int and parts >= 1
+    assert isinstance(found, Refused) != possible, getattr(found, "message", (tokens, parts))
+
+
+@BOUNDED
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5),
+    st.one_of(st.none(), st.integers(1, 30)),
+    st.integers(1, 5),
+    st.booleans(),
+    st.one_of(st.none(), st.lists(st.integers(-1, 9), max_size=6), JUNK),
+)
+def test_a_plan_holds_every_sequence_once_and_keeps_the_budget(nested, limit, parts, whole, prefixes):
+    lengths = Lengths.of(nested)
+    spec = MicroBatchSpec(limit, parts, whole_groups=whole)
+    plan = attempt(lambda: plan_microbatches(lengths, spec, prefixes=prefixes), "max_tokens_per_microbatch", "prefixes")
+    owner = [i for i, group in enumerate(nested) for _ in group]
+    flat = [n for group in nested for n in group]
+    plain = prefixes.tolist() if isinstance(prefixes, np.ndarray) else prefixes
+    right = (
+        prefixes is None
+        or not flat
+        or (
+            isinstance(plain, list)
+            and len(plain) == len(nested)
+            and all(type(p) is int and 0 <= p <= min(group, default=p) for p, group in zip(plain, nested, strict=False))
+        )
+    )
+    once = plain if right and flat and plain is not None else [0] * len(nested)
+
+    def load(sequences: list[int]) -> int:
+        return sum(flat[s] for s in sequences) - sum(
+            once[p] * (sum(owner[s] == p for s in sequences) - 1) for p in {owner[s] for s in sequences}
+        )
+
+    units = [[s for s in range(len(flat)) if owner[s] == p] for p in sorted(set(owner))]
+    smallest = units if whole else [[s] for s in range(len(flat))]
+    possible = right and (limit is None or all(load(unit) <= limit for unit in smallest))
+    assert isinstance(plan, Refused) != possible, getattr(plan, "message", prefixes)
+    if not possible:
+        return
+    found = [sequences.tolist() for sequences in plan]
+    assert sorted(s for sequences in found for s in sequences) == list(range(len(flat)))
+    assert all(sequences and sequences == sorted(sequences) for sequences in found)
+    assert limit is None or max(map(load, found), default=0) <= limit
+    assert len(found) >= min(parts, len(units))
+    fits = [unit for unit in units if limit is None or load(unit) <= limit]
+    assert all(any(set(unit) <= set(sequences) for sequences in found) for unit in fits)
+
+
+KEYS = st.sampled_from(["tokens", "rewards", "logprobs", "values", "<b>", "a&b", 'x"y'])
+CALLS = st.sampled_from(["gen", "score", "train", "credit_it", "]]>", "[red]"])
+ROLES = st.sampled_from(["actor", "critic", "ref"])
+METHODS = ("generate", "inference", "credit", "train_step")
+
+
+@st.composite
+def calls(draw: Any) -> dict[str, Any]:
+    """Arguments of an `RPC`, right more often than not."""
+    method = draw(st.sampled_from([*METHODS, *METHODS, "infer", ""]))
+    outputs = () if method == "train_step" and draw(st.integers(0, 3)) else draw(st.lists(KEYS, max_size=2))
+    return {
+        "name": draw(CALLS),
+        "model": draw(ROLES),
+        "method": method,
+        "inputs": tuple(draw(st.lists(KEYS, max_size=2))),
+        "outputs": tuple(outputs),
+        "rename": draw(st.one_of(st.just({}), st.just({}), st.dictionaries(KEYS, KEYS, max_size=2))),
+        "after": tuple(draw(st.one_of(st.just([]), st.lists(CALLS, max_size=1)))),
+    }
+
+
+def call_is_right(call: dict[str, Any]) -> bool:
+    """The rules of one call."""
+    own = {graph: name for name, graph in call["rename"].items()}
+    seen = [[own.get(key, key) for key in call[side]] for side in ("inputs", "outputs")]
+    return (
+        call["method"] in METHODS
+        and not (call["method"] == "train_step" and call["outputs"])
+        and all(len(set(call[side])) == len(call[side]) for side in ("inputs", "outputs", "after"))
+        and all(key in (*call["inputs"], *call["outputs"]) for key in call["rename"].values())
+        and len(own) == len(call["rename"])
+        and all(len(set(names)) == len(names) for names in seen)
+    )
+
+
+def waits_for(call: dict[str, Any], given_: list[dict[str, Any]]) -> set[str]:
+    """Names of the calls that must come first."""
+    before = {other["name"] for other in given_ if set(other["outputs"]) & set(call["inputs"])} | set(call["after"])
+    if call["method"] == "train_step":
+        before |= {o["name"] for o in given_ if o["model"] == call["model"] and o["method"] != "train_step"}
+    return before
+
+
+def can_be_ordered(given_: list[dict[str, Any]]) -> bool:
+    """Whether taking calls whose predecessors are done ends with all done."""
+    done: set[str] = set()
+    for _ in given_:
+        done |= {call["name"] for call in given_ if waits_for(call, given_) <= done}
+    return len(done) == len(given_)
+
+
+@BOUNDED
+@given(st.lists(calls(), max_size=4), st.lists(KEYS, max_size=2), st.lists(KEYS, max_size=1))
+def test_a_graph_can_run_or_is_refused(given_, dataset, results):
+    def build() -> DataflowGraph:
+        return DataflowGraph(tuple(RPC(**call) for call in given_), tuple(dataset), tuple(results))
+
+    graph = attempt(build, "RPC", "key")
+    produced = [key for call in given_ for key in call["outputs"]]
+    names = [call["name"] for call in given_]
+    possible = (
+        all(map(call_is_right, given_))
+        and len(set(names)) == len(names)
+        and len(set(produced)) == len(produced)
+        and not set(produced) & set(dataset)
+        and all(key in {*produced, *dataset} for call in given_ for key in (*call["inputs"],))
+        and set(results) <= {*produced, *dataset}
+        and all(name in names for call in given_ for name in call["after"])
+        and can_be_ordered(given_)
+    )
+    assert isinstance(graph, Refused) != possible, getattr(graph, "message", given_)
+    if not possible:
+        return
+    order = [rpc.name for rpc in graph.order]
+    for call in given_:
+        assert waits_for(call, given_) <= set(order[: order.index(call["name"])])
+    FORMATS["text"](graph, {})
+    FORMATS["mermaid"](graph, {})
+    shown = {element.text for element in ElementTree.fromstring(FORMATS["svg"](graph, {})).iter() if element.text}
+    assert {*names, *produced} <= shown
