@@ -65,7 +65,9 @@ def test_known_families_sample_the_same(case):
 def test_other_families_run_their_modules(family):
     model = tiny_model(family)
     fused = Fusion(model)
-    assert same(rollout(model, fused, max_new_tokens=4), rollout(model, None, max_new_tokens=4))
+    found, want = rollout(model, fused, max_new_tokens=4), rollout(model, None, max_new_tokens=4)
+    assert torch.equal(found["input_ids"], want["input_ids"])
+    torch.testing.assert_close(found["logprobs"], want["logprobs"])  # the head's weight stands in another order
     assert f"model family {model.config.model_type!r} is not written out" in fused.obstacle
 
 
