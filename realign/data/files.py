@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -66,14 +67,18 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
     Raises:
         ValueError: nothing is there, it is of no known kind, a row is malformed (names its line), or there is no row.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))  # which leaves a ~name that nobody has
     readers: dict[str, Callable[[Path, int | None], Table]] = {
         ".jsonl": _read_jsonl,
         ".json": _read_json,
         ".parquet": _read_parquet,
     }
-    if not file.exists():
-        raise ValueError(f"no file or folder {str(path)!r}{_near_file(file)}")
+    try:
+        there = file.is_file() or file.is_dir()
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"no file or folder {_short(path)}: {error.strerror}") from error
+    if not there:
+        raise ValueError(f"no file or folder {_short(path)}{_near_file(file)}")
     reader = _read_folder if file.is_dir() else readers.get(file.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: cannot read {file.suffix or 'a file without ending'!r}; known are {list(readers)}")
@@ -81,6 +86,11 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
     if not table.rows:
         raise ValueError(f"{path} holds no rows")
     return table
+
+
+def _short(path: str | Path) -> str:
+    text = repr(str(path))
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _part(row: Row, path: str) -> Any:
@@ -92,6 +102,8 @@ def _part(row: Row, path: str) -> Any:
 
 def _near_file(file: Path) -> str:
     folder = file.parent
+    if file.exists():
+        return ", but something else of that name"
     if not folder.is_dir():
         return f"; the folder {str(folder)!r} does not exist"
     near = difflib.get_close_matches(file.name, [p.name for p in folder.iterdir()], n=1)
@@ -107,24 +119,33 @@ def _read_jsonl(file: Path, limit: int | None) -> Table:
                 break
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # of the syntax, or of the text encoding
-                raise ValueError(f"{file}, line {place} is not JSON: {error}") from error
-            rows.append(_checked(row, f"{file}, line {place}"))
+            rows.append(_checked(_parsed(line, f"{file}, line {place}"), f"{file}, line {place}"))
             places.append(place)
     return Table(file, rows, places, "line")
 
 
 def _read_json(file: Path, limit: int | None) -> Table:
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        hint = "; rows on lines of their own belong into a .jsonl file" if "Extra data" in str(error) else ""
-        raise ValueError(f"{file} is not JSON: {error}{hint}") from error
+    content = _parsed(file.read_bytes(), str(file), "; rows on lines of their own belong into a .jsonl file")
     if not isinstance(content, list):
         raise ValueError(f"{file} holds a {type(content).__name__}, expected a list of objects")
     return _numbered(file, [_checked(row, f"{file}, row {place}") for place, row in enumerate(content[:limit], 1)])
+
+
+def _parsed(data: bytes, where: str, if_more: str = "") -> Any:
+    """What JSON says, if it is text that can be written again: an escape of half a character alone is none.
+
+    Args:
+        data: of the file, or of one line.
+        where: it stands.
+        if_more: what to add to the error when something follows the JSON.
+    """
+    try:
+        found = json.loads(data)
+        if b"\\u" in data:
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # of the syntax, of the text encoding, or of the depth
+        raise ValueError(f"{where} is not JSON: {error}{if_more if 'Extra data' in str(error) else ''}") from error
+    return found
 
 
 def _read_parquet(file: Path, limit: int | None) -> Table:
@@ -135,7 +156,7 @@ def _read_parquet(file: Path, limit: int | None) -> Table:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             rows = (row for batch in parquet.iter_batches() for row in batch.to_pylist())
             return _numbered(file, list(islice(rows, limit)))
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
 
 

@@ -1,0 +1,154 @@
+"""Data files: any bytes under any ending, and shipped datasets over them.
+
+Oracle: a file that is read has the rows that Python's own reader finds in it, one for one, or it is refused by its
+name. What a dataset takes in can be sampled, and has the tokens of its text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from realign.data import PreferenceData, PromptData, SupervisedData, TextData, read_rows
+from tests.data.text_tokenizer import make_tokenizer
+from tests.fuzz.refusals import BOUNDED, Refused, attempt
+
+TEXT = st.one_of(st.text("ab1 ", min_size=1, max_size=4), st.text(max_size=3), st.just("\ud800"))
+VALUE = st.one_of(TEXT, TEXT, TEXT, st.none(), st.integers(), st.floats(), st.booleans(), st.lists(TEXT, max_size=3))
+ROW = st.dictionaries(
+    st.sampled_from(["prompt", "response", "chosen", "rejected", "text", "a.b", "0"]), VALUE, min_size=1, max_size=4
+)
+ROWS = st.lists(ROW, min_size=1, max_size=3)
+SEPARATOR = st.sampled_from([b"\n", b"\n", b"\r\n", b"\n\n", b"\r", b" ", b",", b"\x00"])
+
+
+@st.composite
+def damaged(draw: Any, whole: st.SearchStrategy[bytes]) -> bytes:
+    """Bytes with a few of them changed, cut out, or put in."""
+    data = draw(whole)
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(data)))
+        end = min(len(data), at + draw(st.integers(0, 8)))
+        data = data[:at] + draw(st.binary(max_size=4)) + data[end:]
+    return data
+
+
+def as_parquet(rows: list[dict[str, Any]]) -> bytes:
+    """The rows as a parquet file; all values as text, since a column has one type."""
+    names = sorted({name for row in rows for name in row})
+    columns = {n: [str(r[n]).encode(errors="replace").decode() if n in r else None for r in rows] for n in names}
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), out)
+    return out.getvalue()
+
+
+LINES = st.tuples(SEPARATOR, ROWS).map(lambda both: both[0].join(json.dumps(row).encode() for row in both[1]))
+LIST = ROWS.map(lambda rows: json.dumps(rows).encode())
+FILES = st.one_of(
+    st.tuples(st.just("x.jsonl"), st.one_of(damaged(LINES), LINES, st.binary(max_size=40))),
+    st.tuples(st.just("x.json"), st.one_of(damaged(LIST), LIST, LINES, st.binary(max_size=40))),
+    st.tuples(st.just("x.parquet"), st.one_of(damaged(ROWS.map(as_parquet)), st.binary(max_size=40))),
+    st.tuples(st.sampled_from(["x.csv", "x", "x.jsonl.gz", "x.pkl", "x.npy"]), st.one_of(LINES, st.binary(max_size=9))),
+)
+
+
+@contextmanager
+def written(name: str, data: bytes) -> Iterator[Path]:
+    """A file with these bytes, for as long as the block takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, name)
+        file.write_bytes(data)
+        yield file
+
+
+def plain_rows(name: str, data: bytes) -> list[Any] | None:
+    """What Python makes of the bytes; None where it makes nothing."""
+    try:
+        if name.endswith(".jsonl"):
+            return [json.loads(line) for line in io.BytesIO(data) if line.strip()]
+        if name.endswith(".json"):
+            found = json.loads(data)
+            return found if isinstance(found, list) else None
+        if name.endswith(".parquet"):
+            return pyarrow.parquet.read_table(io.BytesIO(data)).to_pylist()
+    except (ValueError, RecursionError, OSError, MemoryError, pyarrow.ArrowException):
+        pass
+    return None
+
+
+def is_text(row: Any) -> bool:
+    """Whether it can be written: half of a surrogate pair cannot."""
+    try:
+        return bool(json.dumps(row, ensure_ascii=False, default=str).encode())
+    except UnicodeEncodeError:
+        return False
+
+
+@BOUNDED
+@given(FILES, st.one_of(st.none(), st.integers(1, 3)))
+@example(("x.json", b"[" * 200_000), None)
+@example(("x.jsonl", b'{"a":' * 100_000), None)
+@example(("x.jsonl", b'{"a": ' + b"9" * 5000 + b"}"), None)
+@example(("x.jsonl", '{"a": 1}'.encode("utf-16")), None)
+def test_rows_of_any_file(file, limit):
+    name, data = file
+    with written(name, data) as path:
+        found = attempt(lambda: read_rows(path, limit), name)
+    expected = plain_rows(name, data)
+    if isinstance(found, Refused):
+        assert not (expected and all(isinstance(row, dict) and is_text(row) for row in expected)), found.message
+        return
+    assert expected is not None
+    assert 0 < len(found) <= (limit or len(expected))
+    assert repr(list(found.rows)) == repr(expected[:limit])  # NaN is not itself
+    assert all(isinstance(row, dict) for row in found.rows)
+
+
+TOKENIZER = make_tokenizer()
+SOURCES: dict[str, Callable[[str], Any]] = {
+    "prompts": lambda path: PromptData(path, max_prompt_tokens=8),
+    "chat": lambda path: PromptData(path, prompt_column="a.b"),
+    "supervised": lambda path: SupervisedData(path, max_tokens=8),
+    "preferences": lambda path: PreferenceData(path),
+    "text": lambda path: TextData(path, block_tokens=4),
+}
+
+
+@BOUNDED
+@given(st.sampled_from(sorted(SOURCES)), ROWS, st.sampled_from(["x.jsonl", "x.json", "x.parquet"]))
+def test_a_dataset_of_any_rows(kind, rows, name):
+    data = {
+        "x.jsonl": lambda: b"\n".join(json.dumps(row).encode() for row in rows),
+        "x.json": lambda: json.dumps(rows).encode(),
+        "x.parquet": lambda: as_parquet(rows),
+    }[name]()
+    with written(name, data) as path:
+        dataset = attempt(lambda: SOURCES[kind](str(path)).load(TOKENIZER), name)
+    if isinstance(dataset, Refused):
+        return
+    assert len(dataset) >= 1
+    report = dataset.report
+    assert report.rows_kept == len(dataset)
+    sample = dataset.sample([(0, i) for i in range(len(dataset))])
+    assert set(dataset.keys) == sample.keys
+    tokens = sample["prompt_ids" if "prompt_ids" in sample else "input_ids"]
+    assert len(tokens) == report.tokens
+    assert bool(((tokens >= 0) & (tokens < len(TOKENIZER))).all())
+    assert "loss_mask" not in sample or bool(sample["loss_mask"].any())
+
+
+@BOUNDED
+@given(st.one_of(st.text(max_size=6), st.sampled_from(["~nobody-there/x.jsonl", "a\0b.json", "x" * 5000, "/", "."])))
+def test_any_text_as_a_path(path):
+    found = attempt(lambda: read_rows(path))
+    assert isinstance(found, Refused)
