@@ -231,8 +231,10 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
     from rich.console import Console
 
     from realign.preflight import preflight
+    from realign.runtime.readiness import check_ready
 
     experiment = _built(args, overrides)
+    check_ready(experiment)
     console = Console()
     _print_derived(experiment, console)
     _quiet_transformers()
@@ -261,10 +263,13 @@ def _typed_lines() -> Iterator[str]:
 def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
     """`realign <overrides>`: a Hydra application around the runtime; also sweeps and `--cfg`."""
     from realign.config.composition import check_launch, hydra_main, search_path
+    from realign.runtime.readiness import check_ready
 
     check_launch(overrides, args.config_dir)
     if not (args.multirun or args.cfg or args.info):
-        _built(args, overrides).refuse_earlier_run()  # before Hydra makes a folder for a run that cannot start
+        experiment = _built(args, overrides)  # before Hydra makes a folder for a run that cannot start
+        experiment.refuse_earlier_run()
+        check_ready(experiment)
     flags = ["--multirun"] if args.multirun else []
     flags += ["--resolve"] if args.resolve else []
     flags += [f"--{name}={getattr(args, name)}" for name in ("cfg", "package", "info") if getattr(args, name)]

@@ -14,6 +14,7 @@ from realign.draw import to_text
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.local import call
+from realign.runtime.readiness import writable
 
 ROWS = 2
 RESPONSES = 3  # of each prompt that are shown
@@ -62,22 +63,8 @@ def run_calls(runtime: LocalRuntime) -> SequenceSample:
 
 
 def disk_line(output_dir: Path) -> str:
-    """Free space where `output_dir` will be.
-
-    Raises:
-        OSError: the nearest folder that exists cannot be written.
-    """
-    folder = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
-    if not folder.is_dir():
-        raise NotADirectoryError(f"output_dir {str(output_dir)!r}: {str(folder)!r} is not a folder")
-    probe = folder / ".realign_check"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        why = f"output_dir {str(output_dir)!r}: cannot write to {str(folder)!r} ({error.strerror})"
-        raise type(error)(why) from error
-    return f"{output_dir}: {shutil.disk_usage(folder).free / GIB:.1f} GiB free"
+    """Free space where `output_dir` will be."""
+    return f"{output_dir}: {shutil.disk_usage(writable(output_dir)).free / GIB:.1f} GiB free"
 
 
 def devices_line() -> str:

@@ -46,18 +46,10 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
     check_words(overrides)
     register_schema()
 
-    def composed_of(words: Sequence[str]) -> DictConfig:
-        return without_hydra(_whole([*search_path(config_dir), *words]))
-
     try:
-        composed = composed_of(overrides)
+        composed = without_hydra(_whole([*search_path(config_dir), *overrides]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        message = explain(error)
-        if match := re.fullmatch(r"unknown key '(\w+)'", message):  # no root key is like it
-            others = [word for word in overrides if word.lstrip("+~").partition("=")[0] != match[1]]
-            with suppress(HydraException, OmegaConfBaseException, YAMLError):
-                message += _deeper(match[1], OmegaConf.to_container(composed_of(others), resolve=False))
-        raise ConfigError(message) from error
+        raise ConfigError(_explained(error, overrides, config_dir)) from error
     return resolve(composed)
 
 
@@ -73,10 +65,19 @@ def check_words(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{word!r} is no override, which is written key=value{torn}")
 
 
-def _deeper(name: str, config: Any) -> str:
-    """The end of a message about an unknown key at the root: the keys further down that are called so."""
-    keys = [key for key, _ in _leaves(config) if key.rpartition(".")[2] == name]
-    return f"; did you mean {' or '.join(keys[:3])}?" if keys else f"; known are {', '.join(ROOT_KEYS)}"
+def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | str | None) -> str:
+    """The message of an error of Hydra's; for a key that is like none at the root, with those further down."""
+    message = explain(error)
+    match = re.fullmatch(r"unknown key '(\w+)'", message)
+    if match is None:
+        return message
+    name = match[1]
+    others = [word for word in overrides if word.lstrip("+~").partition("=")[0] != name]
+    keys: list[str] = []
+    with suppress(Exception):  # there is another mistake, and one is told at a time
+        whole = OmegaConf.to_container(without_hydra(_whole([*search_path(config_dir), *others])), resolve=False)
+        keys = [key for key, _ in _leaves(whole) if key.rpartition(".")[2] == name]
+    return message + (f"; did you mean {' or '.join(keys[:3])}?" if keys else f"; known are {', '.join(ROOT_KEYS)}")
 
 
 def resolve(composed: DictConfig) -> ExperimentConfig:
@@ -164,6 +165,7 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
     from hydra.errors import HydraException
     from yaml import YAMLError
 
+    check_words(overrides)
     register_schema()
     try:
         folder = search_path(config_dir)
@@ -173,7 +175,7 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
         for words in product(*(choices for _, choices in _choices([*overrides, *more]))):
             without_hydra(_whole([*folder, *words]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(_explained(error, overrides, config_dir)) from error
 
 
 def _whole(overrides: Sequence[str]) -> DictConfig:

@@ -80,6 +80,13 @@ class PreferenceData(DataSource):
         if self.margin_column is not None and self.kind is not LabelKind.pairs:
             raise ValueError(f"margin_column belongs to kind=pairs, but kind is {self.kind.value}")
 
+    def column_settings(self) -> list[str]:
+        """See `FileSource`."""
+        own = ["responses_column", "labels_column"]
+        if self.kind is LabelKind.pairs:
+            own = ["chosen_column", "rejected_column", *(["margin_column"] if self.margin_column is not None else [])]
+        return [*super().column_settings(), *own]
+
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Read the file and tokenize it.
 

@@ -46,6 +46,13 @@ class WithPretraining:
         if self.sequences_per_prompt < 1:
             raise ValueError(f"sequences_per_prompt must be at least 1, found {self.sequences_per_prompt}")
 
+    def check(self, where: str) -> None:
+        """See `FileSource`: of both, where they can tell."""
+        for name in ("prompts", "pretraining"):
+            node = getattr(self, name)
+            if hasattr(node, "check"):
+                node.check(f"{where}.{name}")
+
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptsWithPretraining:
         """Load both.
 

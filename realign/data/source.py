@@ -45,6 +45,29 @@ class FileSource:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, or None for all rows, found {self.limit}")
 
+    def check(self, where: str) -> None:
+        """Look at the first row, before anything is loaded: is there such a file, and has it the columns.
+
+        Args:
+            where: key of this node, for messages.
+
+        Raises:
+            ValueError: names the key, what was found and the nearest file or column.
+        """
+        try:
+            first = read_rows(self.path, 1)
+        except ValueError as error:
+            raise ValueError(f"{where}.path: {error}") from error
+        for setting in self.column_settings():
+            try:
+                first.column(getattr(self, setting))
+            except ValueError as error:
+                raise ValueError(f"{where}.{setting}: {error}") from error
+
+    def column_settings(self) -> list[str]:
+        """Names of the fields that name columns which every row must have."""
+        return []
+
     def table(self) -> Table:
         """The rows of the file that are asked for."""
         table = read_rows(self.path, self.limit)
@@ -81,8 +104,15 @@ class DataSource(FileSource):
             if found not in list(choices):
                 raise ValueError(f"{name} must be one of {[c.value for c in choices]}, found {found!r}")
             setattr(self, name, choices(found))
+        for name in ("max_tokens", "max_prompt_tokens"):
+            if (most := getattr(self, name, None)) is not None and most < 1:
+                raise ValueError(f"{name} must be at least 1, or null for no limit, found {most}")
         if self.template is Template.plain and (self.system or self.template_options):
             raise ValueError("system and template_options belong to template=chat, but template is plain")
+
+    def column_settings(self) -> list[str]:
+        """See `FileSource`."""
+        return ["prompt_column"]
 
     def read(self, tokenizer: PreTrainedTokenizerBase) -> Table:
         """The rows of the file that are asked for; `excerpt` counts tokens of `tokenizer`."""

@@ -37,6 +37,10 @@ class SupervisedData(DataSource):
     train_on_prompt: bool = False
     """Whether prompt tokens train too. A sequence's first token, which nothing predicts, never does."""
 
+    def column_settings(self) -> list[str]:
+        """See `FileSource`."""
+        return [*super().column_settings(), "response_column"]
+
     def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
         """Read the file and tokenize it.
 

@@ -50,6 +50,10 @@ class TextData(FileSource):
         if self.block_tokens < 2:
             raise ValueError(f"block_tokens must be at least 2, of which one can be learned, found {self.block_tokens}")
 
+    def column_settings(self) -> list[str]:
+        """See `FileSource`."""
+        return ["text_column"]
+
     def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
         """Read the file and tokenize it.
 

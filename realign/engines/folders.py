@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -65,11 +66,29 @@ def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",
     folder = Path(os.path.expanduser(path))  # which leaves a ~name that nobody has
     if folder.is_dir():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}")
+            raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}{_inside(folder, patterns)}")
         return str(folder)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
-        raise ValueError(f"{what}={path!r} is neither an existing model folder nor a hub name (owner/name)")
+        raise ValueError(
+            f"{what}={path!r} is neither an existing model folder nor a hub name (owner/name){_near_folder(folder)}"
+        )
     return path
+
+
+def _inside(folder: Path, patterns: tuple[str, ...]) -> str:
+    """The end of a message about a folder that holds no model: a model further down, as a run leaves it."""
+    found = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
+    return f"; did you mean {str(found[0])!r}?" if found else ""
+
+
+def _near_folder(folder: Path) -> str:
+    """The end of a message about a folder that is not there: the nearest name where the path leaves the disk."""
+    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    parts = folder.absolute().relative_to(there).parts
+    near = difflib.get_close_matches(parts[0], [p.name for p in there.iterdir() if p.is_dir()], n=1)
+    if near:
+        return f"; did you mean {str(Path(*folder.parts[: len(folder.parts) - len(parts)], near[0], *parts[1:]))!r}?"
+    return f"; {str(there)!r} has no {parts[0]!r}"
 
 
 def check_name(what: str, name: str) -> None:
@@ -121,8 +140,8 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
         new = Path(scratch, "new")
         try:
             write(new)
-        except SafetensorError as error:  # which is no OSError, also where the disk is full
-            raise OSError(f"{path} was not saved: {error}") from error
+        except (OSError, SafetensorError) as error:  # the second is no OSError, also where the disk is full
+            raise OSError(f"{path} was not saved: {error.__cause__ or error}") from error
         if path.exists():
             path.rename(Path(scratch, "old"))
         new.rename(path)

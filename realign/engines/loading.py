@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,15 @@ from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.cores import ParallelPasses
 from realign.engines.folders import check_path, read_states, warn_if_misread
 from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
+from realign.engines.inspection import check_head, check_hub, no_trained_head, weight_names
 from realign.engines.kernels import Backend
 from realign.engines.layout import SharedPrompts
 from realign.engines.lora import LoRA, add_adapters, require_peft
 from realign.engines.optim import OptimizerSpec
 from realign.engines.value_head import ValueHead, ValueNetwork
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Without one of these AutoTokenizer builds an empty tokenizer of the model's family, and says nothing."""
 
 
 class DType(StrEnum):
@@ -115,6 +121,37 @@ class TransformersModel:
             raise ValueError(f"lora.dropout={self.lora.dropout:g} has no effect with dropout=false")
         if self.head is not Head.causal and not self.lora.merge_on_save:
             raise ValueError(f"lora.merge_on_save=false would not save the trained head of head={self.head.value}")
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """What the engine will give, see `PipelinableEngine.outputs`."""
+        language = {"logprobs"} if self.head is Head.causal else set()
+        scalar = {"values", "scores"} if self.value_head is not None or not language else set()
+        return frozenset(language | scalar)
+
+    def check(self, name: str) -> None:
+        """Find what is wrong before any weights are read.
+
+        Raises:
+            ValueError: names the key: of a path, a device, a package that is missing, or the wrong head.
+        """
+        what = f"models.{name}"
+        if self.lora is not None:
+            require_peft(f"{what}.lora")
+        if self.attention is Backend.flash and find_spec("flash_attn") is None:
+            raise ValueError(f"{what}.attention=flash needs the package flash-attn (realign[flash-attn]); use auto")
+        try:
+            pick_device(self.device)
+        except ValueError as error:
+            raise ValueError(f"{what}.{error}") from error
+        path = check_path(f"{what}.path", self.path)
+        if self.tokenizer is not None:
+            check_path(f"{what}.tokenizer", self.tokenizer, TOKENIZER_FILES)
+        if not Path(path).is_dir():
+            check_hub(f"{what}.path", path)
+        elif names := weight_names(Path(path)):
+            random_head = self.optimizer is not None or self.head_init is not HeadInit.keep
+            check_head(what, self.path, names, self.head, random_head=random_head)
 
     def load(self, name: str, *, seed: int) -> Model:
         """Read weights and tokenizer, probe the model, and build its engine.
@@ -225,11 +262,7 @@ class TransformersModel:
                 + (f" and {len(absent) - 1} more" if absent[1:] else "")
             )
         if heads and self.optimizer is None and self.head_init is HeadInit.keep:
-            raise ValueError(
-                f"models.{name}: {self.path!r} has no trained head for head={self.head.value} (it lacks {heads[0]}), "
-                "and this role is not trained: what it says would be random; give a folder with that head, such as "
-                "final/reward of a run of experiment=reward_model, or set head_init"
-            )
+            raise no_trained_head(f"models.{name}", self.path, self.head, heads[0])
 
     def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
         """The value head of the folder, or a new one, beside the model `module`."""
@@ -251,9 +284,7 @@ class TransformersModel:
     def _read_tokenizer(self, name: str) -> Any:
         from transformers import AutoTokenizer
 
-        # without these files AutoTokenizer builds an empty tokenizer of the model's family, and says nothing
-        files = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-        path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, files)
+        path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, TOKENIZER_FILES)
         with _readable(f"models.{name}: cannot load a tokenizer from {path!r}"):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         warn_if_misread(f"models.{name}", tokenizer, path)
@@ -277,13 +308,17 @@ def pick_device(device: str) -> torch.device:
     """The device of that name; `auto` is CUDA where there is one.
 
     Raises:
-        ValueError: CUDA is asked for and there is none.
+        ValueError: torch knows no such device, or CUDA is asked for and there is none.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown to torch; use auto, cpu or cuda") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch sees no CUDA device; use cpu or auto")
-    return torch.device(device)
+    return found
 
 
 @contextmanager

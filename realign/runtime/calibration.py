@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
-from realign.data import batch_indices
+from realign.data import DataSpec, batch_indices
 from realign.interfaces.reward_model import RewardModelInterface, score_moments
 
 LABEL_ROWS = 1024
@@ -26,7 +26,7 @@ LABEL_ROWS = 1024
 class RewardCalibration:
     """Which responses to sample, and when to set gain and bias of the reward model by them (config node)."""
 
-    data: Any
+    data: DataSpec
     """Prompts: a data node such as `realign.data.PromptData`."""
     role: str = "reward"
     """The reward model; its interface is a `RewardModelInterface`."""

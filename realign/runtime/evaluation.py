@@ -78,6 +78,11 @@ class Evaluation(Evaluator):
                     raise ValueError(f"evaluation.sweep.{name} cannot be {value!r}: {error}") from error
         return variants
 
+    def metric_names(self) -> frozenset[str] | None:
+        """See `Evaluator`."""
+        names = [*SEQUENCE_METRICS, *self.metrics]
+        return frozenset(f"eval/{name}{ending}" for name in names for ending in self._variants)
+
     def describe(self) -> str:
         """See `Evaluator`."""
         swept = "".join(f"; also {name}={', '.join(map(str, values))}" for name, values in self.sweep.items())

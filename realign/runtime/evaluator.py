@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from realign.api import DataflowGraph, ModelInterface, SequenceSample
+from realign.data import DataSpec
 
 if TYPE_CHECKING:
     from realign.runtime.local import LocalRuntime
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class Evaluator(ABC):
     """Measures a role's model on held-out rows, now and then; no part of the training graph."""
 
-    data: Any
+    data: DataSpec
     """Held-out rows: a data node such as `realign.data.PromptData`."""
     every_steps: int = field(default=10, kw_only=True)
     """Steps between evaluations; there is always one before and one after training."""
@@ -44,6 +45,10 @@ class Evaluator(ABC):
         """
         if self.role not in (roles := list(models)):
             raise ValueError(f"evaluation.role {self.role!r} has no model; roles with one: {', '.join(roles)}")
+
+    def metric_names(self) -> frozenset[str] | None:
+        """Names of what `measure` gives, where they are known before it is called; None: they are not."""
+        return None
 
     @abstractmethod
     def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:

@@ -27,6 +27,7 @@ from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role, load_models, save_models
 from realign.runtime.positions import check_positions
+from realign.runtime.readiness import check_ready
 from realign.runtime.samples import readable
 from realign.runtime.stream import PromptStream
 
@@ -68,6 +69,7 @@ class LocalRuntime:
         self.batches_ahead = 0
         """Batches of prompts drawn before the first step, less the steps before it: not 0 only in a run that was
         resumed with another batch size, or at another place in its data."""
+        check_ready(experiment)
         try:
             for interface in self._used_interfaces():
                 interface.open()
@@ -293,6 +295,12 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
         raise ValueError(
             f"batch_prompts={experiment.batch_prompts}, but the dataset has {len(dataset)} rows, and under "
             "dynamic_sampling no row is used twice in a step"
+        )
+    if experiment.prompts_at_once > len(dataset):
+        warnings.warn(
+            f"batch_prompts={experiment.prompts_at_once}, but the dataset has {len(dataset)} rows: each stands in a "
+            f"batch {experiment.prompts_at_once / len(dataset):.1f} times",
+            stacklevel=2,
         )
     limit = experiment.microbatch.max_tokens_per_microbatch
     if limit is None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realign.api import Model, ModelInterface
+from realign.api import RPC, Model, ModelInterface
 from realign.engines import SharedModel
 from realign.engines.folders import AVERAGED, refuse_link, write_state
-from realign.runtime.experiment import Experiment
+from realign.runtime.experiment import Experiment, ModelSpec
 
 
 def load_models(experiment: Experiment) -> dict[str, Model]:
@@ -32,15 +32,9 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
     tokenizer = models[lead_role(experiment)].tokenizer
     for rpc in experiment.graph.rpcs:
         if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].machine.trainable:
-            spec = used[rpc.model]
-            cure = (
-                f"shares the model of role {spec.of!r}: train that one"
-                if isinstance(spec, SharedModel)
-                else f"has no optimizer: set models.{rpc.model}.optimizer.lr"
-            )
-            raise ValueError(f"RPC {rpc.name!r} trains models.{rpc.model}, which {cure}")
+            raise untrainable(rpc, used[rpc.model])
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
-        check_outputs(role, models[role], experiment.interfaces[role])
+        check_outputs(role, models[role].machine.outputs, experiment.interfaces[role])
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
         if role in experiment.interfaces:  # an evaluated role may have none
@@ -49,13 +43,19 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
 
 
 def check_optimizers(experiment: Experiment) -> None:
-    """Refuse an optimizer that the graph never calls, such as that of a critic of its own with graph.critic=shared.
+    """Refuse a model that is trained and has no optimizer, and the other way round, as far as the config tells.
+
+    An optimizer that the graph never calls is, for instance, that of a critic of its own with graph.critic=shared.
 
     Raises:
         ValueError: names the role, and what to do.
     """
     trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
     for rpc in experiment.graph.rpcs:
+        spec = experiment.models.get(rpc.model)
+        frozen = isinstance(spec, SharedModel) or getattr(spec, "optimizer", spec) is None
+        if rpc.method == "train_step" and spec is not None and frozen:
+            raise untrainable(rpc, spec)
         if rpc.model not in trained and getattr(experiment.models.get(rpc.model), "optimizer", None) is not None:
             role = rpc.model
             shares = (
@@ -68,13 +68,29 @@ def check_optimizers(experiment: Experiment) -> None:
             )
 
 
-def check_outputs(role: str, model: Model, interface: ModelInterface) -> None:
+def untrainable(rpc: RPC, spec: ModelSpec) -> ValueError:
+    """The error about a call that trains a model which cannot be."""
+    cure = (
+        f"shares the model of role {spec.of!r}: train that one"
+        if isinstance(spec, SharedModel)
+        else f"has no optimizer: set models.{rpc.model}.optimizer.lr"
+    )
+    return ValueError(f"RPC {rpc.name!r} trains models.{rpc.model}, which {cure}")
+
+
+def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface, owner: str | None = None) -> None:
     """Compare what an interface asks of its model with what the model's head can give.
+
+    Args:
+        role: of the interface.
+        outputs: see `PipelinableEngine.outputs`.
+        interface: what asks.
+        owner: the role whose model it is, if it is not that of `role`.
 
     Raises:
         ValueError: names the role, what is lacking and what provides it.
     """
-    lacking = sorted(interface.needed_outputs() - model.machine.outputs)
+    lacking = sorted(interface.needed_outputs() - outputs)
     if lacking:
         if "logprobs" in lacking:
             cure = "head=causal"
@@ -82,10 +98,10 @@ def check_outputs(role: str, model: Model, interface: ModelInterface) -> None:
             cure = "value_head, beside head=causal"
         else:
             cure = "head=score or value, or a value_head beside head=causal"
-        given = " and ".join(sorted(model.machine.outputs))
+        given = " and ".join(sorted(outputs))
         raise ValueError(
             f"interfaces.{role} ({type(interface).__name__}) needs {' and '.join(lacking)} of models.{role}, which "
-            f"gives {given}: set models.{role}.{cure}"
+            f"gives {given}: set models.{owner or role}.{cure}"
         )
 
 

@@ -87,7 +87,9 @@ def test_a_state_file_that_holds_no_state_is_named(tmp_path, text):
 
 
 def test_a_shared_model_is_the_trained_one_and_counts_its_versions(tmp_path):
-    runtime = LocalRuntime(shared(tmp_path, save_tiny(tmp_path / "model")))
+    policy = PPOActorInterface(generation=GENERATION)  # a ReferenceInterface must not move with the actor
+    interfaces = {"actor": policy, "ref": policy, "reward": Rising()}
+    runtime = LocalRuntime(shared(tmp_path, save_tiny(tmp_path / "model"), interfaces=interfaces))
     actor, ref = runtime.models["actor"], runtime.models["ref"]
     _, batch = runtime.step(1)
     mask_T = batch["loss_mask"]
@@ -172,7 +174,7 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
 def test_a_model_without_the_head_that_its_interface_needs_is_refused(head, interface, message):
     model = Model("x", tiny_engine(model={"head": head}), None)
     with pytest.raises(ValueError, match=message):
-        check_outputs("x", model, interface)
+        check_outputs("x", model.machine.outputs, interface)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""What is looked at before anything is loaded, at launch and in `realign check`: roles, files, the folder of the run.
+
+`Experiment` compares values with each other. Here they are compared with what is on the disk, and roles with the models
+that play them, as far as the config tells. What needs the tokenizer (lengths of rows) or the weights (does a family run
+packed) comes with them, still before the first rollout.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from realign.api import RPC
+from realign.engines.shared import Share, SharedModel
+from realign.interfaces.greedy import GreedyInterface
+from realign.interfaces.reference import ReferenceInterface
+from realign.runtime.experiment import Experiment, ModelSpec
+from realign.runtime.models import check_optimizers, check_outputs
+
+OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
+
+
+def check_ready(experiment: Experiment) -> None:
+    """Find what would end the run later.
+
+    Raises:
+        ValueError: names the key, what was found and what is valid.
+        OSError: `output_dir` cannot be written.
+    """
+    check_optimizers(experiment)
+    for rpc in experiment.graph.rpcs:
+        _check_model(rpc, experiment)
+        _check_sharing(rpc, experiment)
+    _check_budget(experiment)
+    _check_save_best(experiment)
+    writable(experiment.output_dir)
+    for role in experiment.roles:
+        spec: Any = experiment.models.get(role)
+        if hasattr(spec, "check"):
+            spec.check(role)
+    nodes = {"data": experiment, "evaluation.data": experiment.evaluation, "calibration.data": experiment.calibration}
+    for where, owner in nodes.items():
+        if owner is not None and hasattr(owner.data, "check"):
+            owner.data.check(where)
+
+
+def writable(output_dir: Path) -> Path:
+    """The nearest folder of `output_dir` that exists.
+
+    Raises:
+        OSError: names `output_dir`; files cannot be made there.
+    """
+    folder = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    choose = "choose another output_dir"
+    if not folder.is_dir():
+        raise NotADirectoryError(f"output_dir {str(output_dir)!r}: {str(folder)!r} is not a folder; {choose}")
+    probe = folder / ".realign_check"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        why = f"output_dir {str(output_dir)!r}: cannot write to {str(folder)!r} ({error.strerror}); {choose}"
+        raise type(error)(why) from error
+    return folder
+
+
+def _check_model(rpc: RPC, experiment: Experiment) -> None:
+    """Compare what an interface asks of its model with the head that the config gives it."""
+    spec = experiment.models.get(rpc.model)
+    owner, key = spec, rpc.model
+    if isinstance(spec, SharedModel):
+        if spec.of not in experiment.roles:
+            raise ValueError(
+                f"models.{rpc.model} shares the model of role {spec.of!r}, which takes no part in the graph; roles "
+                f"that do: {', '.join(experiment.roles)}"
+            )
+        owner, key = experiment.models[spec.of], spec.of
+        if spec.branch is Share.reference:
+            _check_branch(rpc.model, spec.of, owner)
+    outputs = getattr(owner, "outputs", None)
+    if isinstance(spec, SharedModel) and spec.branch is Share.reference:
+        outputs = frozenset({"logprobs"})
+    if outputs is not None:
+        check_outputs(rpc.model, outputs, experiment.interfaces[rpc.model], key)
+
+
+def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
+    """A frozen start inside a model needs a part of it that does not move."""
+    parts = [getattr(owner, name) for name in ("lora", "trained_layers") if hasattr(owner, name)]
+    if parts and all(part is None for part in parts) and getattr(owner, "optimizer", None) is not None:
+        raise ValueError(
+            f"models.{role}.branch=reference: models.{of} trains all of its weights, so that no branch of it stays as "
+            f"it is; set models.{of}.trained_layers or lora, or give {role} a model of its own (models.{role}.path)"
+        )
+
+
+def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
+    """Roles that must see the weights in training share them; a reference must not."""
+    trained = {other.model for other in experiment.graph.rpcs if other.method == "train_step"}
+    spec, interface = experiment.models.get(rpc.model), experiment.interfaces[rpc.model]
+    if isinstance(spec, SharedModel):
+        if isinstance(interface, ReferenceInterface) and spec.branch is Share.whole and spec.of in trained:
+            raise ValueError(
+                f"models.{rpc.model}.branch=whole: the reference would move with models.{spec.of}, which is trained, "
+                f"and every KL would be 0; set models.{rpc.model}.branch=reference, or give it a model of its own"
+            )
+        return
+    path = getattr(spec, "path", None)
+    if rpc.model in trained or path is None:
+        return
+    share = f"share its weights: ~models.{rpc.model} '+models.{rpc.model}={{_target_: realign.engines.SharedModel, of: "
+    if isinstance(interface, GreedyInterface):
+        sampler = next((r.model for r in experiment.graph.rpcs if r.method == "generate" and r.model in trained), None)
+        if sampler is not None:
+            raise ValueError(
+                f"models.{rpc.model}.path={path!r} is a copy that stays as it is, but its greedy answers are "
+                f"compared with samples of models.{sampler}, which is trained; {share}{sampler}}}'"
+            )
+    if "values" in rpc.outputs:
+        learner = next((r.model for r in experiment.graph.rpcs if r.model in trained and "values" in r.inputs), None)
+        if learner is not None and getattr(experiment.interfaces[learner], "value", None) is not None:
+            raise ValueError(
+                f"models.{rpc.model}.path={path!r} is a model that nothing trains: with graph.critic=shared the "
+                f"loss of models.{learner} trains the values of its own value_head; {share}{learner}}}'"
+            )
+
+
+def _check_budget(experiment: Experiment) -> None:
+    limit, response = experiment.microbatch.max_tokens_per_microbatch, experiment.longest_response
+    if limit is not None and limit <= response:
+        raise ValueError(
+            f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: a response may have "
+            f"max_new_tokens={response} tokens, and its prompt comes before it; raise the budget above {response}, or "
+            "lower generation.max_new_tokens"
+        )
+
+
+def _check_save_best(experiment: Experiment) -> None:
+    """Refuse a metric that cannot come; one that only the first step can tell of is looked for then."""
+    if experiment.save_best is None:
+        return
+    metric = experiment.save_best.removeprefix("-")
+    if metric in OF_REWARDS and "rewards" not in experiment.graph.producers:
+        raise ValueError(f"save_best={experiment.save_best}: no call of the graph writes rewards; use eval/nll, say")
+    known = experiment.evaluation.metric_names() if experiment.evaluation is not None else None
+    if known is not None and metric.startswith("eval/") and metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"save_best={experiment.save_best}: the evaluation does not measure {metric!r}{hint} (valid: "
+            f"{', '.join(sorted(known))})"
+        )
