@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from realign.engines.folders import save_folder
+
 
 @dataclass
 class CheckpointSpec:
@@ -99,13 +101,18 @@ class Saves:
             self._record = state["record"]
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
-        """Write the models, and `record` beside them. A full disk costs this folder, and not the run."""
-        try:
-            self.write(self.folder / name)
+        """Write the models of all roles, and `record` beside them, or nothing: a full disk costs this folder only."""
+
+        def fill(folder: Path) -> None:
+            folder.mkdir()
+            self.write(folder)
             if record is not None:
-                (self.folder / name / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+                (folder / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+        try:
+            save_folder(self.folder / name, fill)
         except OSError as error:
-            warnings.warn(f"the models were not saved as {name!r}, and the run goes on: {error}", stacklevel=3)
+            warnings.warn(f"{error}; the run goes on", stacklevel=3)
             return False
         return True
 
