@@ -84,10 +84,10 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
     """
     experiment.refuse_earlier_run()
     start = find_start(experiment)
-    experiment.output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         runtime = LocalRuntime(experiment)
         stack.callback(runtime.close)
+        experiment.output_dir.mkdir(parents=True, exist_ok=True)
         return _Training(runtime, start, console, trackers, stack).run()
 
 
