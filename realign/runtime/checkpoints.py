@@ -188,7 +188,8 @@ class CheckpointWriter:
         start = time.perf_counter()
         self.close()
         packed = pack(tree, copy=True)
-        self._thread = threading.Thread(target=self._store, args=(step, packed), name=f"checkpoint-{step}")
+        # a daemon: a run that is interrupted twice does not wait for a write, of which only a leftover stays
+        self._thread = threading.Thread(target=self._store, args=(step, packed), name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
         return time.perf_counter() - start
 

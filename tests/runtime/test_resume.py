@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.config import build_experiment, compose
+from realign.engines import TransformersModel
+from realign.engines.optim import OptimizerSpec
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import ReferenceInterface, dataflow
+from realign.runtime import CheckpointSpec, Evaluation, run
+from realign.runtime.checkpoints import list_checkpoints
+from realign.runtime.experiment import Part
+from realign.runtime.local import LocalRuntime
+from realign.runtime.resume import check_config, find_start, warn_of_another_environment
+from realign.runtime.state import environment, frozen_weights, restore, run_state
+from realign.runtime.training import RunResult
+from tests.config_parts import write_experiment
+from tests.runtime.test_local import GENERATION, CountToken, Prompts, experiment
+from tests.runtime.test_state import Killed, Killer, untimed
+from tests.tiny import save_tiny
+
+EVERY = CheckpointSpec(every_steps=1, keep=9)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(folder / "checkpoints")]
+
+
+def done(tmp_path: Path, steps: int = 3, **changes) -> Path:
+    return run(experiment(tmp_path, steps=steps, checkpoint=EVERY, **changes)).output_dir
+
+
+def resumed(tmp_path: Path, steps: int = 5, **changes) -> RunResult:
+    return run(experiment(tmp_path, steps=steps, checkpoint=EVERY, **({"resume": "auto"} | changes)))
+
+
+# --- which checkpoint ---
+
+
+def test_a_run_with_more_steps_goes_on_and_its_record_is_whole(tmp_path):
+    done(tmp_path)
+    result = resumed(tmp_path)
+    assert [record["step"] for record in result.history] == [0, 1, 2, 3, 4, 5]
+    whole = run(experiment(tmp_path, steps=5, output_dir=tmp_path / "whole", checkpoint=None))
+    assert result.series("loss") == whole.series("loss")
+    assert not (tmp_path / "whole" / "checkpoints").exists()
+    seconds = [json.loads(line)["seconds"] for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert seconds == sorted(seconds)  # the clock goes on where it stood
+
+
+def test_trap_d11_a_finished_run_is_no_success_once_more(tmp_path):
+    done(tmp_path)
+    with pytest.raises(ValueError, match=r"nothing is left to do: .*step_000003 is of step 3, and steps=3; give more"):
+        resumed(tmp_path, steps=3)
+    with pytest.raises(ValueError, match="nothing is left to do"):
+        resumed(tmp_path, steps=2)
+
+
+def test_auto_starts_where_there_is_nothing_and_replaces_no_models(tmp_path):
+    assert resumed(tmp_path, steps=1).series("step") == [0, 1]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ValueError, match="without a checkpoint to go on from"):
+        resumed(tmp_path)
+    shutil.rmtree(tmp_path / "run" / "final")  # as after a kill before the first checkpoint
+    assert resumed(tmp_path, steps=1).series("step") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "state.json").unlink(), "missing"),
+        (lambda folder: truncate(folder / "tensors.safetensors"), "bytes"),
+        (lambda folder: flip(folder / "tensors.safetensors"), "sha256"),
+        (lambda folder: flip(folder / "manifest.json"), "manifest.json"),
+    ],
+)
+def test_a_corrupt_newest_checkpoint_is_named_and_skipped_and_nothing_is_lost(tmp_path, damage, message):
+    whole = run(experiment(tmp_path, steps=5, output_dir=tmp_path / "whole")).output_dir
+    out = done(tmp_path)
+    damage(out / "checkpoints" / "step_000003")
+    with pytest.warns(UserWarning, match=f"the checkpoint of step 3 is skipped: .*{message}"):
+        resumed(tmp_path)
+    for name in ("metrics", "samples", "eval_samples"):
+        found = [record for record in untimed(out / f"{name}.jsonl") if "eval/reward" not in record]
+        expected = [record for record in untimed(whole / f"{name}.jsonl") if "eval/reward" not in record]
+        assert found == expected
+    assert steps_of(out) == [1, 2, 3, 4, 5]
+    assert list_checkpoints(out / "checkpoints")[2].read()["counters"]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_checkpoint_may_be_named_and_its_run_or_another_goes_on(tmp_path):
+    out = done(tmp_path)
+    branch = resumed(tmp_path, resume=str(out / "checkpoints" / "step_000002"), output_dir=tmp_path / "branch")
+    assert [record["step"] for record in branch.history] == [0, 1, 2, 3, 4, 5]
+    assert len((tmp_path / "branch" / "samples.jsonl").read_text().splitlines()) == 5 * 8
+    assert steps_of(out) == [1, 2, 3]
+    assert steps_of(tmp_path / "branch") == [3, 4, 5]
+    back = resumed(tmp_path, resume=str(out / "checkpoints" / "step_000001"))
+    assert back.series("loss") == branch.series("loss")
+    assert find_start(experiment(tmp_path, steps=9, resume=str(out))).step == 5
+    assert find_start(experiment(tmp_path, steps=9, resume=str(out / "checkpoints"))).step == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere", "is no folder; give auto"), (".", "holds no checkpoint"), ("file", "is no folder")],
+)
+def test_a_path_without_a_checkpoint_is_refused(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=message):
+        resumed(tmp_path, resume=path)
+
+
+def test_a_branch_replaces_no_other_run_unasked(tmp_path):
+    out = done(tmp_path)
+    other = done(tmp_path, output_dir=tmp_path / "other")
+    with pytest.raises(
+        ValueError, match=r"holds an earlier run, and a run that starts from .* needs a folder of its own"
+    ):
+        resumed(tmp_path, resume=str(out), output_dir=other)
+    resumed(tmp_path, resume=str(out), output_dir=other, overwrite=True)
+    assert steps_of(other) == [4, 5]
+
+
+# --- another config ---
+
+
+def test_every_key_that_differs_is_named_with_both_values(tmp_path):
+    write_experiment(tmp_path)
+    base = ["experiment=bigram", "steps=1", f"output_dir={tmp_path}/run"]
+    run(build_experiment(compose(base, tmp_path)))
+    other = [*base, "steps=2", "resume=auto", "interfaces.actor.clip_high=0.3", "data.n=9", "seed=1"]
+    with pytest.raises(ValueError, match="another config") as caught:
+        run(build_experiment(compose(other, tmp_path)))
+    for part in ("interfaces.actor.clip_high was 0.2, is 0.3", "data.n was 8, is 9", "seed was 0, is 1"):
+        assert part in str(caught.value)
+    assert "steps was" not in str(caught.value)
+    meant = [*other, "data.n=8", "resume_allow=[interfaces.actor,seed]"]
+    assert run(build_experiment(compose(meant, tmp_path))).series("step") == [0, 1, 2]
+    assert "clip_high: 0.3" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_what_changes_nothing_of_the_training_may_differ():
+    saved = {"steps": 3, "trackers": {}, "evaluation": {"every_steps": 2, "n": 1}, "checkpoint": {"keep": 1}, "lr": 0.1}
+    check_config(saved, saved | {"steps": 9, "trackers": {"a": {"b": 1}}, "checkpoint": None}, [])
+    check_config(saved, saved | {"evaluation": {"every_steps": 5, "n": 1}}, [])
+    with pytest.raises(ValueError, match=r"another config: evaluation\.n was 1, is 2\. Where"):
+        check_config(saved, saved | {"evaluation": {"every_steps": 5, "n": 2}}, [])
+    check_config(saved, saved | {"evaluation": {}}, ["evaluation"])
+    with pytest.raises(ValueError, match=r"evaluation was \(none\), is \{\}"):
+        check_config(saved, saved | {"evaluation": {}}, [])
+    with pytest.raises(
+        ValueError, match=r"resume_allow: the config has no key 'evaluatoin'; did you mean 'evaluation'\?"
+    ):
+        check_config(saved, saved, ["evaluatoin"])
+    check_config({"x": math.nan, "y": (1, 2)}, {"x": math.nan, "y": [1, 2]}, [])
+
+
+def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
+    done(tmp_path)
+    with pytest.raises(ValueError, match="batch_prompts was 8, is 4; seed was 0, is 1"):
+        resumed(tmp_path, seed=1, batch_prompts=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"resume_skip": ["data"]}, "resume_skip has no effect without resume"),
+        ({"resume_allow": ["data"]}, "resume_allow has no effect without resume"),
+        ({"resume": "auto", "resume_skip": ["dat"]}, r"unknown part 'dat' \(valid: optimizer, data, random, "),
+        ({"resume": "auto", "resume_skip": ["counters"]}, "starts a new run: give its own output_dir"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        experiment(tmp_path, **settings)
+
+
+def test_another_environment_is_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_another_environment(environment())
+    with pytest.warns(
+        UserWarning, match=r"another environment \(torch was 1\.0, is .*\), so that its numbers may differ"
+    ):
+        warn_of_another_environment(environment() | {"torch": "1.0"})
+
+
+# --- other data, other weights ---
+
+
+def test_another_number_of_rows_is_refused_unless_the_position_is_left_out(tmp_path):
+    done(tmp_path)
+    with pytest.raises(ValueError, match="the dataset has 9 rows, and had 8 when"):
+        resumed(tmp_path, data=Prompts(9))
+    assert resumed(tmp_path, data=Prompts(9), resume_skip=["data"]).series("step") == [0, 1, 2, 3, 4, 5]
+
+
+def test_another_batch_size_goes_on_at_the_same_row(tmp_path):
+    """3 batches of 8 of 10 rows lie behind: 24 rows, or 6 batches of 4. The next prompts are numbers 24 to 27."""
+    done(tmp_path, data=Prompts(10), shuffle=False)
+    with pytest.raises(ValueError, match="3 batches of 8 prompts lie behind, which is no whole number of batches of 5"):
+        resumed(tmp_path, data=Prompts(10), shuffle=False, batch_prompts=5, resume_allow=["batch_prompts"])
+    allowed = {"batch_prompts": 4, "resume_allow": ["batch_prompts"], "sample_prompts": 4, "shuffle": False}
+    out = resumed(tmp_path, 4, data=Prompts(10), **allowed).output_dir
+    last = [record["id"] for record in untimed(out / "samples.jsonl") if record["step"] == 4]
+    assert list(dict.fromkeys(last)) == ["4@2", "5@2", "6@2", "7@2"]
+
+
+def with_reference(folder: Path, out: Path, **changes):
+    return experiment(
+        out,
+        graph=dataflow(kl=True),
+        interfaces={
+            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2)),
+            "ref": ReferenceInterface(),
+            "reward": CountToken(),
+        },
+        models={
+            "actor": TransformersModel(str(folder / "a"), optimizer=OptimizerSpec(lr=1e-2)),
+            "ref": TransformersModel(str(folder / "ref")),
+        },
+        evaluation=None,
+        **changes,
+    )
+
+
+def test_trap_b7_the_reference_is_loaded_from_its_path_and_must_be_what_it_was(tmp_path):
+    for name in ("a", "ref"):
+        save_tiny(tmp_path / name)
+    run(with_reference(tmp_path, tmp_path, steps=1))
+    state = list_checkpoints(tmp_path / "run" / "checkpoints")[-1].read()
+    assert state["models"]["ref"] == {"version": 0, "engine": None}
+    assert state["frozen"].keys() == {"ref"}
+    assert state["frozen"]["ref"]["path"] == str(tmp_path / "ref")
+    start = frozen_weights(LocalRuntime(with_reference(tmp_path, tmp_path)))
+    result = run(with_reference(tmp_path, tmp_path, steps=2, resume="auto"))
+    assert list_checkpoints(result.output_dir / "checkpoints")[-1].read()["frozen"] == start
+    shutil.rmtree(tmp_path / "ref")
+    save_tiny(tmp_path / "ref", seed=5)
+    with pytest.raises(ValueError, match=r"models\.ref: the weights loaded from .* are not those that the run started"):
+        run(with_reference(tmp_path, tmp_path, steps=3, resume="auto"))
+
+
+# --- selective restore ---
+
+
+def made(folder: Path, skip: list[str]) -> LocalRuntime:
+    """A fresh runtime with what a run of two steps left, but for `skip`."""
+    first = LocalRuntime(with_reference(folder, folder))
+    for step in (1, 2):
+        first.step(step)
+    torch.manual_seed(9)
+    state = run_state(first, {})
+    torch.manual_seed(10)
+    second = LocalRuntime(with_reference(folder, folder))
+    restore(second, state, skip)
+    weights = [runtime.models["actor"].engine.module.state_dict() for runtime in (first, second)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    return second
+
+
+def facts(runtime: LocalRuntime) -> dict[str, bool]:
+    """Which parts are those of the run before."""
+    stepper = runtime.models["actor"].engine._stepper
+    return {
+        Part.optimizer: stepper.optimizer_steps == 2 and bool(stepper.optimizer.state),
+        Part.data: runtime.prompts.drawn == 2,
+        Part.random: torch.initial_seed() == 9,
+        Part.counters: runtime.models["actor"].version == 2 and runtime.counters.optimizer_steps == 2,
+    }
+
+
+def test_parts_of_a_checkpoint_are_left_out_one_by_one(tmp_path):
+    for name in ("a", "ref"):
+        save_tiny(tmp_path / name)
+    for skipped in (Part.optimizer, Part.data, Part.random, Part.counters):
+        expected = {part: part != skipped for part in facts(made(tmp_path, []))}
+        assert facts(made(tmp_path, [skipped])) == expected
+    runtime = made(tmp_path, list(Part))
+    assert not any(facts(runtime).values())
+    assert runtime.models["actor"].engine._stepper.train_steps == 0
+
+
+def test_weights_alone_start_a_new_run_in_a_folder_of_its_own(tmp_path):
+    greedy = {"evaluation": Evaluation(Prompts(4), CountToken(), replace(GENERATION, greedy=True))}
+    out = done(tmp_path, **greedy)
+    with pytest.raises(ValueError, match="needs a folder of its own"):
+        resumed(tmp_path, resume=str(out), resume_skip=list(Part))
+    new = {"resume": str(out), "resume_skip": list(Part), "output_dir": tmp_path / "next", **greedy}
+    result = resumed(tmp_path, 2, **new)
+    assert [record["step"] for record in result.history] == [0, 1, 2]
+    assert result.history[0]["eval/reward"] == untimed(out / "metrics.jsonl")[-1]["eval/reward"]
+    assert list_checkpoints(tmp_path / "next" / "checkpoints")[-1].read()["counters"]["optimizer_steps"] == 2
+
+
+def test_state_that_does_not_fit_is_told_with_its_owner(tmp_path):
+    done(tmp_path)
+
+    class Forgetful(CountToken):
+        def state_dict(self):
+            return {"calls": 1}
+
+        def load_state_dict(self, state):
+            self.calls = state["calls"]
+
+    parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": Forgetful()}
+    with pytest.raises(
+        ValueError, match=r"interfaces\.reward: what the checkpoint holds does not fit \(KeyError: 'calls'"
+    ):
+        resumed(tmp_path, interfaces=parts)
+    resumed(tmp_path, interfaces=parts, resume_skip=["interfaces"])
+
+
+# --- the record ---
+
+
+def test_lines_behind_the_checkpoint_are_cut_off_and_a_gap_is_said(tmp_path):
+    with pytest.raises(Killed):
+        run(experiment(tmp_path, steps=4, checkpoint=EVERY), trackers=[Killer(3)])
+    out = tmp_path / "run"
+    with (out / "samples.jsonl").open("a") as file:
+        file.write('{"step": 3, "torn')
+    resumed(tmp_path)
+    assert [record["step"] for record in untimed(out / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+    assert [record["step"] for record in untimed(out / "samples.jsonl")] == [s for s in range(1, 6) for _ in range(8)]
+    (out / "samples.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"samples\.jsonl has 0 bytes, and had .*: the record has a gap"):
+        resumed(tmp_path, 6)
+
+
+def test_the_stall_of_a_checkpoint_is_on_the_record_of_the_next_step(tmp_path):
+    history = run(experiment(tmp_path, steps=4, checkpoint=CheckpointSpec(every_steps=2))).history
+    assert [record["step"] for record in history if "time/checkpoint_s" in record] == [3]
+    assert steps_of(tmp_path / "run") == [2, 4]
+
+
+def test_minutes_are_counted_too(tmp_path):
+    assert steps_of(done(tmp_path)) == [1, 2, 3]
+    often = CheckpointSpec(every_minutes=1e-9, keep=2)
+    assert steps_of(run(experiment(tmp_path, steps=4, checkpoint=often, overwrite=True)).output_dir) == [3, 4]
+
+
+def test_a_disk_that_is_full_ends_no_run_and_is_said(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("realign.runtime.checkpoints._fill", full)
+    with pytest.warns(UserWarning, match=r"the checkpoint of step 3 was not written: .*No space left"):
+        out = done(tmp_path)
+    assert steps_of(out) == []
+    assert (out / "final").is_dir()

@@ -1,0 +1,174 @@
+"""The command line under SIGKILL, SIGTERM and Ctrl-C, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from realign import cli
+from realign.config.folders import experiments_dir
+from realign.runtime.checkpoints import list_checkpoints
+from realign.runtime.signals import Interrupted, StopSignals
+from tests.config_parts import write_experiment
+from tests.runtime.test_state import untimed
+
+CHECKOUT = experiments_dir().parent
+STEPS = 40
+SLOW = """\
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tests.config_parts import CountThrees
+
+@dataclass
+class Slow(CountThrees):
+    blocked_by: str = ""  # from step 3 on, until this file is there
+    steps: int = 0
+
+    def inference(self, model, data, mb_spec):
+        self.steps += 1
+        time.sleep(0.02)
+        while self.blocked_by and self.steps > 2 and not Path(self.blocked_by).exists():
+            Path("waiting").touch()
+            time.sleep(0.01)
+        return super().inference(model, data, mb_spec)
+"""
+ARGS = (
+    "--config-dir=conf",
+    "experiment=bigram",
+    f"steps={STEPS}",
+    "data.n=6",
+    "evaluation.reward._target_=tests.config_parts.CountThrees",
+    "evaluation.data={_target_: tests.config_parts.Prompts, n: 3}",
+    "evaluation.every_steps=7",
+    "interfaces.reward._target_=slow.Slow",
+    "checkpoint.every_steps=1",
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_experiment(tmp_path / "conf")
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def command(*more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{os.getcwd()}", "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", "realign.cli", *ARGS, *more]
+    return subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+
+
+def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
+    """Until the file has so many lines; what the process says if it ends before."""
+    deadline = time.monotonic() + 120
+    while not path.exists() or len(path.read_bytes().splitlines()) < lines:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def assert_same_as_whole(out: str) -> None:
+    assert cli.main([*ARGS, "output_dir=whole"]) == 0
+    for name in ("metrics", "samples", "eval_samples"):
+        assert untimed(Path(out, f"{name}.jsonl")) == untimed(Path("whole", f"{name}.jsonl")), name
+    found, expected = (np.load(Path(folder, "final/actor/bigram.npz")) for folder in (out, "whole"))
+    assert found.files == expected.files
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected.files)
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
+    process = command("output_dir=run", "resume=auto")  # there is nothing to resume from yet
+    wait_for(process, Path("run/metrics.jsonl"), 6)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not Path("run/final").exists()
+    assert cli.main([*ARGS, "output_dir=run", "resume=auto"]) == 0
+    assert_same_as_whole("run")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number, code):
+    process = command("output_dir=run", "checkpoint.every_steps=null")
+    wait_for(process, Path("run/metrics.jsonl"), 4)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    (checkpoint,) = list_checkpoints(Path("run/checkpoints"))
+    assert err.splitlines()[-1] == f"stopped after step {checkpoint.step} of {STEPS}; go on with resume=auto"
+    assert "once more to end at once" in err
+    assert untimed(Path("run/metrics.jsonl"))[-1]["step"] == checkpoint.step < STEPS
+    assert not Path("run/final").exists()
+    assert cli.main([*ARGS, "output_dir=run", "resume=auto"]) == 0
+    assert_same_as_whole("run")
+
+
+def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here):
+    process = command("output_dir=run", "interfaces.reward.blocked_by=never")
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(signal.SIGTERM)
+    assert "once more" in read_until(process, "stopping:")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
+    assert untimed(Path("run/metrics.jsonl"))[-1]["step"] == 2
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if word in line:
+            return line
+    raise AssertionError(f"{word!r} was not said")
+
+
+def raised(signals: StopSignals, number: int) -> Interrupted | None:
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(0)  # the handler runs between two instructions
+    except Interrupted as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_raised(number, capfd):
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with StopSignals() as signals:
+        assert signals.received is None
+        assert raised(signals, number) is None
+        assert signals.received == number
+        error = raised(signals, signal.SIGTERM)
+        assert isinstance(error, KeyboardInterrupt)
+        assert error.exit_code == 143
+    assert {each: signal.getsignal(each) for each in before} == before
+    assert capfd.readouterr().err.count("stopping") == 1
+
+
+def test_another_thread_than_the_main_one_handles_no_signals():
+    found: Sequence[object] = []
+
+    def use() -> None:
+        nonlocal found
+        with StopSignals() as signals:
+            found = [signals.received, signal.getsignal(signal.SIGINT)]
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert found == [None, signal.getsignal(signal.SIGINT)]
