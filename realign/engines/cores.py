@@ -9,13 +9,14 @@ added.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import StrEnum
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
@@ -57,6 +58,13 @@ def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) ->
     return lanes, replace(
         spec, max_tokens_per_microbatch=share, n_microbatches=max(spec.n_microbatches, lanes * rounds)
     )
+
+
+def rewrites_rope(module: nn.Module) -> bool:
+    """Whether every pass rewrites the frequencies of the rotary positions, for its longest text: two would collide."""
+    found = (getattr(part, "rope_type", None) for part in module.modules())
+    kinds = {kind for x in found for kind in (x.values() if isinstance(x, Mapping) else [x])}
+    return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:

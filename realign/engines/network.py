@@ -15,7 +15,7 @@ from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.engines.attention import Backend, layout_inputs
 from realign.engines.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
-from realign.engines.cores import ParallelPasses
+from realign.engines.cores import ParallelPasses, rewrites_rope
 from realign.engines.fusion import Fusion
 from realign.engines.heads import read_head
 from realign.engines.layout import Layout, Passes, SharedPrompts
@@ -66,10 +66,9 @@ class Network(nn.Module):
         self._vocabulary = vocabulary
         self._dropout = dropout
         self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
-        on_cpu = self.device.type == "cpu"
         # what a branch hears of the trunk's layers comes by hooks, which do not know the pass that they are called in
-        alone = value_head is not None and value_head.branch is not None
-        self._parallel = parallel_passes is ParallelPasses.auto and on_cpu and not alone
+        alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
+        self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
         self.fusion = Fusion(module) if fused_rollout and isinstance(self.head, LMHead) else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16

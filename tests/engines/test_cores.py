@@ -181,6 +181,15 @@ def test_dropout_and_off_take_one_pass_after_the_other():
         assert trained(masked(), **engine)[0]["n_microbatches"] == 1
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn", "default"])
+def test_rotary_positions_that_every_pass_rewrites_take_one_pass_after_the_other(kind):
+    more = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4, **more}
+    model = {"rope_parameters": scaling}
+    n = trained(masked(), model=model)[0]["n_microbatches"]
+    assert n == (1 if kind in ("dynamic", "longrope") else 3)
+
+
 def test_branches_that_listen_to_the_trunk_take_one_pass_after_the_other(tmp_path):
     path = str(save_tiny(tmp_path / "model"))
     policy = TransformersModel(path, optimizer=STEP, trained_layers=1, device="cpu", value_head=ValueHead(layers=1))
