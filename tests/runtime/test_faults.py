@@ -17,16 +17,19 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec
-from realign.data import PreferenceData, PromptData, SupervisedData, TextData
+from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
 from realign.data.pretraining import WithPretraining
 from realign.engines import OptimizerSpec, TransformersModel
+from realign.engines.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.interfaces.sft import dataflow as sft_dataflow
 from realign.runtime import Experiment, run
+from realign.runtime.checkpoints import list_checkpoints
 from realign.runtime.local import LocalRuntime
+from realign.runtime.saving import CheckpointSpec
 from tests.tiny import VOCAB, save_tiny, tiny_tokenizer
 
 EOS = 2
@@ -182,7 +185,44 @@ def test_rows_said_twice_are_prompts_of_their_own(tmp_path):
     data = PromptData(rows(tmp_path / "rows.jsonl", ["1+1="] * 3, id="same"))
     _, batch = LocalRuntime(experiment(tmp_path, path, data=data, batch_prompts=3)).step(1)
     assert sorted(batch.ids) == ["0@0", "1@0", "2@0"]
-    assert len(batch.ids) == 3
+    assert batch.lengths["input_ids"].counts.tolist() == [4, 4, 4]
+
+
+GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "caf\xe9"}', "line 2 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
+        (b'{"prompt": "a\\ud800"}', "line 2 is not JSON: 'utf-8' codec can't encode character"),
+        (b'{"prompt": ""}', "line 2: the prompt has no tokens"),
+        (b'{"prompt": null}', "line 2: the prompt is None, expected a string"),
+        (
+            b'{"prompt": ["a"]}',
+            "line 2: the prompt is ['a'], expected a string; a list of messages needs template=chat",
+        ),
+        (b'{"promt": "2+2="}', "line 2: no column 'prompt'; found ['promt']; did you mean 'promt'?"),
+        (b'{"prompt": "2+2="', "line 2 is not JSON: Expecting ',' delimiter"),
+        (b'["2+2="]', "line 2 holds a list, expected an object with columns"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line_before_anything_is_trained(tmp_path, line, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD + line + b"\n" + GOOD)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PromptData(str(file)).load(tiny_tokenizer())
+
+
+def test_a_row_that_is_too_long_is_left_out_and_counted_or_cut_or_refused(tmp_path, caplog):
+    file = rows(tmp_path / "rows.jsonl", ["1+1=", "1" * 50])
+    assert len(PromptData(file, max_prompt_tokens=10).load(tiny_tokenizer())) == 1
+    assert "1 of 2 rows" in caplog.text
+    assert "1 dropped (longer than max_prompt_tokens=10)" in caplog.text
+    cut = PromptData(file, max_prompt_tokens=10, too_long=TooLong.truncate_left).load(tiny_tokenizer())
+    assert (len(cut), cut.longest_sequence, cut.report.rows_truncated) == (2, 10, 1)
+    with pytest.raises(ValueError, match="line 2 has 50 tokens, more than max_prompt_tokens=10"):
+        PromptData(file, max_prompt_tokens=10, too_long=TooLong.error).load(tiny_tokenizer())
 
 
 @pytest.fixture
@@ -205,7 +245,8 @@ def full(monkeypatch):
 
 def test_a_disk_that_is_full_for_a_while_costs_no_line_and_no_step(tmp_path, full):
     path = model_folder(tmp_path / "model")
-    run(experiment(tmp_path, path, output_dir=tmp_path / "undisturbed", steps=4))
+    settings = {"steps": 4, "checkpoint": CheckpointSpec(every_steps=1, keep=9)}
+    run(experiment(tmp_path, path, output_dir=tmp_path / "undisturbed", **settings))
 
     class Fills:
         def log(self, step, metrics):
@@ -215,11 +256,53 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_and_no_step(tmp_path, ful
             pass
 
     with pytest.warns(UserWarning, match=r"metrics\.jsonl cannot be written \(No space left on device\)"):
-        result = run(experiment(tmp_path, path, steps=4), trackers=[Fills()])
+        result = run(experiment(tmp_path, path, **settings), trackers=[Fills()])
     for name in ("metrics", "samples"):
         found = [read(tmp_path / run_ / f"{name}.jsonl") for run_ in ("undisturbed", "run")]
         assert found[0] == found[1] != []
     assert same_weights(tmp_path / "undisturbed" / "final", result.output_dir / "final")
+    first, second = (list_checkpoints(tmp_path / run_ / "checkpoints") for run_ in ("undisturbed", "run"))
+    assert [c.step for c in first] == [c.step for c in second] == [1, 2, 3, 4]
+    for a, b in zip(first, second, strict=True):
+        for file in sorted(a.path.glob("*.safetensors")):
+            assert file.read_bytes() == (b.path / file.name).read_bytes()
+
+
+def test_a_save_that_fails_costs_neither_the_run_nor_its_checkpoints(tmp_path, monkeypatch):
+    path = model_folder(tmp_path / "model")
+    write = TransformersEngine._write
+
+    def fails_at_first(engine, folder):
+        if "step_000001" in str(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(engine, folder)
+
+    monkeypatch.setattr(TransformersEngine, "_write", fails_at_first)
+    settings = {"steps": 3, "save_every_steps": 1, "checkpoint": CheckpointSpec(every_steps=1, keep=9)}
+    with pytest.warns(UserWarning, match=r"step_000001 was not saved: .*No space left on device; the run goes on"):
+        run(experiment(tmp_path, path, **settings))
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == ["checkpoints", "final", "step_000002"]
+    assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 3]
+
+
+def test_a_run_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
+    path = model_folder(tmp_path / "model")
+
+    def load(*args, **more):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(TransformersModel, "load", load)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"output_dir '.*/file/run': '.*/file' is not a folder; choose another"):
+        run(experiment(tmp_path, path, output_dir=tmp_path / "file" / "run"))
+
+    def touch(self, *args, **more):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(OSError, match=r"output_dir '.*/run': cannot write to '.*' \(Read-only file system\)"):
+        run(experiment(tmp_path, path))
+    assert not (tmp_path / "run").exists()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -241,7 +324,10 @@ def test_a_run_folder_that_vanishes_is_made_again(tmp_path):
             pass
 
     with pytest.warns(UserWarning, match=r"metrics\.jsonl was removed or moved during the run"):
-        result = run(experiment(tmp_path, path, steps=3), trackers=[Removes()])
+        result = run(
+            experiment(tmp_path, path, steps=3, checkpoint=CheckpointSpec(every_steps=1)), trackers=[Removes()]
+        )
+    assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
     assert [r["step"] for r in read(tmp_path / "run" / "metrics.jsonl")] == [2, 3]
     assert [r["step"] for r in result.history] == [0, 1, 2, 3]
     assert (tmp_path / "run" / "final" / "actor" / "model.safetensors").is_file()
