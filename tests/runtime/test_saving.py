@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.runtime.saving import Saves
+from realign.runtime.saving import CheckpointSpec, Saves
 
 
 def saves(tmp_path, **settings):
@@ -74,3 +74,43 @@ def test_a_full_disk_costs_a_save_and_not_the_run(tmp_path):
     kept.after_step(3, {"reward": 1.5}, last=False)  # better than what could be saved
     assert names(tmp_path) == ["best", "step_000003"]
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 3
+
+
+def test_what_was_made_and_the_record_are_taken_back(tmp_path):
+    first = saves(tmp_path, every_steps=1, keep=2, best="reward")
+    for step, reward in enumerate([0.0, 1.0, 5.0, 2.0]):
+        first.after_step(step, {"reward": reward}, last=False)
+    state = json.loads(json.dumps(first.state_dict()))
+    (tmp_path / "step_000002" / "actor").rmdir()
+    (tmp_path / "step_000002").rmdir()  # removed by the steps after the checkpoint, which are made again
+    second = saves(tmp_path, every_steps=1, keep=2, best="reward")
+    second.load_state_dict(state)
+    second.after_step(4, {"reward": 4.0}, last=False)
+    assert names(tmp_path) == ["best", "step_000003", "step_000004"]
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
+    other = saves(tmp_path, best="accuracy")
+    other.load_state_dict(state)
+    other.after_step(4, {"accuracy": 0.5}, last=False)
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["metric"] == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every_steps": 0}, r"checkpoint\.every_steps must be at least 1, or null, found 0"),
+        ({"keep": 0}, r"checkpoint\.keep must be at least 1, found 0"),
+        ({"every_minutes": 0}, r"checkpoint\.every_minutes must be above 0, or null, found 0"),
+        ({"every_minutes": math.nan}, r"checkpoint\.every_minutes must be above 0, or null, found nan"),
+    ],
+)
+def test_checkpoints_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        CheckpointSpec(**settings)
+
+
+def test_checkpoints_are_due_by_steps_or_minutes():
+    spec = CheckpointSpec(every_steps=3, every_minutes=2)
+    assert [spec.due(step, 60) for step in range(1, 7)] == [False, False, True, False, False, True]
+    assert spec.due(1, 120)
+    assert not CheckpointSpec(every_minutes=None).due(1, 1e9)
+    assert spec.describe() == "every 3 steps, every 2 minutes, at the end; the last 2 stay"

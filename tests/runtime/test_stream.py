@@ -70,3 +70,25 @@ def test_without_repeats_new_rows_are_the_batch(shuffle):
     plain, new = (PromptStream(Rows(8), 3, seed=0, shuffle=shuffle) for _ in range(2))
     used: set[int] = set()
     assert [plain.draw().ids for _ in range(2)] == [new.draw_new(used).ids for _ in range(2)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.integers(1, 9))
+def test_trap_g1_a_stream_goes_on_at_the_same_row_in_any_batch_size_that_begins_there(n, batch, drawn, other):
+    first = PromptStream(Rows(n), batch, seed=3, shuffle=True, drawn=drawn)
+    state = first.state_dict()
+    assert (state["epoch"], state["index"]) == divmod(drawn * batch, n)
+    second = PromptStream(Rows(n), other, seed=3, shuffle=True)
+    if drawn * batch % other:
+        with pytest.raises(ValueError, match="no whole number of batches"):
+            second.load_state_dict(state)
+        return
+    second.load_state_dict(state)
+    rows = [[row for _ in range(9) for row in stream.draw().ids] for stream in (first, second)]
+    length = min(map(len, rows))
+    assert rows[0][:length] == rows[1][:length]
+
+
+def test_another_number_of_rows_has_another_order():
+    with pytest.raises(ValueError, match="the dataset has 5 rows, and had 4 when"):
+        PromptStream(Rows(5), 2, 0, True).load_state_dict(PromptStream(Rows(4), 2, 0, True).state_dict())
