@@ -6,8 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from realign.api import Lengths, Mean, MicroBatchSpec, SequenceSample, masked_max, masked_mean, merge_stats, stat_values
-from realign.engines import OptimizerSpec, Schedule
+from realign.api import (
+    GenerationConfig,
+    Lengths,
+    Mean,
+    MicroBatchSpec,
+    SequenceSample,
+    masked_max,
+    masked_mean,
+    merge_stats,
+    stat_values,
+)
+from realign.engines import OptimizerSpec, Schedule, fusion
 from realign.engines.engine import TransformersEngine
 from realign.functional import Aggregation, aggregate, aggregation_weight, nll_loss
 from tests.tiny import FAMILIES, random_sample, tiny_engine
@@ -346,6 +356,48 @@ def test_state_dict_continues_exactly():
     assert_same(weights(whole), weights(second), atol=0)
     with pytest.raises(ValueError, match="the engine has no optimizer, but the saved state has one"):
         tiny_engine().load_state_dict(first.state_dict())
+
+
+def test_weights_alone_leave_the_optimizer_and_start_the_average_anew():
+    spec = OptimizerSpec(lr=1e-2)
+    first, second = (tiny_engine(optimizer=spec, ema_decay=0.5, model={"seed": seed}) for seed in (0, 1))
+    train(first, random_sample(LENGTHS))
+    second.load_state_dict(copy.deepcopy(first.state_dict()), weights_only=True)
+    assert_same(weights(first), weights(second), atol=0)
+    assert second._stepper.optimizer_steps == 0
+    assert not second._stepper.optimizer.state
+    for average, parameter in zip(second._average.average, second._average.parameters, strict=True):
+        assert torch.equal(average, parameter)
+
+
+def test_settings_of_the_optimizer_are_those_of_now():
+    first = tiny_engine(optimizer=OptimizerSpec(lr=1e-2, betas=(0.5, 0.6), weight_decay=0.3))
+    train(first, random_sample(LENGTHS))
+    second = tiny_engine(optimizer=OptimizerSpec(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.1))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    optimizer = second._stepper.optimizer
+    assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [((0.8, 0.9), 0.1), ((0.8, 0.9), 0.0)]
+    moments = [x["exp_avg"] for x in first._stepper.optimizer.state.values()]
+    assert all(torch.equal(x["exp_avg"], y) for x, y in zip(optimizer.state.values(), moments, strict=True))
+
+
+def test_whether_rollouts_are_fused_is_found_out_with_the_weights_that_the_run_began_with(monkeypatch):
+    """A resumed run would otherwise compare with trained weights, and may then decide otherwise."""
+    prompt = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[5, 6, 7]]]})
+    first = tiny_engine(optimizer=OptimizerSpec(lr=1e-2))
+    assert not first.state_dict()["fused"]
+    first.generate(prompt, GenerationConfig(max_new_tokens=2), seed=0)
+    assert first.state_dict()["fused"]
+    train(first, random_sample(LENGTHS))
+    second, found = tiny_engine(optimizer=OptimizerSpec(lr=1e-2)), []
+    initial = weights(second)
+    compared = fusion._compared
+    monkeypatch.setattr(fusion, "_compared", lambda model: found.append(weights(second)) or compared(model))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert_same(found[0], initial, atol=0)
+    assert second.state_dict()["fused"]
+    second.generate(prompt, GenerationConfig(max_new_tokens=2), seed=0)
+    assert len(found) == 1
 
 
 def keep_logprobs(out, mb):
