@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.components import fill
-from realign.config.errors import ConfigError, explain, not_a_component, one_line
+from realign.config.errors import OPTIONAL, ConfigError, explain, not_a_component, one_line
 from realign.config.folders import experiments_dir
 from realign.config.hydra_node import without_hydra
 from realign.config.schema import COMPONENTS, ExperimentConfig
@@ -119,6 +119,10 @@ def _check_roles(config: Any) -> None:
 
 def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:
     """The config that plain values (of a saved `config.yaml`, say) stand for; components stay as they are."""
+    for key in COMPONENTS:
+        empty = plain.get(key, {}) is None and key in OPTIONAL
+        if not empty and not isinstance(plain.get(key, {}), Mapping):
+            raise ConfigError(not_a_component(key, repr(plain[key])))
     values = fill(ExperimentConfig, {key: value for key, value in plain.items() if key not in COMPONENTS}, "")
     return replace(values, **{key: value for key, value in plain.items() if key in COMPONENTS})
 
