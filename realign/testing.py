@@ -105,6 +105,10 @@ class BigramEngine:
         """See `PipelinableEngine`."""
         return {"logits": self.logits_VV, "values": self.values_V}
 
+    def fixed_weights(self) -> dict[str, Any]:
+        """See `PipelinableEngine`: all train."""
+        return {}
+
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """See `PipelinableEngine`; plain SGD has no state beside the weights."""
         for own, saved in zip(self.parameters, (state["logits"], state["values"]), strict=True):

@@ -178,7 +178,11 @@ class PipelinableEngine(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, moments and counts as plain values and tensors: what it needs to go on as if never interrupted."""
+        """What training changes (weights, moments, counts), as plain values and tensors."""
+        ...
+
+    def fixed_weights(self) -> dict[str, Any]:
+        """The weights that it does not change, which `state_dict` leaves out; empty where all of them train."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:

@@ -307,9 +307,15 @@ class TransformersEngine:
         self.tokenizer.save_pretrained(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, moments and counts: what `load_state_dict` needs to go on as if never interrupted."""
+        """What training changes: weights, moments and counts; `load_state_dict` goes on as if never interrupted."""
         state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        return {**state, "fused": self.network.fusion is not None and self.network.fusion.known}
+        module = self.network.module_state(fixed=False)
+        return {"module": module, **state, "fused": self.network.fusion is not None and self.network.fusion.known}
+
+    def fixed_weights(self) -> dict[str, Any]:
+        """See `PipelinableEngine.fixed_weights`."""
+        head = self.value_head.state_dict() if self.value_head is not None and not self.trainable else {}
+        return {"module": self.network.module_state(fixed=True), "value_head": head}
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Take back what `state_dict` gave.
@@ -320,29 +326,26 @@ class TransformersEngine:
 
         Raises:
             ValueError: the state has a part (an optimizer, a value head, averaged weights) that this engine has not,
-                or the other way round.
+                or the other way round, or other weights train.
         """
         if state.get("fused") and self.network.fusion is not None:
             self.network.fusion.compare()
         parts = self._parts()
         if weights_only:
-            parts = {name: parts[name] for name in ("module", "value_head")}
+            parts = {"value_head": parts["value_head"]}
         for name, part in parts.items():
             if (state[name] is None) != (part is None):
                 lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
                 raise ValueError(f"model {self.name!r}: the {lacks} has no {name}, but the {has} has one")
+        self.network.load_module_state(state["module"])
+        for name, part in parts.items():
             if part is not None:
                 part.load_state_dict(state[name])
         if weights_only and self._average is not None:
             self._average.restart()
 
     def _parts(self) -> dict[str, Any]:
-        return {
-            "module": self.module,
-            "value_head": self.value_head,
-            "optimizer": self._stepper,
-            "ema": self._average,
-        }
+        return {"value_head": self.value_head, "optimizer": self._stepper, "ema": self._average}
 
     def _trained(self) -> Stepper:
         if self._stepper is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -188,6 +188,28 @@ class Network(nn.Module):
             out = self.module.base_model(**layout_inputs(moved[TOKENS], layout, self._attention))
         hidden_RH: Tensor = out.last_hidden_state[0]
         return hidden_RH
+
+    def fixed_names(self) -> set[str]:
+        """Names, in the state of the module, of the weights that do not train."""
+        return {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+    def module_state(self, *, fixed: bool) -> dict[str, Tensor]:
+        """Those of the module's weights that do not train (`fixed`), or all the others and its buffers."""
+        names = self.fixed_names()
+        return {name: x for name, x in self.module.state_dict().items() if (name in names) == fixed}
+
+    def load_module_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `module_state(fixed=False)` gave.
+
+        Raises:
+            ValueError: it is of a module of which other weights train.
+        """
+        found = self.module.load_state_dict(state, strict=False)
+        if wrong := [*found.unexpected_keys, *sorted(set(found.missing_keys) ^ self.fixed_names())]:
+            raise ValueError(
+                f"model {self.name!r}: the saved state is of a model of which other weights train: {wrong[0]!r}"
+                + (f" and {len(wrong) - 1} more" if wrong[1:] else "")
+            )
 
     def nonfinite_weight(self) -> str | None:
         """The name of a weight that is not finite, None if all are."""

@@ -159,6 +159,10 @@ class SharedEngine:
         """Nothing: the state is that of the role whose model is shared."""
         return {}
 
+    def fixed_weights(self) -> dict[str, Any]:
+        """Nothing, as `state_dict`."""
+        return {}
+
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Refuse anything but what `state_dict` gives."""
         if state:

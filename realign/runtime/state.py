@@ -174,19 +174,20 @@ def environment() -> dict[str, Any]:
 
 
 def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
-    """Path and hash of the weights that no checkpoint holds: of models that are not trained, and of the start of one
-    whose frozen start is a role of its own.
+    """Path and hash of the weights that no checkpoint holds: those that do not train.
 
-    To be taken before the first step, and before a state is restored.
+    Of a model whose frozen start is a role of its own, the hash is of all weights. To be taken before the first step,
+    and before a state is restored.
     """
     found = {}
     for role, model in runtime.models.items():
         if model.engine is None:
             continue
         origin = any(isinstance(view.engine, ReferenceEngine) for view in model.views)
-        if (state := model.engine.state_dict()) and (origin or not model.engine.trainable):
+        tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}
+        if any(True for _ in _tensors(tree)):
             path = getattr(runtime.experiment.models[role], "path", None)
-            found[role] = {"path": path, "sha256": hash_of(state)}
+            found[role] = {"path": path, "sha256": hash_of(tree)}
     return found
 
 

@@ -370,6 +370,17 @@ def test_weights_alone_leave_the_optimizer_and_start_the_average_anew():
         assert torch.equal(average, parameter)
 
 
+def test_a_state_of_which_other_weights_train_is_refused():
+    first, second = (tiny_engine(optimizer=STEP) for _ in range(2))
+    for x in second.module.model.embed_tokens.parameters():
+        x.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"of which other weights train: 'model\.embed_tokens\.weight'"):
+        second.load_state_dict(first.state_dict())
+    assert second.fixed_weights()["module"].keys() == {"model.embed_tokens.weight"}
+    with pytest.raises(ValueError, match=r"of which other weights train: 'model\.embed_tokens\.weight'"):
+        first.load_state_dict(second.state_dict())
+
+
 def test_settings_of_the_optimizer_are_those_of_now():
     first = tiny_engine(optimizer=OptimizerSpec(lr=1e-2, betas=(0.5, 0.6), weight_decay=0.3))
     train(first, random_sample(LENGTHS))

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from realign.config import build_experiment, compose
-from realign.engines import TransformersModel
+from realign.engines import SharedModel, TransformersModel
+from realign.engines.lora import LoRA
 from realign.engines.optim import OptimizerSpec
+from realign.engines.shared import Share
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import ReferenceInterface, dataflow
 from realign.runtime import CheckpointSpec, Evaluation, run
@@ -259,6 +261,31 @@ def test_trap_b7_the_reference_is_loaded_from_its_path_and_must_be_what_it_was(t
     save_tiny(tmp_path / "ref", seed=5)
     with pytest.raises(ValueError, match=r"models\.ref: the weights loaded from .* are not those that the run started"):
         run(with_reference(tmp_path, tmp_path, steps=3, resume="auto"))
+
+
+@pytest.mark.parametrize("partly", [{"trained_layers": 1}, {"lora": LoRA(rank=2)}], ids=["top layer", "adapters"])
+def test_weights_that_do_not_train_are_in_no_checkpoint_and_must_be_what_they_were(tmp_path, partly):
+    def changed(**changes):
+        made = with_reference(tmp_path, tmp_path, **changes)
+        actor = TransformersModel(str(tmp_path / "a"), optimizer=OptimizerSpec(lr=1e-2), **partly)
+        return replace(made, models={"actor": actor, "ref": SharedModel("actor", Share.reference)})
+
+    save_tiny(tmp_path / "a")
+    run(changed(steps=1))
+    state = list_checkpoints(tmp_path / "run" / "checkpoints")[-1].read()
+    fixed = LocalRuntime(changed()).models["actor"].engine.fixed_weights()["module"]
+    saved = state["models"]["actor"]["engine"]["module"]
+    assert "model.embed_tokens.weight" in fixed
+    assert not fixed.keys() & saved.keys()
+    whole = LocalRuntime(changed()).models["actor"].engine.module.state_dict()
+    assert fixed.keys() | saved.keys() == whole.keys()
+    assert run(changed(steps=2, resume="auto")).series("step") == [0, 1, 2]
+    shutil.rmtree(tmp_path / "a")
+    save_tiny(tmp_path / "a", seed=5)
+    with pytest.raises(
+        ValueError, match=r"models\.actor: the weights loaded from .* are not those that the run started"
+    ):
+        run(changed(steps=3, resume="auto"))
 
 
 # --- selective restore ---
