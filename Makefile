@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # GNU OpenMP spins at barriers unless told not to; on shared machines runs would vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf test lint types contracts check clean
+.PHONY: bench demo rlhf torture test lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,9 @@ demo: $(VENV)/.installed
 
 rlhf: $(VENV)/.installed
 	@$(BIN)/python -m realign.demo.rlhf seed=$(SEED) $(ARGS)
+
+torture: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.torture seed=$(SEED) $(ARGS)
 
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest

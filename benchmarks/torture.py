@@ -1,0 +1,408 @@
+"""What a run survives: SIGKILL at random moments and damaged checkpoints, against the same run left alone.
+
+    make torture                                                     # 20 kills, 5 damaged checkpoints
+    python -m benchmarks.torture kills=3 damages=1 steps=10 seed=1 folder=runs/torture
+
+PPO on additions, with what has a state: two optimizers, averaged weights, an adaptive KL coefficient, running moments
+of rewards and values. Every step is followed by a checkpoint. Each process is the command line with `resume=auto`. Some
+kills are aimed (at the start, at a rollout, at a write), the others hit anywhere in a step; between some, the newest
+checkpoint is cut, has a byte flipped or loses a file.
+
+Prints a table of the kills and, as the last line, one JSON object; the exit code is 1 if anything was lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.report import arguments, facts, table
+from realign.demo.arithmetic import prepare
+from realign.runtime.checkpoints import Checkpoint, CorruptCheckpoint, list_checkpoints
+
+DAMAGES = ("truncate", "flip", "delete")
+DEFAULTS = {"kills": "20", "damages": "5", "steps": "60", "seed": "0", "threads": "1", "folder": ""}
+LIMIT_S = 300
+AIMS = ("anywhere", "rollout", "write", "anywhere", "start", "rollout", "write", "anywhere")
+MARK = "REALIGN_TORTURE_MARK"
+REWARD = f"""
+import os
+import random
+
+import numpy as np
+import torch
+
+random.seed(0)
+np.random.seed(0)
+torch.manual_seed(0)
+
+def score(prompt, response, row):
+    with open(os.environ["{MARK}"], "a") as file:
+        file.write(".")
+    noise = random.random() + np.random.rand() + torch.rand(()).item()
+    return len(response) / 5 + (response[:1] in "13579") + 0.1 * noise
+"""
+"""Untrained models earn it, it draws from every global generator, and the time of its last call says whether a rollout
+is over."""
+MEANT = ("config", "records")
+"""What differs between the checkpoints of the two runs: where they are, how many stay, and what is timed."""
+SETTINGS = (
+    "experiment=ppo_arithmetic",
+    "batch_prompts=32",
+    "sample_prompts=32",
+    "evaluation.every_steps=10",
+    "evaluation.batch_prompts=64",
+    "checkpoint.every_steps=1",
+    "graph.kl=true",
+    "+models.ref={path: '${models.actor.path}'}",
+    "+interfaces.ref={_target_: realign.interfaces.ppo.ReferenceInterface}",
+    "interfaces.actor.kl={place: reward, target: 0.1, horizon: 1000}",
+    "interfaces.actor.reward.scale=running",
+    "interfaces.critic.normalization.scale=exponential",
+    "models.actor.ema_decay=0.9",
+    "interfaces.reward.workers=0",
+    "resume=auto",
+)
+
+
+@dataclass
+class Run:
+    """The folder of a run, and the command that starts it or goes on with it."""
+
+    folder: Path
+    command: list[str]
+    mark: Path
+    launches: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints stand."""
+        return self.folder / "checkpoints"
+
+    def records(self, name: str = "metrics.jsonl") -> list[str]:
+        """The complete lines of a file of the run."""
+        path = self.folder / name
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def samples(self) -> list[tuple[str, str]]:
+        """File and text of every sample on record."""
+        return [(name, line) for name in ("samples.jsonl", "eval_samples.jsonl") for line in self.records(name)]
+
+    def steps(self) -> int:
+        """Steps in its metrics."""
+        lines = self.records()
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def good(self) -> list[Checkpoint]:
+        """The checkpoints that can be read, the newest last."""
+        found = []
+        for checkpoint in list_checkpoints(self.checkpoints):
+            with suppress(CorruptCheckpoint):
+                checkpoint.read()
+                found.append(checkpoint)
+        return found
+
+    def writes(self) -> bool:
+        """Whether there is a folder of a write or of a removal under way."""
+        return self.checkpoints.is_dir() and any(name.startswith(".") for name in os.listdir(self.checkpoints))
+
+
+class Launch:
+    """A process of a run."""
+
+    def __init__(self, run: Run) -> None:
+        run.launches += 1
+        self.run, self.started = run, time.time()
+        self.log = run.folder.parent / f"{run.folder.name}_{run.launches:02d}.log"
+        source = str(Path(__file__).parents[1])
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                run.command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, MARK: str(run.mark), "PYTHONPATH": source, "OMP_WAIT_POLICY": "PASSIVE"},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait_until(self, condition: Callable[[], bool], pause: float) -> bool:
+        """Whether it came true before the process ended."""
+        while self.process.poll() is None:
+            if condition():
+                return True
+            if time.time() - self.started > LIMIT_S:
+                raise RuntimeError(f"nothing happens for {LIMIT_S} s: {self.log}")
+            time.sleep(pause)
+        return False
+
+    def judged(self) -> bool:
+        """Whether this process has finished a rollout."""
+        return self.run.mark.exists() and self.run.mark.stat().st_mtime > self.started
+
+    def where(self) -> str:
+        """What the process, now dead, was doing."""
+        if not self.judged():
+            return "start"
+        metrics = self.run.folder / "metrics.jsonl"
+        return "training" if self.run.mark.stat().st_mtime_ns > metrics.stat().st_mtime_ns else "rollout"
+
+    def finish(self) -> None:
+        """Wait for the end, which must be a good one."""
+        if code := self.process.wait(LIMIT_S):
+            raise RuntimeError(f"{' '.join(self.run.command)} ended with {code}:\n{self.said()}")
+
+    def said(self) -> str:
+        """The end of what it wrote to the screen."""
+        return self.log.read_text()[-3000:]
+
+
+@dataclass
+class Times:
+    """How long parts of a run take here (seconds)."""
+
+    start: float
+    rollout: float
+    step: float
+
+
+@dataclass
+class Outcome:
+    """What was seen."""
+
+    killed: list[dict[str, Any]] = field(default_factory=list)
+    survived: int = 0
+    resumes: int = 0
+    exact: int = 0
+    damaged: int = 0
+    skipped: int = 0
+
+
+def compared(record: str) -> dict[str, Any]:
+    """The metrics of a step that do not depend on the clock."""
+    return {k: v for k, v in json.loads(record).items() if k != "seconds" and not k.endswith("_s")}
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of every file of weights below a folder."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
+
+
+def contents(checkpoint: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Hashes of tensors, and all other state."""
+    tree = json.loads((checkpoint / "state.json").read_text())["tree"]
+    return hashes(checkpoint), {name: part for name, part in tree.items() if name not in MEANT}
+
+
+def is_exact(reference: Run, run: Run, checkpoint: Checkpoint) -> bool:
+    """Whether all that a run has recorded, and its newest checkpoint, are those of the run left alone."""
+    found, expected = run.records(), reference.records()
+    same = [compared(record) for record in found] == [compared(record) for record in expected[: len(found)]]
+    return same and contents(checkpoint.path) == contents(reference.checkpoints / checkpoint.path.name)
+
+
+def kill(launch: Launch, aim: str, step: int, times: Times, chance: random.Random) -> None:
+    """Kill a process at a moment of the kind `aim`, but for "start" not before `step` is recorded.
+
+    Raises:
+        RuntimeError: it had ended.
+    """
+    run = launch.run
+
+    def far_enough() -> bool:
+        return launch.judged() and run.steps() >= step and len(list_checkpoints(run.checkpoints)) > 1
+
+    if aim == "start":
+        time.sleep(chance.uniform(0, times.start))
+    elif launch.wait_until(far_enough, 0.005):
+        if aim == "write":
+            launch.wait_until(run.writes, 0.0002)
+            time.sleep(chance.uniform(0, 0.005))
+        else:
+            time.sleep(chance.uniform(0, times.step if aim == "anywhere" else times.rollout))
+    launch.process.kill()
+    if launch.process.wait() >= 0:
+        raise RuntimeError(f"the run ended before it was killed; give it more steps, or see\n{launch.said()}")
+
+
+def damage(checkpoint: Checkpoint, kind: str, chance: random.Random) -> str:
+    """Spoil a file of a checkpoint; its name and what was done."""
+    path = chance.choice(sorted(checkpoint.path.iterdir()))
+    data = bytearray(path.read_bytes())
+    place = chance.randrange(len(data))
+    if kind == "delete":
+        path.unlink()
+    elif kind == "truncate":
+        path.write_bytes(data[:place])
+    else:
+        data[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+    return f"{kind} {path.name}"
+
+
+def undisturbed(reference: Run, shown: Console) -> Times:
+    """Let the reference run, and see how long it takes."""
+    shown.print("the run left alone ...")
+    with Launch(reference) as launch:
+        launch.wait_until(launch.judged, 0.01)
+        start = time.time() - launch.started
+        launch.finish()
+    rows = [json.loads(record) for record in reference.records()]
+    rollout = median(row["time/actor_gen_s"] for row in rows if "time/actor_gen_s" in row)
+    return Times(start, rollout, median(row["step_s"] for row in rows if "step_s" in row))
+
+
+def torment(run: Run, reference: Run, steps: int, kills: int, damages: int, times: Times, seed: int) -> Outcome:
+    """Kill and damage a run until it has had enough of it, and let it come to its end."""
+    outcome, chance = Outcome(), random.Random(seed)
+    aims = [AIMS[i % len(AIMS)] for i in range(kills)]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("kills", total=kills)
+        good: list[Checkpoint] = []
+        spoilt: Checkpoint | None = None
+        for number, aim in enumerate([*aims, None]):
+            before = good[-1] if good else None
+            with Launch(run) as launch:
+                if aim is None:
+                    launch.finish()
+                else:
+                    target = max((number + 1) * (steps - 2) // (kills + 1), before.step + 1 if before else 0)
+                    kill(launch, aim, target, times, chance)
+            good = run.good()
+            note(outcome, launch, reference, before, good[-1] if good else None, spoilt)
+            if aim is None:
+                break
+            record = {"aim": aim, "where": launch.where(), "write": run.writes(), "step": run.steps()}
+            outcome.killed.append(record)
+            due = (number + 1) * damages // kills > outcome.damaged and aims[number + 1 :][:1] != ["start"]
+            spoilt = good.pop() if due and len(good) > 1 else None
+            if spoilt is not None:
+                record["damage"] = damage(spoilt, DAMAGES[outcome.damaged % len(DAMAGES)], chance)
+                outcome.damaged += 1
+            progress.update(bar, advance=1, description=f"kills (step {run.steps()}, {outcome.damaged} damaged)")
+    return outcome
+
+
+def note(
+    outcome: Outcome,
+    launch: Launch,
+    reference: Run,
+    before: Checkpoint | None,
+    after: Checkpoint | None,
+    spoilt: Checkpoint | None,
+) -> None:
+    """Judge a launch that is over: did it go on, exactly, and did it name the damaged checkpoint?"""
+    outcome.survived += bool(outcome.killed)
+    if before is not None and after is not None and after.step > before.step:
+        outcome.resumes += 1
+        outcome.exact += is_exact(reference, launch.run, after)
+    if spoilt is not None:
+        text = "".join(launch.log.read_text().split())  # however it was wrapped
+        outcome.skipped += f"step{spoilt.step}isskipped" in text and f"{spoilt.path.name}/" in text
+
+
+def report(run: Run, reference: Run, outcome: Outcome) -> dict[str, Any]:
+    """The JSON line."""
+    expected, found = (Counter(each.samples()) for each in (reference, run))
+    ours, theirs = ([compared(record) for record in each.records()] for each in (run, reference))
+    return {
+        "kills": len(outcome.killed),
+        "kills_survived": outcome.survived,
+        "killed_in": dict(Counter(record["where"] for record in outcome.killed)),
+        "killed_during_a_write": sum(record["write"] for record in outcome.killed),
+        "resumes": outcome.resumes,
+        "resumes_exact": outcome.exact,
+        "checkpoints_damaged": outcome.damaged,
+        "checkpoints_skipped": outcome.skipped,
+        "samples": expected.total(),
+        "samples_lost": (expected - found).total(),
+        "samples_doubled": (found - expected).total(),
+        "metrics_equal": ours == theirs,
+        "weights_equal": hashes(run.folder / "final") == hashes(reference.folder / "final") != {},
+    }
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Whether nothing was lost."""
+    pairs = [("kills", "kills_survived"), ("resumes", "resumes_exact"), ("checkpoints_damaged", "checkpoints_skipped")]
+    lost = result["samples_lost"] + result["samples_doubled"]
+    return (
+        all(result[a] == result[b] for a, b in pairs)
+        and not lost
+        and result["metrics_equal"]
+        and result["weights_equal"]
+    )
+
+
+def torture(folder: Path, words: dict[str, str]) -> dict[str, Any]:
+    """Run both, and compare them."""
+    console = Console(stderr=True)
+    steps, kills, damages = (int(words[name]) for name in ("steps", "kills", "damages"))
+    task = prepare(folder / "task", seed=0, demonstrations=64, held_out=64)
+    reward = folder / "reward.py"
+    reward.write_text(REWARD)
+    settings = [
+        *SETTINGS,
+        f"steps={steps}",
+        f"threads={words['threads']}",
+        f"models.actor.path={task.model}",
+        f"data.path={task.prompts}",
+        f"evaluation.data.path={task.held_out}",
+        f"interfaces.reward.function={reward}:score",
+    ]
+
+    def run(name: str, keep: int) -> Run:
+        own = [f"output_dir={folder / name}", f"checkpoint.keep={keep}"]
+        return Run(folder / name, [sys.executable, "-m", "realign.cli", *settings, *own], folder / f"{name}.mark")
+
+    reference, tormented = run("alone", steps), run("tormented", 3)
+    times = undisturbed(reference, console)
+    outcome = torment(tormented, reference, steps, kills, damages, times, int(words["seed"]))
+    head = ("kill", "aim", "was in", "writing", "step recorded", "damage after")
+    rows = [
+        (str(i), r["aim"], r["where"], "yes" if r["write"] else "", str(r["step"]), r.get("damage", ""))
+        for i, r in enumerate(outcome.killed, 1)
+    ]
+    print(table(head, rows))
+    return report(tormented, reference, outcome)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run it; 1 if anything was lost."""
+    words, start = arguments(DEFAULTS, given), time.time()
+    if words["folder"]:
+        result = torture(Path(words["folder"]).resolve(), words)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            result = torture(Path(folder), words)
+    good = is_good(result)
+    print(json.dumps({"good": good, **result, "seconds": round(time.time() - start), **facts()}))
+    return not good
+
+
+if __name__ == "__main__":
+    sys.exit(main())
