@@ -35,8 +35,8 @@ class RuleRewardInterface(ModelInterface):
     timeout_s: float = 30.0
     """Seconds that one call may take."""
     patience_s: float = 120.0
-    """Of a function that is a URL: seconds without any answer after which the server is given up. Until then responses
-    that got none are asked for again, so that a server that restarts costs no reward."""
+    """Seconds without any answer, of a function that hangs or a server that is gone, after which the rest of a batch is
+    given up. Until then responses that a server did not answer are asked for again: one that restarts costs none."""
     memory_mb: int | None = 4096
     """Address space that a worker may use beyond its imports (MiB; Linux only); null sets no limit."""
     cpu_s: float | None = 600.0

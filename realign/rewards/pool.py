@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -30,6 +29,7 @@ from realign.rewards.functions import (
 )
 from realign.rewards.http import HttpReward
 from realign.rewards.limits import Limits, limits_memory, secret_variables
+from realign.rewards.patience import patient
 from realign.rewards.processes import Answers, RewardError, WorkerProcesses
 from realign.rewards.worker import FailureKind, Item, Problem, answer
 
@@ -83,8 +83,8 @@ class RewardPool:
         memory_mb: MiB of address space that a worker may take beyond what it holds once the function is imported;
             None sets no limit. Linux only; elsewhere a warning says that it has no effect.
         max_failed_fraction: `score` raises once more than this fraction of its items has failed.
-        patience_s: of a function that is a URL: items that got no answer within `timeout_s` are asked again, until the
-            server has answered nothing for so many seconds; then they have failed.
+        patience_s: seconds without any answer after which the rest of the items is given up, and has failed. Until then
+            items that a server (a function that is a URL) did not answer are asked for again.
         dense: the function rewards every token; then `score_tokens` takes the place of `score`.
         cpu_s: CPU seconds, of all threads together, that one call may use before its worker is ended; None sets no
             limit.
@@ -201,42 +201,18 @@ class RewardPool:
     def _score(self, items: Sequence[Item]) -> RewardResults[Any]:
         values: list[Any] = [None] * len(items)
         failures: list[Failure] = []
-        answered = 0
-        for index, found in self._patient(items):
-            answered += 1
-            if not isinstance(found, Problem):
-                values[index] = found
-                continue
-            failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
-            self._show(failures[-1])
-            if len(failures) / len(items) > self.max_failed_fraction:
-                raise RewardError(self._too_many(failures, answered, len(items)))
+        least = 2 * self._processes.workers if self._processes else 1
+        asked = patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
+        with closing(asked) as answers:
+            for answered, (index, found) in enumerate(answers, 1):
+                if not isinstance(found, Problem):
+                    values[index] = found
+                    continue
+                failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
+                self._show(failures[-1])
+                if len(failures) / len(items) > self.max_failed_fraction:
+                    raise RewardError(self._too_many(failures, answered, len(items)))
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
-
-    def _patient(self, items: Sequence[Item]) -> Answers:
-        """Answers as they come, each item once. Where a server was silent, it is asked again while that may help."""
-        waiting = list(range(len(items)))
-        heard, why = time.monotonic(), ""
-        while waiting:
-            later: list[int] = []
-            with closing(self._answers([items[i] for i in waiting])) as answers:
-                for place, found in answers:
-                    index, waiting[place] = waiting[place], -1
-                    if not (isinstance(found, Problem) and found.kind is FailureKind.unreachable):
-                        heard = time.monotonic()
-                        yield index, found
-                        continue
-                    if not why:
-                        logger.warning("%s; asking again for patience_s=%g s", found.message, self.patience_s)
-                    why = found.message
-                    later.append(index)
-                    if time.monotonic() - heard > self.patience_s:
-                        break
-            waiting = [*later, *(i for i in waiting if i >= 0)]
-            if waiting and time.monotonic() - heard > self.patience_s:
-                silent = f"{why}; no answer for patience_s={self.patience_s:g} s"
-                yield from ((i, Problem(FailureKind.unreachable, silent)) for i in waiting)
-                return
 
     def _answers(self, items: Sequence[Item]) -> Answers:
         return self._processes.answers(items) if self._processes else self._inline(items)

@@ -2,7 +2,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -157,7 +156,7 @@ def test_a_server_that_restarts_costs_no_reward(caplog):
     assert found.values == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert found.failures == []
     assert len(got) == 66
-    assert caplog.text.count("asking again for patience_s=20 s") == 1
+    assert caplog.text.count("asking again, for up to patience_s=20 s") == 1
 
 
 def test_a_server_that_dies_in_the_middle_stops_the_run_when_patience_is_over():
@@ -165,10 +164,8 @@ def test_a_server_that_dies_in_the_middle_stops_the_run_when_patience_is_over():
         pool = RewardPool(url, workers=2, timeout_s=1.0, patience_s=1.5, memory_mb=None, max_failed_fraction=0.5)
         with pool:
             assert pool.score(["", ""], ["a", "b"], [{}, {}]).values == [1.0, 1.0]
-    began = time.monotonic()
     with pool, pytest.raises(RewardError) as caught:
         pool.score([""] * 40, ["a"] * 40, [{}] * 40)
-    assert time.monotonic() - began < 30  # not 40 times timeout_s; starting the workers takes some of it
     assert "failed on 21 of the 21 items answered so far, 40 in all (unreachable 21)" in str(caught.value)
     assert "Connection refused" in str(caught.value)
     assert "no answer for patience_s=1.5 s" in str(caught.value)

@@ -1,6 +1,7 @@
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -444,3 +445,21 @@ def test_a_leaking_worker_takes_along_what_the_function_started():
         pids = score(pool, [{"do": "leak_and_spawn"} for _ in range(20)]).values
         assert len(pids) == 20
         assert gone(int(pids[0]))
+
+
+def test_a_function_that_hangs_on_everything_is_given_up_long_before_every_item_was_asked(caplog):
+    """100 items would take a minute and more."""
+    pool = RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=2.5, memory_mb=None, max_failed_fraction=0.9)
+    with pool, pytest.raises(RewardError, match=r"100 in all \(timeout 91\)"):
+        score(pool, [{"do": "hang"}] * 100)
+    given_up = re.search(r"no answer for patience_s=2\.5 s; (\d+) of 100 items are given up", caplog.text)
+    assert 80 < int(given_up[1]) < 100
+
+
+def test_items_that_hang_among_others_do_not_end_the_patience():
+    """Whatever is answered starts it anew, and so few in a row are no reason to give up."""
+    rows = [{"do": "hang"} if i % 5 == 0 else {"value": i} for i in range(15)]
+    with RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=0.0, memory_mb=None, max_failed_fraction=1) as pool:
+        result = score(pool, rows)
+    assert [f.index for f in result.failures] == [0, 5, 10]
+    assert result.values == [None if i % 5 == 0 else i for i in range(15)]
