@@ -50,6 +50,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["temperature"] = f"{next(iter(found.values())):g} ({', '.join(found)})"
     if e.evaluation is not None:
         rows["evaluation"] = f"every {e.evaluation.every_steps} steps, before and after; {e.evaluation.describe()}"
+    rows["checkpoints"] = "none" if e.checkpoint is None else e.checkpoint.describe()
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()
     if shared := shared_roles(e.models):

@@ -14,6 +14,7 @@ from realign.draw import to_text
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.local import call
+from realign.runtime.resume import find_start
 from realign.runtime.readiness import writable
 
 ROWS = 2
@@ -25,7 +26,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     """Show the graph, disk and devices; load models and data; run every call but the training ones on two prompts.
 
     Raises:
-        ValueError: something of it does not work; named in the message.
+        ValueError: something of it does not work, or it cannot go on from the checkpoint; named in the message.
         OSError: `output_dir` cannot be written.
     """
 
@@ -35,6 +36,10 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
+    if experiment.resume is not None:
+        start = find_start(experiment)
+        found = "no checkpoint yet: it would start" if start is None else f"it would go on from {start.checkpoint.path}"
+        say(f"\nResume\n  {found}")
     runtime = LocalRuntime(experiment)
     try:
         held_out = f", {len(runtime.held_out):,} held out for evaluation" if runtime.held_out is not None else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from realign import cli
 from realign.config import build_experiment, compose
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.lora import LoRA
@@ -143,6 +144,21 @@ def test_a_branch_replaces_no_other_run_unasked(tmp_path):
     assert steps_of(other) == [4, 5]
 
 
+def test_a_run_that_dies_while_its_models_are_saved_saves_them_when_it_is_resumed(tmp_path, monkeypatch):
+    def dies(self, folder):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalRuntime, "save", dies)
+        with pytest.raises(Killed):
+            done(tmp_path)
+    assert steps_of(tmp_path / "run") == [1, 2]  # that of the last step says that all is done
+    result = resumed(tmp_path, steps=3)
+    assert [record["step"] for record in result.history] == [0, 1, 2, 3]
+    assert (tmp_path / "run" / "final" / "actor").is_dir()
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
+
+
 # --- another config ---
 
 
@@ -175,6 +191,18 @@ def test_what_changes_nothing_of_the_training_may_differ():
     ):
         check_config(saved, saved, ["evaluatoin"])
     check_config({"x": math.nan, "y": (1, 2)}, {"x": math.nan, "y": [1, 2]}, [])
+
+
+def test_check_says_what_it_would_go_on_from(tmp_path, capsys):
+    write_experiment(tmp_path)
+    arguments = ["--config-dir", str(tmp_path), "experiment=bigram", "steps=1", f"output_dir={tmp_path}/run"]
+    assert cli.main(["check", *arguments, "resume=auto"]) == 0
+    assert "no checkpoint yet: it would start" in capsys.readouterr().out
+    assert cli.main(arguments) == 0
+    assert cli.main(["check", *arguments, "resume=auto", "steps=2"]) == 0
+    assert "it would go on from" in capsys.readouterr().out
+    assert cli.main(["check", *arguments, "resume=auto", "steps=2", "seed=1"]) == 2
+    assert "seed was 0, is 1" in capsys.readouterr().err
 
 
 def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
