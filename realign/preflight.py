@@ -14,8 +14,8 @@ from realign.draw import to_text
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.local import call
-from realign.runtime.resume import find_start
 from realign.runtime.readiness import writable
+from realign.runtime.resume import find_start
 
 ROWS = 2
 RESPONSES = 3  # of each prompt that are shown
