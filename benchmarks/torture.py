@@ -39,7 +39,7 @@ from realign.runtime.checkpoints import Checkpoint, CorruptCheckpoint, list_chec
 DAMAGES = ("truncate", "flip", "delete")
 DEFAULTS = {"kills": "20", "damages": "5", "steps": "60", "seed": "0", "threads": "1", "folder": ""}
 LIMIT_S = 300
-AIMS = ("anywhere", "rollout", "write", "anywhere", "start", "rollout", "write", "anywhere")
+AIMS = ("start", "anywhere", "rollout", "write", "anywhere", "rollout", "write", "anywhere")
 MARK = "REALIGN_TORTURE_MARK"
 REWARD = f"""
 import os

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from realign.runtime.checkpoints import CheckpointWriter
 from realign.runtime.curves import draw_curves
+from realign.runtime.exclusive import alone_in
 from realign.runtime.experiment import CHECKPOINTS, Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.records import Records
@@ -25,6 +26,7 @@ from realign.runtime.saving import Saves
 from realign.runtime.signals import Interrupted, StopSignals
 from realign.runtime.state import check_frozen, frozen_weights, interface_states, restore, run_state
 from realign.runtime.tracking import Forgiving, LiveDisplay, Tracker
+from realign.runtime.trees import pack
 
 HEADLINE = (
     "reward",
@@ -77,17 +79,21 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
 
     Raises:
         ValueError: something in the experiment, its data or the checkpoint to resume from is wrong; named in the
-            message.
+            message; or another run is under way in the same folder.
         RuntimeError: training went wrong (a reward function that fails too often, no optimizer step in the whole run).
         FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
         Interrupted: a signal stopped the run; the message says after which step.
     """
     experiment.refuse_earlier_run()
-    start = find_start(experiment)
     with ExitStack() as stack:
+        if is_there := experiment.output_dir.is_dir():
+            stack.enter_context(alone_in(experiment.output_dir))
+        start = find_start(experiment)
         runtime = LocalRuntime(experiment)
         stack.callback(runtime.close)
         experiment.output_dir.mkdir(parents=True, exist_ok=True)
+        if not is_there:
+            stack.enter_context(alone_in(experiment.output_dir))
         return _Training(runtime, start, console, trackers, stack).run()
 
 
@@ -218,13 +224,16 @@ class _Checkpoints:
         self._last = time.monotonic()
         self._stalled: dict[str, float] = {}
         self._interfaces: dict[str, Any] | None = None
+        self._problems: list[str] = []
+        if self._writer is not None:
+            pack(interface_states(runtime), copy=False)  # what cannot be kept is told now, not in ten minutes
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if not isinstance(value, KeyboardInterrupt):  # whoever interrupts does not want to wait
-            self._warn()
+            _warn_of(self.close())
 
     def after_step(self, step: int, *, now: bool) -> None:
         """Write one if it is due, or `now`."""
@@ -246,33 +255,34 @@ class _Checkpoints:
         self._interfaces = interface_states(self._runtime)
 
     def close(self) -> list[str]:
-        """Wait until the last one is written; returns what could not be."""
-        if self._writer is None:
-            return []
-        self._writer.close()
-        return self._writer.failed()
+        """Wait until the last one is written; returns what could not be, if it has not been said."""
+        if self._writer is not None:
+            self._writer.close()
+        return self._take_problems()
 
     def _write(self, step: int) -> None:
         assert self._writer is not None
         started = time.perf_counter()
-        self._warn_of(self._writer.failed())
+        _warn_of(self._take_problems())
         try:
             state = run_state(self._runtime, self._frozen)
             state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict()}
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces
             self._writer.write(step, state)
-        except OSError as error:
-            self._warn_of([f"the checkpoint of step {step} was not written: {error}"])
+        except (OSError, ValueError) as error:  # a full disk; a value of an interface that cannot be kept
+            self._problems.append(f"the checkpoint of step {step} was not written: {error}")
         self._last = time.monotonic()
         self._stalled = {"time/checkpoint_s": time.perf_counter() - started}
 
-    def _warn(self) -> None:
-        self._warn_of(self.close())
+    def _take_problems(self) -> list[str]:
+        problems, self._problems = self._problems, []
+        return problems + (self._writer.failed() if self._writer is not None else [])
 
-    def _warn_of(self, problems: Iterable[str]) -> None:
-        for problem in problems:
-            warnings.warn(problem, stacklevel=2)
+
+def _warn_of(problems: Iterable[str]) -> None:
+    for problem in problems:
+        warnings.warn(problem, stacklevel=3)
 
 
 def _draw(name: str, result: RunResult) -> None:

@@ -11,19 +11,19 @@ from benchmarks.torture import Outcome, Run
 from realign.runtime.checkpoints import CorruptCheckpoint, write_checkpoint
 
 
-def test_a_kill_and_a_damaged_checkpoint_change_nothing(tmp_path, capsys):
-    code = torture.main(["kills=1", "damages=1", "steps=6", f"folder={tmp_path}"])
+def test_a_kill_before_the_first_checkpoint_and_one_with_damage_later_change_nothing(tmp_path, capsys):
+    code = torture.main(["kills=2", "damages=1", "steps=6", f"folder={tmp_path}"])
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     assert code == 0, (result, [log.read_text()[-3000:] for log in tmp_path.glob("*.log")])
     assert result["good"]
-    expected = {"kills": 1, "kills_survived": 1, "resumes": 1, "resumes_exact": 1, "samples_lost": 0}
+    expected = {"kills": 2, "kills_survived": 2, "resumes": 1, "resumes_exact": 1, "samples_lost": 0}
     expected |= {"checkpoints_damaged": 1, "checkpoints_skipped": 1, "samples_doubled": 0}
     assert expected.items() <= result.items()
     assert result["metrics_equal"]
     assert result["weights_equal"]
     assert result["samples"] == 6 * 32 + 2 * 8  # responses of every step, and the held-out ones that are recorded
-    assert lines[-2].startswith("1 ")
+    assert lines[-2].startswith("2 ")
 
 
 def run(folder, name, metrics, samples, weights):
