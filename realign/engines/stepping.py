@@ -114,8 +114,8 @@ class Stepper:
                 f"taken (last: {found})"
             )
         warnings.warn(
-            f"model {self.name!r}: loss or gradient is not finite ({found}); the optimizer step is skipped, {n} in a "
-            f"row, and {most} end the run",
+            f"model {self.name!r}: loss or gradient is not finite after optimizer step {self.optimizer_steps}: "
+            f"{found}; this step is skipped, {n} in a row, and {most} end the run",
             stacklevel=2,
         )
 

@@ -103,7 +103,8 @@ class JsonLines:
             if not self._problem:
                 self._problem = error.strerror or str(error)
                 warnings.warn(
-                    f"{self.path} cannot be written ({self._problem}); the run goes on, and its lines wait",
+                    f"{self.path} cannot be written from byte {self.size} on ({self._problem}); the run goes on, and "
+                    "its lines wait",
                     stacklevel=3,
                 )
             return

@@ -82,7 +82,7 @@ def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_spac
     lines = JsonLines(tmp_path / "m.jsonl")
     lines.write({"step": 1})
     full[0] = 5  # half of a line
-    with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written \(No space left on device\); the run goes on"):
+    with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written from byte 12 on \(No space left on device\)"):
         lines.write({"step": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
