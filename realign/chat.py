@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,7 +65,7 @@ class Chat:
             both = zip(out.sequences("input_ids"), out.sequences("prompt_mask"), strict=True)
             answers = [model.tokenizer.decode(ids[~given], skip_special_tokens=True) for ids, given in both]
             for answer in answers:
-                say(answer)
+                say(visible(answer))
             conversation.append({"role": "assistant", "content": answers[0]})
 
     def _fitting(self, model: Model, prompt_tokens: int) -> GenerationConfig:
@@ -78,6 +79,11 @@ class Chat:
         if not max(1, shortest) <= room < self.generation.max_new_tokens:
             return self.generation
         return replace(self.generation, max_new_tokens=room)
+
+
+def visible(text: str) -> str:
+    """The text without what a terminal would obey: control characters, but for tabs and line ends, are written out."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)
 
 
 def chat_of(words: Sequence[str]) -> Chat:

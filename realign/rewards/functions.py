@@ -43,6 +43,8 @@ def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Cal
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):
         raise ValueError(f"reward function {name!r} must be written as {_FORMS}")
+    if place.split(".")[0] in sys.stdlib_module_names and not place.endswith(".py"):
+        raise ValueError(f"reward function {name!r} is of Python's own library, which has none; nothing was imported")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     except ValueError as error:
@@ -62,6 +64,11 @@ def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENT
     """Raise ValueError unless `function` can be called with these arguments, by position."""
     if isinstance(function, type) or not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}, expected a function")
+    home = str(getattr(function, "__module__", None) or "").split(".")[0]
+    if inspect.isroutine(function) and home in sys.stdlib_module_names:
+        raise ValueError(
+            f"reward function {name!r} is of Python's own library, which has none; it would get what a model wrote"
+        )
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"reward function {name!r} is async; it must return a number, not a coroutine")
     try:

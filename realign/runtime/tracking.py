@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -192,7 +193,7 @@ class LiveDisplay:
             console=console,
         )
         self._title = title
-        self._task = self._progress.add_task(title, total=steps)
+        self._task = self._progress.add_task(escape(title), total=steps)
         self._latest: dict[str, float] = {}
         self._first: dict[str, float] = {}
         self._live: Live | None = None
@@ -219,7 +220,7 @@ class LiveDisplay:
         ):
             shown = [f"{name} {_number(metrics[name])}" for name in self._names() if name in metrics][:6]
             line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -237,7 +238,7 @@ class LiveDisplay:
         for column in ("metric", "first", "latest"):
             table.add_column(column, justify="left" if column == "metric" else "right")
         for name in self._names():
-            table.add_row(name, _number(self._first[name]), _number(self._latest[name]))
+            table.add_row(escape(name), _number(self._first[name]), _number(self._latest[name]))
         outer.add_row(table)
         return outer
 

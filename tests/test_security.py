@@ -1,0 +1,279 @@
+"""What docs/security.md promises, claim by claim."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import realign
+from realign.api import RPC, DataflowGraph
+from realign.chat import visible
+from realign.cli import main
+from realign.config import ConfigError, build_experiment, compose, resolved_config
+from realign.config.composition import check_launch, config_of
+from realign.draw import FORMATS
+from realign.engines import TransformersModel
+from realign.rewards.functions import load_function
+from realign.runtime.samples import show
+from realign.runtime.tracking import LiveDisplay
+from tests import security_traps
+from tests.config_parts import write_experiment
+from tests.tiny import save_tiny
+
+PACKAGE = Path(realign.__file__).parent
+TRAPS = "tests.security_traps"
+TARGETS = (
+    *("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "pathlib.Path", "antigravity.webbrowser.open"),
+    *("realign.cli.os.system", "realign.rewards.unit_tests.subprocess.Popen", "realign.engines.folders.Path"),
+    *(f"{TRAPS}.Made", f"{TRAPS}.MadeBeforeInit", f"{TRAPS}.Component", f"{TRAPS}.function", f"{TRAPS}.pathlib.Path"),
+)
+
+
+def nodes(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of every mapping of a config, and of every value: wherever a component could be put."""
+    if path:
+        yield path
+    items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in items:
+        yield from nodes(value, (*path, key))
+
+
+def is_node(config: Any, path: tuple[Any, ...]) -> bool:
+    """Whether a mapping stands there: a component, or a role's name."""
+    for key in path:
+        config = config[key]
+    return isinstance(config, Mapping)
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    """An experiment that has something in every place, defaults included."""
+    config = compose(
+        [
+            "experiment=ppo_sentiment",
+            f"+trackers.board._target_={TRAPS}.Tracker",
+            "+dynamic_sampling.min_group_size=2",
+            "+calibration.before=true",
+            "+calibration.policy=actor",
+            "+calibration.data={_target_: realign.data.SupervisedData, path: x}",
+            "+data.template_options.x=1",
+            "data.template=chat",
+            "+data.excerpt.max_tokens=3",
+            "+data.split.part=0",
+        ]
+    )
+    return resolved_config(config, build_experiment(config))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_config_makes_and_calls_only_what_its_place_allows(target, whole, monkeypatch):
+    called: list[Any] = []
+    monkeypatch.setattr(os, "system", lambda *a, **k: called.append(a))
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: called.append(a))
+    monkeypatch.setattr(security_traps, "MADE", called)
+    before = set(sys.modules)
+    places = [path for i, path in enumerate(nodes(whole)) if is_node(whole, path) or i % 9 == TARGETS.index(target) % 9]
+    assert {path[0] for path in places} > {"models", "interfaces", "graph", "data", "evaluation", "trackers"}
+    for path in places:
+        plain = copy.deepcopy(whole)
+        owner = plain
+        for key in path[:-1]:
+            owner = owner[key]
+        owner[path[-1]] = {"_target_": target}
+        with pytest.raises(ValueError, match=r"\S"):
+            build_experiment(config_of(plain))
+        assert called == [], path
+    assert not {"antigravity", "webbrowser"} & (set(sys.modules) - before)
+
+
+HYDRA = [
+    "+hydra.callbacks.x._target_=os.system",
+    "+hydra.callbacks.x={_target_: subprocess.Popen, args: [true]}",
+    "hydra.callbacks=${graph}",
+    "hydra.launcher._target_=os.system",
+    "hydra.sweeper._target_=subprocess.Popen",
+    "+hydra.launcher.x={_target_: os.system, command: true}",
+    "+hydra.launcher.x=${graph}",
+    "+hydra.job_logging.handlers.x.class=os.system",
+    "+hydra.job_logging.handlers.x={'()': os.system, command: true}",
+    "+hydra.job_logging.formatters.x={class: os.system}",
+    "+hydra.hydra_logging.handlers.x={class: logging.StreamHandler, stream: 'ext://os.environ'}",
+]
+
+
+@pytest.mark.parametrize("override", HYDRA)
+@pytest.mark.parametrize("sweep", [[], ["-m", "seed=1,2"]])
+def test_hydra_calls_nothing_that_a_config_names(override, sweep, monkeypatch, capsys, tmp_path):
+    called: list[Any] = []
+    monkeypatch.setattr(os, "system", lambda *a, **k: called.append(a))
+    monkeypatch.chdir(tmp_path)
+    assert main(["experiment=sft_arithmetic", override, *sweep]) == 2
+    assert "hydra" in capsys.readouterr().err
+    assert called == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_experiments_cannot_make_hydra_call_something_either(tmp_path):
+    text = "# @package _global_\nhydra:\n  callbacks:\n    x: {_target_: os.system, command: 'true'}\n"
+    write_experiment(tmp_path, "evil", text)
+    with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
+        compose(["experiment=evil"], tmp_path)
+    write_experiment(tmp_path, "harmless", text.partition("hydra")[0] + "steps: 1\nbatch_prompts: 1\n")
+    with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
+        check_launch(["experiment=harmless,evil"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["os:system", "builtins:eval", "shutil:move", "subprocess:call", "os.path:join"])
+def test_a_reward_function_is_none_of_pythons_own(name):
+    with pytest.raises(ValueError, match="of Python's own library"):
+        load_function(name)
+    home, _, function = name.partition(":")
+    if home in ("os", "subprocess"):
+        with pytest.raises(ValueError, match=r"of Python's own library|is called as function"):
+            load_function(f"realign.rewards.unit_tests:{home}.{function}")
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Calls with the dotted name of what is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+UNPICKLES = ("pickle.load", "pickle.loads", "Unpickler", "torch.load", "joblib.load", "dill.load", "marshal.loads")
+PIPE = "rewards/worker.py"
+"""Where the pipe from the reward pool to its own workers ends: what it unpickles was pickled by its parent process."""
+
+
+def test_nothing_is_unpickled_but_the_reward_pools_own_pipe():
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for name, node in calls(ast.parse(file.read_text(encoding="utf-8"))):
+            safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+            numpy = name.endswith("np.load") and any(word.arg == "allow_pickle" for word in node.keywords)
+            if (name.endswith(UNPICKLES) and not safe) or numpy or name in ("pd.read_pickle", "shelve.open"):
+                found.append(str(file.relative_to(PACKAGE)))
+    assert set(found) == {PIPE}
+
+
+def test_nothing_is_evaluated_but_programs_that_unit_tests_judge():
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for name, node in calls(ast.parse(file.read_text(encoding="utf-8"))):
+            shell = any(word.arg == "shell" for word in node.keywords)
+            if name in ("eval", "exec", "os.system", "os.popen") or name.startswith("subprocess.") or shell:
+                found.append(f"{file.relative_to(PACKAGE)}: {name}")
+    assert found == ["rewards/unit_tests.py: subprocess.run"]
+
+
+class Trap:
+    def __reduce__(self):
+        return (security_traps.MADE.append, ("unpickled",))
+
+
+def test_weights_in_a_pickle_are_refused(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"trap": Trap()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"safetensors"):
+        TransformersModel(path=str(folder)).load("actor", seed=0)
+    assert "unpickled" not in security_traps.MADE
+
+
+def test_code_beside_the_weights_is_not_run_unless_it_is_named(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "trap", "auto_map": {"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.Trap"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "trap.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    with pytest.raises(ValueError, match=r"custom code .*; trust_remote_code=true of this role runs it"):
+        TransformersModel(path=str(folder)).load("actor", seed=0)
+    assert not (tmp_path / "ran").exists()
+    assert TransformersModel("x").trust_remote_code is False
+
+
+BAD_NAMES = ("../up", "a/b", ".hidden", "")
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_names_of_roles_runs_and_trackers_lead_nowhere(name, whole):
+    for key in ("models", "interfaces", "trackers"):
+        plain = copy.deepcopy(whole)
+        plain[key][name] = next(iter(plain[key].values()))
+        with pytest.raises(ValueError, match="cannot name a file"):
+            build_experiment(config_of(plain))
+    with pytest.raises(ValueError, match="cannot name a file"):
+        build_experiment(config_of({**whole, "name": name}))
+
+
+@pytest.mark.parametrize("name", ["final", "step_000002", "metrics.jsonl", "config.yaml", "best"])
+def test_a_run_does_not_write_through_links(name, tmp_path, whole):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(elsewhere)
+    for overwrite in (False, True):
+        plain = {**whole, "output_dir": str(tmp_path / "run"), "overwrite": overwrite}
+        with pytest.raises(ValueError, match="is a link to"):
+            build_experiment(config_of(plain)).refuse_earlier_run()
+
+
+MARKUP = (
+    "[bold red]x[/] [link=http://e.vil]y[/link] <script>z</script> \x1b]0;title\x07\x1b[2J\x9b2J {7*7} ${HOME} `id`"
+)
+
+
+def printed(act: Any) -> str:
+    console = Console(force_terminal=True, width=500, record=True)
+    with console.capture() as capture:
+        act(console)
+    return capture.get()
+
+
+def test_responses_are_shown_as_text_and_reach_no_terminal():
+    text = printed(lambda c: show(c, 1, [{"id": "a", "prompt": MARKUP, "response": MARKUP, "reward": None}]))
+    assert repr(MARKUP) in text
+    assert not any(mark in text for mark in ("\x1b]0;", "\x1b[2J", "\x9b", "\x07"))
+    shown = visible(MARKUP)
+    assert "[bold red]x[/]" in shown
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in shown)
+    assert visible("two\nlines\tand é 漢 🙂") == "two\nlines\tand é 漢 🙂"
+
+
+def test_names_of_a_run_are_no_markup():
+    def act(console: Console) -> None:
+        with LiveDisplay(console, "[bold]n[/bold]", 2, ("[red]m[/red]",)) as display:
+            display.log(1, {"[red]m[/red]": 1.0})
+
+    text = printed(act)
+    assert "[bold]n[/bold]" in text
+    assert "[red]m[/red]" in text
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_names_in_drawings_are_text(form):
+    name = '<script>alert(1)</script>"&'
+    graph = DataflowGraph((RPC(name, name, "inference", (), (name,)),), results=(name,))
+    drawn = FORMATS[form](graph, {name: name})
+    assert form == "text" or "<script" not in drawn
+
+
+def test_a_chat_template_cannot_leave_its_sandbox(tmp_path):
+    from realign.data.templates import Template, Writer
+    from tests.tiny import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ValueError, match="the chat template failed: SecurityError"):
+        Writer(tokenizer, Template.chat).prompt("x")
