@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from realign.engines.optim import OptimizerSpec
 from realign.engines.shared import Share
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import ReferenceInterface, dataflow
-from realign.runtime import CheckpointSpec, Evaluation, run
+from realign.runtime import CheckpointSpec, Evaluation, Interrupted, run
 from realign.runtime.checkpoints import list_checkpoints
 from realign.runtime.experiment import Part
 from realign.runtime.local import LocalRuntime
@@ -424,3 +426,48 @@ def test_a_disk_that_is_full_ends_no_run_and_is_said(tmp_path, monkeypatch):
         out = done(tmp_path)
     assert steps_of(out) == []
     assert (out / "final").is_dir()
+
+
+def test_a_state_that_cannot_be_kept_is_told_at_the_start_and_later_ends_no_run(tmp_path):
+    @dataclass
+    class Arrays(CountToken):
+        calls: int = 0
+        first: int = 0
+
+        def inference(self, model, data, mb_spec):
+            self.calls += 1
+            return super().inference(model, data, mb_spec)
+
+        def state_dict(self):
+            return {"array": np.zeros(2)} if self.calls >= self.first else {}
+
+    def parts(first: int):
+        return {"actor": GRPOActorInterface(generation=GENERATION), "reward": Arrays(first=first)}
+
+    with pytest.raises(ValueError, match=r"interfaces\.reward/array: .*ndarray cannot be kept"):
+        done(tmp_path, interfaces=parts(0))
+    with pytest.warns(UserWarning, match=r"the checkpoint of step 2 was not written: .*ndarray cannot be kept"):
+        out = done(tmp_path, interfaces=parts(2))
+    assert steps_of(out) == [1]
+    assert (out / "final").is_dir()
+
+
+def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    @dataclass
+    class Stopper(Killer):
+        def log(self, step, metrics):
+            if step == self.step:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("realign.runtime.checkpoints._fill", full)
+    with pytest.raises(Interrupted, match=r"stopped after step 2 of 3; the checkpoint of step 2 was not .*No space"):
+        run(experiment(tmp_path), trackers=[Stopper(2)])
+    with pytest.raises(
+        Interrupted, match="stopped after step 2 of 3; it cannot be gone on with, since checkpoint=null"
+    ):
+        run(experiment(tmp_path, checkpoint=None, overwrite=True), trackers=[Stopper(2)])
+    assert not (tmp_path / "run" / "final").exists()
+    assert run(experiment(tmp_path, overwrite=True), trackers=[Stopper(3)]).series("step") == [0, 1, 2, 3]
