@@ -263,13 +263,18 @@ def _typed_lines() -> Iterator[str]:
 def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
     """`realign <overrides>`: a Hydra application around the runtime; also sweeps and `--cfg`."""
     from realign.config.composition import check_launch, hydra_main, search_path
-    from realign.runtime.readiness import check_ready
+    from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces
 
     check_launch(overrides, args.config_dir)
     if not (args.multirun or args.cfg or args.info):
         experiment = _built(args, overrides)  # before Hydra makes a folder for a run that cannot start
         experiment.refuse_earlier_run()
         check_ready(experiment)
+        try:
+            open_interfaces(experiment)
+        finally:
+            for interface in used_interfaces(experiment).values():
+                interface.close()
     flags = ["--multirun"] if args.multirun else []
     flags += ["--resolve"] if args.resolve else []
     flags += [f"--{name}={getattr(args, name)}" for name in ("cfg", "package", "info") if getattr(args, name)]
@@ -347,12 +352,13 @@ def _quiet_transformers() -> None:
 
 
 def _print_derived(experiment: Experiment, console: Any) -> None:
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     from realign.derived import derived_rows
 
-    table = Table(title=f"{experiment.name}: what the config amounts to", title_justify="left", box=None)
+    table = Table(title=f"{escape(experiment.name)}: what the config amounts to", title_justify="left", box=None)
     table.add_column("", style="bold")
     table.add_column("")
     for name, value in derived_rows(experiment):

@@ -72,7 +72,7 @@ def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
         (("experiment=bigram", "stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
         (("experiment=bigram", "+stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
         (("experiment=bigram", "interfaces.actor.adv_norm.stdd=none"), "unknown key 'interfaces.actor.adv_norm.stdd'"),
-        (("experiment=bigram", "graph._target_=os.system"), "graph._target_: os.system is not a function annotated"),
+        (("experiment=bigram", "graph._target_=os.system"), "graph._target_: os.system is of Python's own library"),
         (("graph", "experiment=bigram", "--format", "png"), "invalid choice: 'png'"),
         (("experiment=bigram", "--out", "x.svg"), "--format and --out belong to realign graph"),
         (("check", "experiment=bigram", "-m"), "do not go with realign check"),

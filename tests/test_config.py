@@ -135,8 +135,12 @@ def test_trap_g6_a_wrong_value_fails_in_one_line_with_key_and_suggestion(values,
         ({}, r"interfaces\.actor\._target_ is missing"),
         (3, r"interfaces\.actor: expected a component"),
         ({"_target_": 3}, r"interfaces\.actor\._target_ must be an import path"),
-        ({"_target_": "os.system"}, r"os\.system is not a class; here stands a class that is ModelInterface"),
-        ({"_target_": "subprocess.Popen"}, r"Popen is not a ModelInterface"),
+        ({"_target_": "os.system"}, r"os\.system is of Python's own library, which has no component; nothing was"),
+        ({"_target_": "subprocess.Popen"}, r"subprocess\.Popen is of Python's own library"),
+        (
+            {"_target_": "realign.cli.os.system"},
+            r"os\.system is not a class; here stands a class that is ModelInterface",
+        ),
         ({"_target_": f"{HERE}.Norm"}, r"interfaces\.actor\._target_: Norm is not a ModelInterface"),
         ({"_target_": f"{HERE}.Handmade"}, r"Handmade is not a dataclass, so its fields cannot be checked"),
         ({"_target_": f"{HERE}.Forgotten"}, r"Forgotten declares coef, but is not a @dataclass"),
@@ -156,13 +160,13 @@ def test_trap_g6_a_wrong_target_is_refused_by_name(node, message):
 def test_a_target_of_another_kind_is_never_called(monkeypatch):
     called = []
     monkeypatch.setattr(os, "system", called.append)
-    for target in ("os.system", f"{HERE}.unannotated", f"{HERE}.other_kind"):
+    for target in ("realign.cli.os.system", f"{HERE}.unannotated", f"{HERE}.other_kind"):
         with pytest.raises(ConfigError, match="not a function annotated -> DataflowGraph; nothing was called"):
             build_graph({"_target_": target, "command": "true"}, DataflowGraph, "graph")
         with pytest.raises(ConfigError, match="is not a class"):
             actor(anything={"_target_": target, "command": "true"})
     with pytest.raises(ConfigError, match="Popen is not a dataclass"):
-        actor(anything={"_target_": "subprocess.Popen", "args": "true"})
+        actor(anything={"_target_": "realign.rewards.unit_tests.subprocess.Popen", "args": "true"})
     assert called == []
 
 

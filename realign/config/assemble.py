@@ -57,6 +57,10 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     calibration: RewardCalibration | None = None
     if config.calibration:
         calibration = build({TARGET: DEFAULT_CALIBRATION, **config.calibration}, RewardCalibration, "calibration")
+    try:
+        microbatch = MicroBatchSpec(**dataclasses.asdict(config.microbatch))
+    except ValueError as error:
+        raise ConfigError(f"microbatch.{error}") from error
     experiment = Experiment(
         name=config.name,
         seed=config.seed,
@@ -64,7 +68,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         overwrite=config.overwrite,
         steps=config.steps,
         batch_prompts=config.batch_prompts,
-        microbatch=MicroBatchSpec(**dataclasses.asdict(config.microbatch)),
+        microbatch=microbatch,
         graph=graph,
         interfaces=interfaces,
         models=models,

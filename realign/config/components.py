@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from realign.config.convert import convert, type_name
 from realign.config.errors import ConfigError, one_line, suggest
-from realign.config.targets import Fits, beside, import_target, misfit
+from realign.config.targets import Fits, beside, import_target, misfit, such_as
 
 TARGET = "_target_"
 T = TypeVar("T")
@@ -45,13 +45,14 @@ def build(node: Any, kind: Any, where: str) -> Any:
             return False
         return dataclasses.is_dataclass(found) if kind is Any else misfit(found, kind) is None
 
-    cls = _target(node, where, f"a class that is {type_name(kind)}", fits)
+    name = type_name(kind)
+    cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
     key = f"{where}.{TARGET}"
     if not inspect.isclass(cls):
-        expected = f"here stands a class that is {type_name(kind)}"
-        raise ConfigError(f"{key}: {node[TARGET]} is not a class; {expected}{beside(cls, fits)}")
+        wrong = f"{node[TARGET]} is not a class; here stands a class that is {name}"
+        raise ConfigError(f"{key}: {wrong}{beside(node[TARGET], fits, name)}")
     if kind is not Any and (why := misfit(cls, kind)) is not None:
-        raise ConfigError(f"{key}: {cls.__qualname__} is not a {type_name(kind)}{why}{beside(cls, fits)}")
+        raise ConfigError(f"{key}: {cls.__qualname__} is not a {name}{why}{beside(node[TARGET], fits, name)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
 
@@ -68,10 +69,11 @@ def build_graph(node: Any, returns: type[T], where: str) -> T:
             return inspect.isfunction(found) and get_type_hints(found).get("return") is returns
         return False
 
-    function = _target(node, where, f"a function annotated -> {type_name(returns)}", fits)
+    name = type_name(returns)
+    function = _target(node, where, f"a function annotated -> {name}{such_as(name)}", fits)
     if not fits(function):
-        wrong = f"{node[TARGET]} is not a function annotated -> {type_name(returns)}; nothing was called"
-        raise ConfigError(f"{where}.{TARGET}: {wrong}{beside(function, fits)}")
+        wrong = f"{node[TARGET]} is not a function annotated -> {name}; nothing was called"
+        raise ConfigError(f"{where}.{TARGET}: {wrong}{beside(node[TARGET], fits, name)}")
     hints = _hints(function, where)
     parameters = [
         _Parameter(p.name, hints.get(p.name, Any), None if p.default is p.empty else lambda p=p: p.default)  # type: ignore[misc]
@@ -109,7 +111,8 @@ def _check_constructible(cls: type, where: str) -> None:
     decorated = "__dataclass_fields__" in vars(cls)
     if fields and not decorated:
         raise ConfigError(f"{where}: {cls.__qualname__} declares {', '.join(fields)}, but is not a @dataclass")
-    if not dataclasses.is_dataclass(cls) and inspect.getattr_static(cls, "__init__") is not object.__init__:
+    made = [(inspect.getattr_static(cls, name), getattr(object, name)) for name in ("__init__", "__new__")]
+    if not dataclasses.is_dataclass(cls) and any(own is not plain for own, plain in made):
         raise ConfigError(f"{where}: {cls.__qualname__} is not a dataclass, so its fields cannot be checked")
 
 
@@ -144,7 +147,9 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         if p.name in raw:
             values[p.name] = convert(raw[p.name], p.annotation, prefix + p.name, default)
         elif p.default is None:
-            raise ConfigError(f"{prefix}{p.name} is missing: give it a value ({type_name(p.annotation)})")
+            kind = type_name(p.annotation)
+            value = f"a component, that is {prefix}{p.name}.{TARGET}" if such_as(kind) else "a value"
+            raise ConfigError(f"{prefix}{p.name} is missing: give it {value} ({kind}{such_as(kind, p.name)})")
         else:
             values[p.name] = default
     try:

@@ -21,7 +21,15 @@ from realign.config.errors import ConfigError, listed, one_line, suggest
 LEAVES: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
     {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode, Path: PathNode}
 )
-SCALES = {"k": 1e3, "m": 1e6, "%": 0.01}
+SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
+    {
+        "s": {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600},
+        "minutes": {"s": 1 / 60, "m": 1, "min": 1, "h": 60},
+        "mb": {"m": 1, "mb": 1, "mib": 1, "g": 1024, "gb": 1024, "gib": 1024},
+        "": {"k": 1e3, "m": 1e6, "%": 0.01},
+    }
+)
+"""What a unit behind a number amounts to, by the unit that a key ends in; of others at ""."""
 LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 MAPPINGS = (dict, collections.abc.Mapping)
 
@@ -31,13 +39,16 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
 
     Args:
         raw: scalars, lists and mappings, as YAML gives them.
-        annotation: of the field. A mapping with `_target_` is built as a component of that kind.
+        annotation: of the field. A mapping with `_target_` is built as a component of that kind: of any kind under
+            `Any`, of none in a `dict[str, Any]` or `list[Any]`, which take plain values as they are.
         where: the key, for messages.
         default: the field's default; a mapping without `_target_` is laid over it when it is a dataclass.
 
     Raises:
         ConfigError: names the key, what was found and what is valid.
     """
+    if raw == "???":
+        raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return _one_of(raw, arguments, where, default)
@@ -57,10 +68,10 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
         return _list(raw, origin or annotation, arguments, where)
     if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
         kind = arguments[1] if arguments else Any
-        return {key: convert(value, kind, f"{where}.{key}") for key, value in raw.items()}
+        return {key: _member(value, kind, f"{where}.{key}") for key, value in raw.items()}
     if annotation in LEAVES:
         return _leaf(raw, annotation, where)
-    if inspect.isclass(annotation) and not getattr(annotation, "_is_protocol", False) and isinstance(raw, annotation):
+    if _is_plain_class(annotation) and isinstance(raw, annotation):
         return raw
     raise wrong_type(raw, annotation, where)
 
@@ -70,6 +81,11 @@ def type_name(annotation: Any) -> str:
     if inspect.isclass(annotation) and not get_args(annotation):
         return annotation.__name__
     return str(annotation).replace("typing.", "").replace("NoneType", "None")
+
+
+def _is_plain_class(annotation: Any) -> bool:
+    """Whether `isinstance` can be asked; of a protocol it cannot."""
+    return inspect.isclass(annotation) and not getattr(annotation, "_is_protocol", False)
 
 
 def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any) -> Any:
@@ -82,7 +98,7 @@ def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any
 
     if TARGET in raw:
         return build(raw, annotation, where)
-    fits = annotation is Any or (inspect.isclass(annotation) and isinstance(default, annotation))
+    fits = annotation is Any or (_is_plain_class(annotation) and isinstance(default, annotation))
     if dataclasses.is_dataclass(default) and not isinstance(default, type) and fits:
         return fill(type(default), raw, where, default)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
@@ -116,7 +132,7 @@ def _meant(raw: Any, annotation: Any, where: str) -> str:
     if annotation is bool:
         return "; give true or false"
     if annotation in (int, float):
-        return _meant_number(raw, annotation)
+        return _meant_number(raw, annotation, where)
     if dataclasses.is_dataclass(annotation):
         names = [field.name for field in dataclasses.fields(annotation) if field.init]
         return f"; it has fields: set them one by one, such as {where}.{names[0]}=VALUE{listed(names)}" if names else ""
@@ -125,7 +141,7 @@ def _meant(raw: Any, annotation: Any, where: str) -> str:
     return ""
 
 
-def _meant_number(raw: Any, annotation: type) -> str:
+def _meant_number(raw: Any, annotation: type, where: str) -> str:
     kind = "a whole number" if annotation is int else "a number"
     if raw == "":
         return f"; give {kind} right behind the =, without a blank"
@@ -133,12 +149,26 @@ def _meant_number(raw: Any, annotation: type) -> str:
     if match is None:
         return f"; give {kind}"
     number, unit = float(match[1]), match[2].lower()
-    if unit and unit not in SCALES:
-        return f"; give the number alone, its unit is in the name of the key: did you mean {number:g}?"
-    number *= SCALES.get(unit, 1)
+    scales = SCALES.get(where.rpartition("_")[2], SCALES[""])
+    if unit and unit not in scales:
+        return "; give the number alone, without a unit"
+    number *= scales[unit] if unit else 1
     if annotation is int and not number.is_integer():
         return f"; give {kind}"
-    return f"; did you mean {int(number) if number.is_integer() else number}?"
+    return f"; did you mean {int(number) if number.is_integer() else round(number, 9)}?"
+
+
+def _member(raw: Any, annotation: Any, where: str) -> Any:
+    return _values(raw, where) if annotation is Any else convert(raw, annotation, where)
+
+
+def _values(raw: Any, where: str) -> Any:
+    """Plain values, among which no component may stand."""
+    if isinstance(raw, Mapping):
+        if "_target_" in raw:
+            raise ConfigError(f"{where}: only plain values stand here, no component; found {raw!r}")
+        return {key: _values(value, f"{where}.{key}") for key, value in raw.items()}
+    return [_values(value, f"{where}[{i}]") for i, value in enumerate(raw)] if isinstance(raw, list) else raw
 
 
 def _plain(raw: Any, where: str) -> Any:
@@ -157,14 +187,16 @@ def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
     if fixed and len(raw) != len(arguments):
         raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
     kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
-    values = [convert(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
+    values = [_member(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
     return tuple(values) if kind is tuple else values
 
 
 def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | None = None) -> Any:
     name = raw.name if isinstance(raw, Enum) else str(raw)
     if name not in choices:
-        why = f": {one_line(purpose).rstrip('.')}" if purpose else ""
+        why = f": {one_line(purpose).split('. ')[0].rstrip('.')}" if purpose else ""
+        if isinstance(raw, list):
+            raise ConfigError(f"{where} takes one choice, found {raw}{listed(sorted(choices))}{why}")
         raise ConfigError(f"{where}: unknown choice {name!r}{suggest(name, choices)}{why}")
     return choices[name]
 
@@ -174,6 +206,7 @@ def _leaf(raw: Any, annotation: Any, where: str) -> Any:
         value = LEAVES[annotation](value=raw)._value()
     except ValidationError:
         raise wrong_type(raw, annotation, where) from None
-    if isinstance(value, float) and math.isnan(value):
+    odd = annotation is bool and isinstance(raw, int | float) and raw not in (0, 1)
+    if odd or (isinstance(value, float) and math.isnan(value)):
         raise wrong_type(raw, annotation, where)
     return value

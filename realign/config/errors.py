@@ -25,7 +25,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """For each place of components an override that sets a field there."""
-PLAIN: Mapping[str, str] = MappingProxyType({"str": "a text", "bool": "true or false", "list": "a list"})
+PLAIN: Mapping[str, str] = MappingProxyType({"str": "a text", "bool": "a bool", "list": "a list"})
 OPTIONAL = ("dynamic_sampling", "evaluation", "calibration")
 
 
@@ -72,7 +72,10 @@ def explain(error: Exception) -> str:
         return one_line(f"cannot read the override {error.override!r}: {_first_line(error.message)}{quoted}")
     if match := re.search(r"Ambiguous value for argument '(.+?)=(.*?)'", str(error)):
         key, value = match.groups()
-        return f"{key}={value}: a comma means a sweep, which needs -m; write a list as '{key}=[{value}]'"
+        return (
+            f"{key}={value}: a comma means a sweep, which needs -m; a list is written '{key}=[{value}]', and a number "
+            "with a point"
+        )
     if match := re.search(r"Could not delete from config. '(.+?)' does not exist", str(error)):
         return f"~{match[1]}: there is nothing to remove, {match[1]} is not set; realign --cfg job shows what is"
     chain = (error, error.__cause__, error.__context__)

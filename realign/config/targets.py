@@ -7,8 +7,8 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeAlias
 
 from realign.config.errors import ConfigError, one_line, suggest
@@ -16,6 +16,20 @@ from realign.config.errors import ConfigError, one_line, suggest
 OURS = "realign"
 ROOMS = ("interfaces", "engines", "data", "runtime")
 """Packages of realign that components stand in."""
+NEAR = 0.75
+"""How alike a name must be to be taken for a misspelt one."""
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "ModelInterface": "realign.interfaces.grpo.GRPOActorInterface",
+        "reward": "realign.interfaces.rule_reward.RuleRewardInterface",
+        "ModelSpec": "realign.engines.TransformersModel",
+        "DataSpec": "realign.data.PromptData",
+        "DataflowGraph": "realign.interfaces.grpo.dataflow",
+        "Evaluator": "realign.runtime.Evaluation",
+        "TrackerSpec": "realign.runtime.TensorBoard",
+    }
+)
+"""A component of ours for each kind of place, or for places of a name."""
 Fits: TypeAlias = Callable[[Any], bool]
 """Whether an object may stand in a place of the config."""
 
@@ -33,6 +47,8 @@ def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{where} must be an import path such as package.module.Class, found {path!r}")
+    if path.split(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(f"{where}: {path} is of Python's own library, which has no component; nothing was imported")
     found: Any = None
     done = ""
     for part in path.split("."):
@@ -54,8 +70,9 @@ def _import(name: str, where: str) -> ModuleType | None:
         if error.name == name:
             return None
         raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
+    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
+        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
+        raise ConfigError(one_line(f"{where}: importing {name} failed: {kind}{error}")) from error
 
 
 def _contents(found: Any, fits: Fits | None) -> Iterable[str]:
@@ -81,18 +98,34 @@ def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
     ]
 
 
-def beside(found: Any, fits: Fits) -> str:
-    """The end of a message about an object of the wrong kind: what of the right kind stands in the same module."""
-    module = sys.modules.get(getattr(found, "__module__", None) or "")
+def beside(path: str, fits: Fits, kind: str) -> str:
+    """The end of a message about an object of the wrong kind: what of the right kind stands in the same module.
+
+    Args:
+        path: of the object.
+        fits: which objects are of the right kind.
+        kind: its name; where the module has nothing, an example of ours.
+    """
+    module = sys.modules.get(path.rpartition(".")[0])
     names = sorted(_defined(module, fits)) if module is not None else []
-    return f" ({', '.join(names)} of {module.__name__} would fit)" if module is not None and names else ""
+    if module is not None and names:
+        return f" ({', '.join(names)} of {module.__name__} would fit)"
+    return such_as(kind)
+
+
+def such_as(kind: str, where: str = "") -> str:
+    """The end of a message about a place for components of a kind, at the key `where`: one that realign has."""
+    example = EXAMPLES.get(where.rpartition(".")[2]) or EXAMPLES.get(kind)
+    return f", such as {example}" if example and kind in EXAMPLES else ""
 
 
 def _hint(path: str, part: str, found: Any, fits: Fits | None) -> str:
     """The end of a message about an import path that ends at `part`, which is not in `found`."""
-    if fits is not None and (near := _elsewhere(path, found, fits)):
-        return f"; did you mean {near}?"
     names = list(_contents(found, fits))
+    here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
+    elsewhere = _elsewhere(path, found, fits) if fits is not None else None
+    if elsewhere is not None and (not here or elsewhere.rpartition(".")[2] == part):
+        return f"; did you mean {elsewhere}?"
     return suggest(part, names) if names else ""
 
 
@@ -113,7 +146,7 @@ def _elsewhere(path: str, found: Any, fits: Fits) -> str | None:
             module = importlib.import_module(info.name)
             own = (name for name in _defined(module, fits) if getattr(module, name).__module__ == info.name)
             known |= {name: f"{info.name}.{name}" for name in own}
-    near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=NEAR)
     return known[near[0]] if near else None
 
 

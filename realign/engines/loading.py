@@ -216,7 +216,8 @@ class TransformersModel:
         from realign.engines.attention import ATTENTION
 
         path = check_path(f"models.{name}.path", self.path)
-        with _readable(f"models.{name}: cannot load {self.path!r}"):
+        hub = "" if Path(path).is_dir() else " from the hub (without a network, HF_HUB_OFFLINE=1 says so at once)"
+        with _readable(f"models.{name}: cannot load {self.path!r}{hub}"):
             family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
         classes = {
             Head.causal: AutoModelForCausalLM,
@@ -329,4 +330,5 @@ def _readable(what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{what}: {kind}{first}") from error
+        cure = "; trust_remote_code=true of this role runs it" if "trust_remote_code" in str(error) else ""
+        raise ValueError(f"{what}: {kind}{first}{cure}") from error

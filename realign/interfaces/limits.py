@@ -39,6 +39,8 @@ class KLPenalty:
             raise ValueError(f"kl.coef must not be negative, found {self.coef}")
         if self.target is not None and self.place is KLPlace.none:
             raise ValueError(f"kl.target={self.target:g} steers a penalty that kl.place=none does not apply")
+        if self.horizon < 1:
+            raise ValueError(f"kl.horizon must be at least 1, found {self.horizon}")
         if self.target is not None and self.coef == 0:
             raise ValueError("kl.target multiplies kl.coef, and would leave a coefficient of 0 at 0; start above 0")
 

@@ -127,8 +127,9 @@ class Experiment:
             raise ValueError(f"keep_saves={self.keep_saves} has no effect without save_every_steps")
         if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and self.evaluation is None:
             raise ValueError(f"save_best={self.save_best} is measured by an evaluation, and there is none")
-        if self.sample_prompts < 0:
-            raise ValueError(f"sample_prompts must be at least 0, found {self.sample_prompts}")
+        for name in ("sample_prompts", "ratio_tolerance"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, found {getattr(self, name)}")
         self._check_names()
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
         if self.evaluation is not None:
@@ -138,13 +139,11 @@ class Experiment:
         self._check_calibration()
         self._check_dynamic_sampling()
         for rpc in self.graph.rpcs:
-            parts = getattr(self.interfaces[rpc.model], "n_minibatches", 1)
-            if rpc.method == "train_step" and parts > self.batch_prompts:
-                raise ValueError(
-                    f"interfaces.{rpc.model}.n_minibatches={parts} mini-batches cannot be made of "
-                    f"batch_prompts={self.batch_prompts}: each takes at least one prompt"
-                )
-            self.interfaces[rpc.model].check(rpc)
+            self._check_minibatches(rpc)
+            try:
+                self.interfaces[rpc.model].check(rpc)
+            except ValueError as error:
+                raise ValueError(f"interfaces.{rpc.model}: {error}") from error
             if missing := sorted(self.interfaces[rpc.model].required_inputs(rpc.method) - set(rpc.inputs)):
                 raise ValueError(
                     f"interfaces.{rpc.model}, as set, needs key {missing[0]!r} in {rpc.method}, but RPC {rpc.name!r} "
@@ -205,6 +204,22 @@ class Experiment:
             for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)
             for path, value in _fields(self.interfaces[role], "temperature")
         }
+
+    def _check_minibatches(self, rpc: RPC) -> None:
+        """Mini-batches of a batch are of one size, so that every optimizer step weighs the same."""
+        parts, prompts = getattr(self.interfaces[rpc.model], "n_minibatches", 1), self.batch_prompts
+        if rpc.method != "train_step" or parts < 2:
+            return
+        what = f"interfaces.{rpc.model}.n_minibatches={parts} mini-batches cannot be made of batch_prompts={prompts}"
+        if parts > prompts:
+            raise ValueError(
+                f"{what}: each takes at least one prompt; set batch_prompts={parts} or more, or at most "
+                f"n_minibatches={prompts}"
+            )
+        if prompts % parts:
+            near = max(divisor for divisor in range(1, parts) if prompts % divisor == 0)
+            multiples = f"batch_prompts={prompts - prompts % parts} or {prompts + -prompts % parts}"
+            raise ValueError(f"{what} without a rest of {prompts % parts}; set {multiples}, or n_minibatches={near}")
 
     def _check_outputs(self, rpc: RPC) -> None:
         written = self.interfaces[rpc.model].written_outputs(rpc.method)

@@ -27,7 +27,7 @@ from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role, load_models, save_models
 from realign.runtime.positions import check_positions
-from realign.runtime.readiness import check_ready
+from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces
 from realign.runtime.samples import readable
 from realign.runtime.stream import PromptStream
 
@@ -71,8 +71,7 @@ class LocalRuntime:
         resumed with another batch size, or at another place in its data."""
         check_ready(experiment)
         try:
-            for interface in self._used_interfaces():
-                interface.open()
+            open_interfaces(experiment)
             self.models = load_models(experiment)
             self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
             check_dataset(self.dataset, experiment)
@@ -90,16 +89,13 @@ class LocalRuntime:
                     (calibration.policy, calibration.role),
                     "calibration.data",
                 )
-            if experiment.evaluation is not None:
-                self.held_out = experiment.evaluation.data.load(self.models[experiment.evaluation.role].tokenizer)
+            if (evaluation := experiment.evaluation) is not None:
+                self.held_out = held_out = evaluation.data.load(self.models[evaluation.role].tokenizer)
+                response = evaluation.longest_response
+                check_positions(held_out, response, self.models, [evaluation.role], "evaluation.data")
         except BaseException:
             self.close()
             raise
-
-    def _used_interfaces(self) -> list[ModelInterface]:
-        roles = dict.fromkeys(rpc.model for rpc in self.experiment.graph.rpcs)
-        judges = self.experiment.evaluation.judges if self.experiment.evaluation is not None else []
-        return [*(self.interfaces[role] for role in roles), *judges]
 
     def batch(self, number: int) -> SequenceSample:
         """The prompts drawn as number 1, 2, ...: a pure function of seed and number, which is the step's.
@@ -232,7 +228,7 @@ class LocalRuntime:
     def close(self) -> None:
         """Release what the interfaces hold."""
         with ExitStack() as stack:  # one that fails to close keeps no other from it
-            for interface in self._used_interfaces():
+            for interface in used_interfaces(self.experiment).values():
                 stack.callback(interface.close)
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:

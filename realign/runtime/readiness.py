@@ -11,7 +11,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from realign.api import RPC
+from realign.api import RPC, ModelInterface
 from realign.engines.shared import Share, SharedModel
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -43,6 +43,26 @@ def check_ready(experiment: Experiment) -> None:
     for where, owner in nodes.items():
         if owner is not None and hasattr(owner.data, "check"):
             owner.data.check(where)
+
+
+def used_interfaces(experiment: Experiment) -> dict[str, ModelInterface]:
+    """The interfaces that take part, by their config keys: those of the graph, and those that only evaluate."""
+    used = {f"interfaces.{rpc.model}": experiment.interfaces[rpc.model] for rpc in experiment.graph.rpcs}
+    judges = experiment.evaluation.judges if experiment.evaluation is not None else []
+    return used | {f"evaluation: judge {i + 1}": judge for i, judge in enumerate(judges)}
+
+
+def open_interfaces(experiment: Experiment) -> None:
+    """Let the interfaces acquire what they need, such as a reward function.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for where, interface in used_interfaces(experiment).items():
+        try:
+            interface.open()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 def writable(output_dir: Path) -> Path:
@@ -142,7 +162,10 @@ def _check_save_best(experiment: Experiment) -> None:
         return
     metric = experiment.save_best.removeprefix("-")
     if metric in OF_REWARDS and "rewards" not in experiment.graph.producers:
-        raise ValueError(f"save_best={experiment.save_best}: no call of the graph writes rewards; use eval/nll, say")
+        raise ValueError(
+            f"save_best={experiment.save_best}: no call of the graph writes rewards, so that nothing measures it; name "
+            "another metric, such as -loss (the smallest)"
+        )
     known = experiment.evaluation.metric_names() if experiment.evaluation is not None else None
     if known is not None and metric.startswith("eval/") and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)

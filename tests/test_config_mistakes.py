@@ -1,0 +1,600 @@
+"""Mistakes in a command line, each on a shipped experiment: the line that a user reads, under check and at launch.
+
+All of `MISTAKES` are found before a model or a dataset is loaded. What needs the tokenizer, such as the length of the
+longest row, stands in `MISTAKES_IN_DATA`: found with the data, before the first rollout.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from realign import cli
+from realign.config.folders import experiments_dir
+from realign.data import PreferenceData, PromptData, SupervisedData
+from realign.engines import TransformersModel
+from realign.engines.engine import TransformersEngine
+from tests.tiny import save_tiny
+
+REWARD = "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"
+GRPO = ["experiment=grpo", "models.actor.path=m", "data.path=prompts.jsonl", REWARD]
+PPO = ["experiment=ppo", "models.actor.path=m", "models.reward.path=r", "data.path=prompts.jsonl"]
+REMAX = ["experiment=remax", "models.actor.path=m", "data.path=prompts.jsonl", REWARD]
+SFT = ["experiment=sft", "models.actor.path=m", "data.path=demonstrations.jsonl"]
+DPO = ["experiment=dpo", "models.actor.path=m", "data.path=pairs.jsonl"]
+PROMPTS = "{_target_: realign.data.PromptData, path: prompts.jsonl}"
+JUDGE = "{_target_: realign.interfaces.rule_reward.RuleRewardInterface}"
+EVALUATION = [f"evaluation.data={PROMPTS}", f"evaluation.reward={JUDGE}"]
+SHORT = ["interfaces.actor.generation.max_new_tokens=8", "models.actor.device=cpu", "models.ref.device=cpu"]
+
+NO_LIMIT = "~data.max_prompt_tokens"
+
+MISTAKES: list[tuple[list[str], str]] = [
+    (
+        [*GRPO, "stps=10"],
+        "unknown key 'stps'; did you mean 'steps'?",
+    ),
+    (
+        [*GRPO, "lr=1e-5"],
+        "unknown key 'lr'; did you mean models.actor.optimizer.lr?",
+    ),
+    (
+        [*GRPO, "batch_size=64"],
+        "unknown key 'batch_size'; did you mean 'batch_prompts'?",
+    ),
+    (
+        [*GRPO, "interfaces.actor.clip_hi=0.3"],
+        "unknown key 'interfaces.actor.clip_hi'; did you mean 'clip_high'?",
+    ),
+    (
+        [*GRPO, "interfaces.actr.epochs=2"],
+        (
+            "interfaces.actr._target_ is missing: no role is called 'actr'; did you mean 'actor'? (valid: actor, "
+            "ref, reward)"
+        ),
+    ),
+    (
+        [*GRPO, "models.actr.optimizer.lr=1e-5"],
+        "models.actr: no interface plays 'actr'; did you mean 'actor'? (valid: actor, ref, reward)",
+    ),
+    (
+        ["experiment=grpoo"],
+        "unknown experiment 'grpoo'; did you mean 'grpo'? (valid: ...",
+    ),
+    (
+        [*GRPO, "algorithm=gspoo"],
+        "unknown algorithm 'gspoo'; did you mean 'gspo'? (valid: ...",
+    ),
+    (
+        [*GRPO, "interfaces.actor.adv_norm.std=grup"],
+        (
+            "interfaces.actor.adv_norm.std: unknown choice 'grup'; did you mean 'group'? (valid: batch, group, "
+            "none): The elements that a statistic is taken over"
+        ),
+    ),
+    (
+        [*GRPO, "models.actor.dtype=bf16"],
+        (
+            "models.actor.dtype: unknown choice 'bf16'; did you mean 'bfloat16'? (valid: bfloat16, float32): The "
+            "precision of matrix products"
+        ),
+    ),
+    (
+        [*GRPO, "steps=ten"],
+        "steps: expected int, found 'ten'; give a whole number",
+    ),
+    (
+        [*GRPO, "steps=10k"],
+        "steps: expected int, found '10k'; did you mean 10000?",
+    ),
+    (
+        [*GRPO, "interfaces.actor.clip_high=", "0.3"],
+        (
+            "'0.3' is no override, which is written key=value; no blank may stand behind the =: did you mean "
+            "interfaces.actor.clip_high=0.3?"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.reward.timeout_s=30s"],
+        "interfaces.reward.timeout_s: expected float, found '30s'; did you mean 30?",
+    ),
+    (
+        [*GRPO, "microbatch.max_tokens_per_microbatch=16k"],
+        "microbatch.max_tokens_per_microbatch: expected int, found '16k'; did you mean 16000?",
+    ),
+    (
+        [*GRPO, "microbatch=4096"],
+        (
+            "microbatch: expected MicroBatchConfig, found 4096; it has fields: set them one by one, such as "
+            "microbatch.max_tokens_per_microbatch=VALUE (valid: max_tokens_per_microbatch, n_microbatches)"
+        ),
+    ),
+    (
+        [*GRPO, "models.actor.optimizer=1e-6"],
+        (
+            "models.actor.optimizer: expected OptimizerSpec, found 1e-06; it has fields: set them one by one, "
+            "such as models.actor.optimizer.lr=VALUE (valid: lr, betas, eps, weight_decay, eps_hat, grad_clip, "
+            "schedule)"
+        ),
+    ),
+    (
+        [*GRPO, "models.actor.optimizer.betas=0.9"],
+        (
+            "models.actor.optimizer.betas: expected a list, found 0.9; write it in brackets, such as "
+            "models.actor.optimizer.betas=[0.9]"
+        ),
+    ),
+    (
+        [*GRPO, "data=prompts.jsonl"],
+        "data: expected a component, found a text; set its fields one by one, such as data.path=FILE",
+    ),
+    (
+        [*GRPO, "evaluation=false"],
+        (
+            "evaluation: expected a component, found a bool; set its fields one by one, such as "
+            "evaluation.every_steps=20, or switch it off by evaluation=null"
+        ),
+    ),
+    (
+        ["experiment=grpo"],
+        (
+            "missing: data.path, interfaces.reward.function, models.actor.path; give a value, such as "
+            "data.path=VALUE, or start from experiment=NAME"
+        ),
+    ),
+    (
+        ["models.actor.path=m"],
+        ("missing: batch_prompts, steps; give a value, such as batch_prompts=VALUE, or start from experiment=NAME"),
+    ),
+    (
+        [*GRPO, "~data"],
+        ("data._target_ is missing: give the import path of a class that is DataSpec, such as realign.data.PromptData"),
+    ),
+    (
+        [*GRPO, "models.actor.optimizer.lr=-1e-6"],
+        "models.actor.optimizer.lr must be at least 0, found -1e-06",
+    ),
+    (
+        [*GRPO, "interfaces.actor.generation.temperature=0"],
+        (
+            "interfaces.actor.generation.temperature must be finite and at least 0.01 (for the most likely token "
+            "use greedy=true), found 0.0"
+        ),
+    ),
+    (
+        [*GRPO, "batch_prompts=0"],
+        "batch_prompts must be at least 1, found 0",
+    ),
+    (
+        [*GRPO, "microbatch.max_tokens_per_microbatch=-1"],
+        "microbatch.max_tokens_per_microbatch must be at least 1, found -1",
+    ),
+    (
+        [*GRPO, "data.max_prompt_tokens=0"],
+        "data.max_prompt_tokens must be at least 1, or null for no limit, found 0",
+    ),
+    (
+        [*GRPO, "interfaces.actor.kl.place=both"],
+        (
+            "interfaces.actor.kl.place: unknown choice 'both' (valid: loss, none, reward): Where the penalty for "
+            "leaving the reference policy is applied: once, never in both places"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.actor.kl.place=[reward,loss]"],
+        (
+            "interfaces.actor.kl.place takes one choice, found ['reward', 'loss'] (valid: loss, none, reward): "
+            "Where the penalty for leaving the reference policy is applied: once, never in both places"
+        ),
+    ),
+    (
+        [*GRPO, "graph.kl=false"],
+        (
+            "interfaces.actor, as set, needs key 'ref_logprobs' in train_step, but RPC 'actor_train' does not "
+            "read it: a flag of the graph must provide it, such as graph.kl=true for ref_logprobs"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.actor.generation.top_p=0.9"],
+        (
+            "interfaces.actor.generation.top_p=0.9 changes the sampled distribution, and the ratios of this loss "
+            "would be wrong; use neutral settings for training (evaluation may use any)"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.actor.generation.n=1"],
+        (
+            "interfaces.actor.generation.n=1: a group of one response has nothing to be compared with; use "
+            "generation.n of 2 or more, or adv_norm.mean=batch and adv_norm.std=batch with min_group_size=1"
+        ),
+    ),
+    (
+        [*PPO, "interfaces.actor.reward_norm.mean=group"],
+        (
+            "interfaces.actor.generation.n=1: the score of the only response to a prompt would always become 0 by"
+            " a reward_norm over the group; use generation.n of 2 or more, or reward_norm.mean=batch"
+        ),
+    ),
+    (
+        [*GRPO, "batch_prompts=30", "interfaces.actor.n_minibatches=4"],
+        (
+            "interfaces.actor.n_minibatches=4 mini-batches cannot be made of batch_prompts=30 without a rest of "
+            "2; set batch_prompts=28 or 32, or n_minibatches=3"
+        ),
+    ),
+    (
+        [*GRPO, "microbatch.max_tokens_per_microbatch=512"],
+        (
+            "microbatch.max_tokens_per_microbatch=512 cannot hold one sequence: a response may have "
+            "max_new_tokens=512 tokens, and its prompt comes before it; raise the budget above 512, or lower "
+            "generation.max_new_tokens"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.ref.temperature=0.7"],
+        (
+            "interfaces.actor.generation.temperature=1, but interfaces.ref.temperature=0.7: all roles of a graph "
+            "must use one temperature, or their log-probs cannot be compared"
+        ),
+    ),
+    (
+        [*PPO, "graph.critic=shared"],
+        (
+            "interfaces.actor: value=null, but with graph.critic=shared the policy's loss is what trains the "
+            "values; set value (such as value.coef=0.1), or use graph.critic=own"
+        ),
+    ),
+    (
+        [
+            *PPO,
+            "graph.critic=shared",
+            "interfaces.actor.value.coef=0.1",
+            "~models.critic.optimizer",
+            "models.actor.value_head={}",
+        ],
+        (
+            "models.critic.path='r' is a model that nothing trains: with graph.critic=shared the loss of "
+            "models.actor trains the values of its own value_head; share its weights: ~models.critic "
+            "'+models.critic={_target_: realign.engines.SharedModel, of: actor}'"
+        ),
+    ),
+    (
+        [
+            *PPO,
+            "graph.critic=shared",
+            "interfaces.actor.value.coef=0.1",
+            "~models.critic",
+            "+models.critic={_target_: realign.engines.SharedModel, of: actor}",
+        ],
+        (
+            "interfaces.actor (PPOActorInterface) needs values of models.actor, which gives logprobs: set "
+            "models.actor.value_head, beside head=causal"
+        ),
+    ),
+    (
+        [*REMAX, "~models.baseline", "+models.baseline.path=m"],
+        (
+            "models.baseline.path='m' is a copy that stays as it is, but its greedy answers are compared with "
+            "samples of models.actor, which is trained; share its weights: ~models.baseline "
+            "'+models.baseline={_target_: realign.engines.SharedModel, of: actor}'"
+        ),
+    ),
+    (
+        [*GRPO, "~models.ref", "+models.ref={_target_: realign.engines.SharedModel, of: actor}"],
+        (
+            "models.ref.branch=whole: the reference would move with models.actor, which is trained, and every KL "
+            "would be 0; set models.ref.branch=reference, or give it a model of its own"
+        ),
+    ),
+    (
+        [*GRPO, "~models.ref", "+models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}"],
+        (
+            "models.ref.branch=reference: models.actor trains all of its weights, so that no branch of it stays "
+            "as it is; set models.actor.trained_layers or lora, or give ref a model of its own (models.ref.path)"
+        ),
+    ),
+    (
+        [*GRPO, "save_best=eval/reward"],
+        "save_best=eval/reward is measured by an evaluation, and there is none",
+    ),
+    (
+        [*GRPO, "save_best=eval/rewrd", *EVALUATION],
+        (
+            "save_best=eval/rewrd: the evaluation does not measure 'eval/rewrd'; did you mean 'eval/reward'? "
+            "(valid: eval/missing_rewards, eval/response_tokens, eval/reward, eval/truncated_fraction)"
+        ),
+    ),
+    (
+        [*SFT, "save_best=reward"],
+        (
+            "save_best=reward: no call of the graph writes rewards, so that nothing measures it; name another "
+            "metric, such as -loss (the smallest)"
+        ),
+    ),
+    (
+        [*GRPO, "evaluation.every_steps=5"],
+        (
+            "evaluation.data is missing: give it a component, that is evaluation.data._target_ (DataSpec, such as"
+            " realign.data.PromptData)"
+        ),
+    ),
+    (
+        [*GRPO, "evaluation.every_steps=5", f"evaluation.reward={JUDGE}", "evaluation.data.path=prompts.jsonl"],
+        (
+            "evaluation.data: expected DataSpec, found {'path': 'prompts.jsonl'}; give a component, that is "
+            "evaluation.data._target_ and its fields"
+        ),
+    ),
+    (
+        [*GRPO, f"evaluation.data={PROMPTS}"],
+        (
+            "evaluation.reward is missing: give it a component, that is evaluation.reward._target_ "
+            "(ModelInterface, such as realign.interfaces.rule_reward.RuleRewardInterface)"
+        ),
+    ),
+    (
+        [*GRPO, "keep_saves=2", "save_every_steps=null"],
+        "keep_saves=2 has no effect without save_every_steps",
+    ),
+    (
+        [*GRPO, "interfaces.actor._target_=realign.interfaces.grpo.GRPOActor"],
+        (
+            "interfaces.actor._target_: there is no 'GRPOActor' in realign.interfaces.grpo; did you mean "
+            "'GRPOActorInterface'? (valid: GRPOActorInterface)"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.actor._target_=realign.interfaces.ppo.GRPOActorInterface"],
+        (
+            "interfaces.actor._target_: there is no 'GRPOActorInterface' in realign.interfaces.ppo; did you mean "
+            "realign.interfaces.grpo.GRPOActorInterface?"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.actor._target_=GRPOActorInterface"],
+        (
+            "interfaces.actor._target_: there is no 'GRPOActorInterface' in the current directory and the "
+            "installed packages; did you mean realign.interfaces.grpo.GRPOActorInterface?"
+        ),
+    ),
+    (
+        [*GRPO, "graph._target_=realign.interfaces.grpo.GRPOActorInterface"],
+        (
+            "graph._target_: realign.interfaces.grpo.GRPOActorInterface is not a function annotated -> "
+            "DataflowGraph; nothing was called (dataflow of realign.interfaces.grpo would fit)"
+        ),
+    ),
+    (
+        [*GRPO, "data._target_=realign.data.PromtData"],
+        (
+            "data._target_: there is no 'PromtData' in realign.data; did you mean 'PromptData'? (valid: "
+            "PreferenceData, PromptData, SupervisedData, TextData, WithPretraining, dataset, excerpt, files, "
+            "order, preferences, pretraining, prompts, source, split, supervised, templates, text)"
+        ),
+    ),
+    (
+        [*GRPO, "output_dir=file/run"],
+        "output_dir 'file/run': '{here}/file' is not a folder; choose another output_dir",
+    ),
+    (
+        [*GRPO, "name=a/b"],
+        (
+            "name 'a/b' cannot name a file: expected up to 100 characters without / \\ or control characters, not "
+            "starting with a dot, dash or blank"
+        ),
+    ),
+    (
+        [*GRPO, "models.actor.path=run"],
+        "models.actor.path='run' is a folder without config.json; did you mean 'run/final/actor'?",
+    ),
+    (
+        [*GRPO, "models.actor.path=run/finl/actor"],
+        (
+            "models.actor.path='run/finl/actor' is neither an existing model folder nor a hub name (owner/name); "
+            "did you mean 'run/final/actor'?"
+        ),
+    ),
+    (
+        [*GRPO, "models.actor.path=some-owner/some-model"],
+        (
+            "models.actor.path='some-owner/some-model' is no folder here and not in the cache of the hub, which "
+            "HF_HUB_OFFLINE=1 forbids to ask; give the path of a folder, or unset HF_HUB_OFFLINE"
+        ),
+    ),
+    (
+        [*GRPO, "models.actor.path=r"],
+        (
+            "models.actor: 'r' holds a reward model or a critic (score.weight and no language head), and head is "
+            "causal; give a language model, or set models.actor.head=score"
+        ),
+    ),
+    (
+        [*PPO, "models.reward.path=m"],
+        (
+            "models.reward: 'm' has no trained head for head=score (it lacks score.weight), and this role is not "
+            "trained: what it says would be random; give a folder with that head, such as final/reward of a run "
+            "of experiment=reward_model, or set models.reward.head_init"
+        ),
+    ),
+    (
+        [*PPO, "models.reward.head=causal"],
+        (
+            "interfaces.reward (RewardModelInterface) needs scores of models.reward, which gives logprobs: set "
+            "models.reward.head=score or value, or a value_head beside head=causal"
+        ),
+    ),
+    (
+        [*PPO, "models.critic.head=causal"],
+        (
+            "interfaces.critic (PPOCriticInterface) needs scores and values of models.critic, which gives "
+            "logprobs: set models.critic.head=score or value, or a value_head beside head=causal"
+        ),
+    ),
+    (
+        [*GRPO, "~models.actor.optimizer"],
+        "RPC 'actor_train' trains models.actor, which has no optimizer: set models.actor.optimizer.lr",
+    ),
+    (
+        [*GRPO, "models.ref.optimizer.lr=1e-6"],
+        (
+            "models.ref.optimizer has no effect: no call of the graph trains models.ref; leave it out "
+            "(~models.ref.optimizer)"
+        ),
+    ),
+    (
+        [*GRPO, "models.actor.device=cuda"],
+        "models.actor.device='cuda', but torch sees no CUDA device; use cpu or auto",
+    ),
+    (
+        [*GRPO, "data.prompt_column=question"],
+        "data.prompt_column: prompts.jsonl, line 1: no column 'question'; found ['answer', 'prompt']",
+    ),
+    (
+        [*DPO, "data.path=prompts.jsonl"],
+        "data.chosen_column: prompts.jsonl, line 1: no column 'chosen'; found ['answer', 'prompt']",
+    ),
+    (
+        [*SFT, "data.response_column=answer"],
+        "data.response_column: demonstrations.jsonl, line 1: no column 'answer'; found ['prompt', 'response']",
+    ),
+    (
+        [*GRPO, "models.actor.trained_layers=2", "models.actor.lora={}"],
+        "models.actor.lora and trained_layers exclude each other: lora freezes all layers of the model",
+    ),
+    (
+        [*GRPO, "dynamic_sampling.min_mean_reward=0.8", "dynamic_sampling.max_mean_reward=0.2"],
+        "dynamic_sampling.min_mean_reward=0.8 must be below max_mean_reward=0.2: no mean is between",
+    ),
+    (
+        [*GRPO, "interfaces.actor.lam=0.9"],
+        (
+            "interfaces.actor.lam=0.9 has no effect: GRPO gives every token its response's advantage; leave it "
+            "out, or use PPOActorInterface"
+        ),
+    ),
+    (
+        [*GRPO, "interfaces.reward.function=reward.py:score"],
+        "interfaces.reward: reward function 'reward.py:score': no file '{here}/reward.py'; found nothing",
+    ),
+    (
+        [*GRPO, "interfaces.reward.workers=-1"],
+        "interfaces.reward: workers must be at least 0 (0 runs inline), found -1",
+    ),
+    (
+        [*GRPO, "graph.critic=own"],
+        "RPC 'critic_inf' uses role 'critic', which has no interface (valid: actor, ref, reward)",
+    ),
+    (
+        [*GRPO, "ratio_tolerance=-1"],
+        "ratio_tolerance must be at least 0, found -1.0",
+    ),
+    (
+        [*GRPO, "~interfaces.reward"],
+        "RPC 'reward_inf' uses role 'reward', which has no interface (valid: actor, ref)",
+    ),
+    (
+        [*GRPO, "interfaces.reward.timeout_s=5m"],
+        "interfaces.reward.timeout_s: expected float, found '5m'; did you mean 300?",
+    ),
+]
+"""What follows the program's name, and what stands behind `error: `; `...` stands for the rest of a list."""
+
+MISTAKES_IN_DATA: list[tuple[list[str], str]] = [
+    (
+        [*GRPO, *SHORT, "microbatch.max_tokens_per_microbatch=12"],
+        "microbatch.max_tokens_per_microbatch=12 cannot hold one sequence: the longest row has 7 tokens and a response "
+        "up to 8; raise the budget, or limit the lengths",
+    ),
+    (
+        [*GRPO, *SHORT, "data.max_prompt_tokens=2"],
+        "no row is left of prompts.jsonl: 0 of 8 rows, 0 tokens, longest 0; 8 dropped (longer than "
+        "max_prompt_tokens=2)",
+    ),
+    (
+        [*GRPO, *SHORT, "dynamic_sampling.max_batches=2"],
+        "batch_prompts=32, but the dataset has 8 rows, and under dynamic_sampling no row is used twice in a step",
+    ),
+    (
+        [*GRPO, *SHORT, "data._target_=realign.data.SupervisedData", "data.path=demonstrations.jsonl", NO_LIMIT],
+        "the graph reads key 'prompt_ids' of the dataset, which gives ['input_ids', 'loss_mask', 'prompt_mask']",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data that are all right."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    save_tiny(folder / "m")
+    save_tiny(folder / "r", head="score")
+    rows = {
+        "prompts": '{"prompt": "1+1=", "answer": "2"}\n' * 7 + '{"prompt": "1234+1=", "answer": "1235"}\n',
+        "demonstrations": '{"prompt": "1+1=", "response": "2"}\n' * 8,
+        "pairs": '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 8,
+    }
+    for name, text in rows.items():
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "file").write_text("no folder")
+    save_tiny(folder / "run" / "final" / "actor")
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Their folder as the current one, without a network or a GPU."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(experiments_dir().parent)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[str, str]:
+    """What a command line that fails prints to stdout, and its one line on stderr."""
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return out, err.removeprefix("error: ").rstrip("\n")
+
+
+def names(words: list[str]) -> str:
+    return " ".join(word for word in words if word not in (REWARD, *GRPO[1:3], *PPO[1:4], *SFT[1:], *DPO[1:], *SHORT))
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[names(words) for words, _ in MISTAKES])
+def test_trap_g6_a_mistake_is_one_line_before_anything_is_loaded(here, capsys, monkeypatch, words, message):
+    for loads in (TransformersModel, PromptData, SupervisedData, PreferenceData):
+        monkeypatch.setattr(loads, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    before = sorted(os.listdir())
+    for command in (["check"], []):
+        out, line = told(capsys, [*command, *words])
+        start, rest, _ = message.replace("{here}", str(here)).partition("...")
+        assert line == start if not rest else line.startswith(start)
+        assert not out or line.startswith("interfaces.reward: ")  # check shows its table before it asks for a function
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES_IN_DATA, ids=[names(words) for words, _ in MISTAKES_IN_DATA])
+def test_a_mistake_that_the_data_shows_is_one_line_before_the_first_rollout(
+    here, tmp_path, capsys, monkeypatch, words, message
+):
+    monkeypatch.setattr(TransformersEngine, "generate", lambda *_, **__: pytest.fail("it sampled"))
+    for command in (["check"], []):
+        _, line = told(capsys, [*command, *words, f"output_dir={tmp_path / 'run'}"])
+        assert line == message
+
+
+def test_rows_that_stand_in_a_batch_several_times_are_told_of(here, tmp_path, capsys):
+    with pytest.warns(
+        UserWarning, match=r"batch_prompts=32, but the dataset has 8 rows: each stands in a batch 4\.0 times"
+    ):
+        assert cli.main(["check", *GRPO, *SHORT, f"output_dir={tmp_path / 'run'}"]) == 0
+    assert "All good" in capsys.readouterr().out
+
+
+def test_the_table_is_long_enough_and_says_what_to_do():
+    assert len(MISTAKES) >= 40
+    assert len({message for _, message in MISTAKES}) >= len(MISTAKES) - 2
