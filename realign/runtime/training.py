@@ -24,7 +24,7 @@ from realign.runtime.resume import Start, find_start
 from realign.runtime.samples import SHOWN, show
 from realign.runtime.saving import Saves
 from realign.runtime.signals import Interrupted, StopSignals
-from realign.runtime.state import check_frozen, frozen_weights, interface_states, restore, run_state
+from realign.runtime.state import check_frozen, frozen_weights, interface_states, restore, run_state, seed_random
 from realign.runtime.tracking import Forgiving, LiveDisplay, Tracker
 from realign.runtime.trees import pack
 
@@ -89,6 +89,7 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         if is_there := experiment.output_dir.is_dir():
             stack.enter_context(alone_in(experiment.output_dir))
         start = find_start(experiment)
+        seed_random(experiment.seed)
         runtime = LocalRuntime(experiment)
         stack.callback(runtime.close)
         experiment.output_dir.mkdir(parents=True, exist_ok=True)
@@ -122,6 +123,8 @@ class _Training:
             if not start.anew:
                 self.saves.load_state_dict(start.state["saves"])
             self._say(f"resumed from {start.checkpoint.path}: step {self.first} of {e.steps} is next")
+        if e.checkpoint is not None:
+            pack(interface_states(runtime), copy=False)  # what cannot be kept is told now, not in ten minutes
         if start is None or not start.own:
             e.clear_earlier_run()
         self.result = RunResult(self.out)
@@ -225,8 +228,6 @@ class _Checkpoints:
         self._stalled: dict[str, float] = {}
         self._interfaces: dict[str, Any] | None = None
         self._problems: list[str] = []
-        if self._writer is not None:
-            pack(interface_states(runtime), copy=False)  # what cannot be kept is told now, not in ten minutes
 
     def __enter__(self) -> Self:
         return self
