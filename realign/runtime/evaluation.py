@@ -58,6 +58,11 @@ class Evaluation(Evaluator):
         """The interfaces that judge, to be opened and closed with the run."""
         return [self.reward, *self.metrics.values()]
 
+    @property
+    def longest_response(self) -> int:
+        """See `Evaluator`."""
+        return max(generation.max_new_tokens for generation in self._variants.values())
+
     def _checked_sweep(self) -> dict[str, GenerationConfig]:
         """The sampler behind each ending of a metric's name."""
         if len(self.sweep) > 1:

@@ -37,6 +37,11 @@ class Evaluator(ABC):
         """Interfaces that belong to the evaluation alone, to be opened and closed with the run."""
         return []
 
+    @property
+    def longest_response(self) -> int:
+        """Tokens that a response to a row can have; 0 where none is sampled."""
+        return 0
+
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
         """Check that this can be measured in a run of this graph, whose `models` are the roles with a network.
 

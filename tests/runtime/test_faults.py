@@ -26,8 +26,9 @@ from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.interfaces.sft import dataflow as sft_dataflow
-from realign.runtime import Experiment, run
+from realign.runtime import Evaluation, Experiment, LossEvaluation, run
 from realign.runtime.checkpoints import list_checkpoints
+from realign.runtime.evaluator import Evaluator
 from realign.runtime.local import LocalRuntime
 from realign.runtime.saving import CheckpointSpec
 from tests.tiny import VOCAB, save_tiny, tiny_tokenizer
@@ -143,6 +144,24 @@ def test_a_prompt_that_leaves_no_room_is_refused_at_the_start(tmp_path):
     generation = GenerationConfig(n=2, max_new_tokens=128)
     with pytest.raises(ValueError, match="no prompt fits before 128 tokens, or lower"):
         LocalRuntime(experiment(tmp_path, path, generation=generation))
+
+
+@pytest.mark.parametrize("tokens", [110, 130])
+def test_held_out_rows_that_leave_no_room_are_refused_at_the_start(tmp_path, tokens):
+    path = model_folder(tmp_path / "model")
+    held_out = rows(tmp_path / "held_out.jsonl", ["1" * tokens], response="2")
+    judge = RuleRewardInterface(function=f"{__file__}:length", workers=0)
+    if tokens == 110:
+        answered = GenerationConfig(greedy=True, max_new_tokens=16)
+        evaluation: Evaluator = Evaluation(PromptData(held_out), judge, answered, sweep={"max_new_tokens": [30]})
+        message = "but a row of evaluation.data has 110 tokens and its response up to 30: limit the rows to 98 tokens"
+    else:
+        evaluation = LossEvaluation(SupervisedData(held_out))
+        message = "but a row of evaluation.data has 132 tokens: limit the rows to 128 tokens"
+    parts = {"graph": sft_dataflow(), "interfaces": {"actor": SFTInterface()}} if tokens == 130 else {}
+    data = SupervisedData(rows(tmp_path / "rows.jsonl", response="1")) if parts else None
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LocalRuntime(experiment(tmp_path, path, evaluation=evaluation, **parts, **({"data": data} if data else {})))
 
 
 def test_demonstrations_longer_than_the_model_are_refused_at_the_start(tmp_path):
