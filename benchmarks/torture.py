@@ -48,10 +48,6 @@ import random
 import numpy as np
 import torch
 
-random.seed(0)
-np.random.seed(0)
-torch.manual_seed(0)
-
 def score(prompt, response, row):
     with open(os.environ["{MARK}"], "a") as file:
         file.write(".")

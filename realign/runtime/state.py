@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from realign.api import Model, ModelInterface
+from realign.api.model import derive_seed
 from realign.data.dataset import PackedTokens
 from realign.engines.shared import ReferenceEngine
 from realign.runtime.experiment import Experiment, Part
@@ -129,6 +130,13 @@ def _fitting(what: str, part: Part) -> Iterator[None]:
             f"{what}: what the checkpoint holds does not fit ({detail[:300]}); resume_skip=[{part}] leaves it out, "
             "unless it is the weights that differ"
         ) from error
+
+
+def seed_random(seed: int) -> None:
+    """Seed the global generators: the project draws from none of them, but a reward function of a user may."""
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(derive_seed(seed, "numpy") % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch"))
 
 
 def random_state() -> dict[str, Any]:

@@ -295,16 +295,12 @@ def start_anywhere() -> None:
 
 
 def started(files: Path, out: Path, name: str, **changes: Any) -> None:
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    start_anywhere()
     run(experiment(files, out, name, **changes))
 
 
 def killed(files: Path, out: Path, name: str, after: int) -> None:
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    start_anywhere()
     with pytest.raises(Killed):
         run(experiment(files, out, name), trackers=[Killer(after + 1)])
     assert [c.step for c in list_checkpoints(out / "checkpoints")] == list(range(1, after + 1))
