@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # GNU OpenMP spins at barriers unless told not to; on shared machines runs would vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf torture test lint types contracts check clean
+.PHONY: bench demo rlhf torture fuzz test lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,14 @@ rlhf: $(VENV)/.installed
 
 torture: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.torture seed=$(SEED) $(ARGS)
+
+# Where atheris has no wheel, inputs are random.
+$(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt
+	@-$(BIN)/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt atheris
+	@touch $@
+
+fuzz: $(VENV)/.atheris
+	@$(BIN)/python -m benchmarks.fuzz seed=$(SEED) $(ARGS)
 
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest
