@@ -31,7 +31,7 @@ def patient(
         least: silent items in a row without which nothing is given up.
     """
     waiting = list(range(len(items)))
-    heard, silent = time.monotonic(), 0
+    heard, silent, told = time.monotonic(), 0, False
     while waiting:
         again: list[int] = []
         last = Problem(FailureKind.unreachable, "")
@@ -42,7 +42,8 @@ def patient(
                     heard, silent = time.monotonic(), 0
                     yield index, found
                     continue
-                if not silent and found.kind is FailureKind.unreachable:
+                if not told and found.kind is FailureKind.unreachable:
+                    told = True
                     logger.warning("%s; asking again, for up to patience_s=%g s", found.message, patience_s)
                 silent, last = silent + 1, found
                 if found.kind is FailureKind.timeout:
