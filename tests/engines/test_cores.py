@@ -172,7 +172,9 @@ def test_scoring_is_the_same_and_keeps_the_order():
 
     parallel, one = tiny_engine(), tiny_engine(parallel_passes=ParallelPasses.off)
     a, b = (e.forward(data, MicroBatchSpec(), keep) for e in (parallel, one))
-    assert len(threads) == 4
+    here = threading.get_ident()
+    assert here in threads  # of the engine that takes one pass after the other
+    assert threads - {here}
     torch.testing.assert_close(a["logprobs"], b["logprobs"], atol=2e-6, rtol=1e-5)
 
 
