@@ -196,6 +196,6 @@ def test_a_server_that_hangs_up_is_no_answer(monkeypatch):
         host = threading.Thread(target=lambda: door.accept()[0].close())
         host.start()
         url = f"http://127.0.0.1:{door.getsockname()[1]}/score"
-        with pytest.raises(Unreachable, match=r"within 20 s: (RemoteDisconnected|ConnectionResetError)"):
+        with pytest.raises(Unreachable, match="gave no answer within 20 s: "):
             HttpReward(url, within_s=20)("", "", {})
         host.join()
