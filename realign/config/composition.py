@@ -176,7 +176,8 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
         whole = _whole(folder + [word for word, choices in _choices(overrides) if choices == [word]])
         without_hydra(whole)
         more = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
-        for words in product(*(choices for _, choices in _choices([*overrides, *more]))):
+        swept = [choices for _, choices in _choices([*overrides, *more])]
+        for words in product(*swept) if any(len(choices) > 1 for choices in swept) else ():
             without_hydra(_whole([*folder, *words]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explained(error, overrides, config_dir)) from error

@@ -73,7 +73,7 @@ def draw_curves(
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained")
-    figure.suptitle(title, fontsize=13)
+    figure.suptitle(title, fontsize=13, parse_math=False)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax in axes[len(drawn) :]:
         ax.set_visible(False)
@@ -128,6 +128,7 @@ def _draw_panel(
                 xytext=(0, -10),
                 textcoords="offset points",
                 ha="center",
+                parse_math=False,
             )
         ticks |= {
             place: f"{ticks[place]} | 0" if place in ticks else "0",

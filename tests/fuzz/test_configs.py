@@ -109,7 +109,7 @@ def check(plain: Mapping[str, Any]) -> Any:
     return taken
 
 
-@settings(BOUNDED, max_examples=250)
+@settings(BOUNDED, max_examples=150)
 @given(st.sampled_from(EXPERIMENTS), st.data())
 def test_a_value_that_is_odd(name, data):
     plain = copy.deepcopy(whole(name))
@@ -165,7 +165,7 @@ OVERRIDES = st.one_of(
 )
 
 
-@settings(BOUNDED, max_examples=40)
+@settings(BOUNDED, max_examples=30)
 @given(st.lists(OVERRIDES, min_size=1, max_size=3))
 def test_overrides_as_they_are_typed(overrides):
     with no_call():

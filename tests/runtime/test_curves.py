@@ -35,3 +35,9 @@ def test_points_stand_at_their_steps_and_metrics_that_stay_at_0_are_left_out(tmp
 def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no metric to draw"):
         draw_curves({"x": [{"step": 1, "unknown": 1.0}]}, tmp_path / "c.png", title="x")
+
+
+def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path):
+    history = [{"step": i, "reward": i / 4} for i in range(3)]
+    name = r"$\no{formula$ and {$}"
+    assert draw_curves({name: history, "$x$": history}, tmp_path / "c.png", title=name).exists()
