@@ -69,7 +69,8 @@ class JsonLines:
         return time.perf_counter() - self._start
 
     def sync(self) -> int:
-        """Bring the file to the disk; returns its size."""
+        """Bring the file to the disk, with the lines that wait if there is room by now; returns its size."""
+        self._write_waiting()
         os.fsync(self._file.fileno())
         return self.size
 

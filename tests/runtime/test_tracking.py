@@ -97,6 +97,19 @@ def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_spac
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
 
 
+def test_lines_that_wait_are_written_when_a_checkpoint_asks_for_the_size(tmp_path, full):
+    lines = JsonLines(tmp_path / "m.jsonl")
+    full[0] = 0
+    with pytest.warns(UserWarning, match="cannot be written"):
+        lines.write({"step": 1})
+    assert lines.sync() == 0
+    full[0] = None
+    with pytest.warns(UserWarning, match="can be written again"):
+        assert lines.sync() == len('{"step": 1}\n')
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
+    lines.close()
+
+
 def test_lines_that_never_found_space_are_counted_at_the_end(tmp_path, full, monkeypatch):
     monkeypatch.setattr(tracking, "_MOST_WAITING", 2)
     lines = JsonLines(tmp_path / "m.jsonl")
