@@ -165,8 +165,7 @@ class TransformersModel:
         """
         from realign.engines.engine import TransformersEngine
 
-        if self.lora is not None:
-            require_peft(f"models.{name}.lora")
+        self.check(name)
         module = self._read_module(name, seed)
         init_head(module, self.head_init, seed=derive_seed(seed, name, "head"))
         tokenizer = self._read_tokenizer(name)

@@ -54,9 +54,9 @@ class Evaluation(Evaluator):
         self._variants = self._checked_sweep()
 
     @property
-    def judges(self) -> list[ModelInterface]:
-        """The interfaces that judge, to be opened and closed with the run."""
-        return [self.reward, *self.metrics.values()]
+    def judges(self) -> dict[str, ModelInterface]:
+        """See `Evaluator`."""
+        return {"reward": self.reward} | {f"metrics.{name}": judge for name, judge in self.metrics.items()}
 
     @property
     def longest_response(self) -> int:

@@ -33,9 +33,9 @@ class Evaluator(ABC):
                 raise ValueError(f"evaluation.{name} must be at least 1, found {getattr(self, name)}")
 
     @property
-    def judges(self) -> list[ModelInterface]:
-        """Interfaces that belong to the evaluation alone, to be opened and closed with the run."""
-        return []
+    def judges(self) -> dict[str, ModelInterface]:
+        """Interfaces that belong to the evaluation alone, by key, to be opened and closed with the run."""
+        return {}
 
     @property
     def longest_response(self) -> int:

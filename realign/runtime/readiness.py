@@ -48,8 +48,8 @@ def check_ready(experiment: Experiment) -> None:
 def used_interfaces(experiment: Experiment) -> dict[str, ModelInterface]:
     """The interfaces that take part, by their config keys: those of the graph, and those that only evaluate."""
     used = {f"interfaces.{rpc.model}": experiment.interfaces[rpc.model] for rpc in experiment.graph.rpcs}
-    judges = experiment.evaluation.judges if experiment.evaluation is not None else []
-    return used | {f"evaluation: judge {i + 1}": judge for i, judge in enumerate(judges)}
+    judges = experiment.evaluation.judges if experiment.evaluation is not None else {}
+    return used | {f"evaluation.{key}": judge for key, judge in judges.items()}
 
 
 def open_interfaces(experiment: Experiment) -> None:

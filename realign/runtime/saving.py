@@ -121,10 +121,12 @@ class Saves:
             return
         metric = self.best.removeprefix("-")
         self._known |= metrics.keys()
-        if step == 1 and metric not in self._known:
+        due = step == 1 or (step == 0 and metric.startswith("eval/"))  # an evaluation comes before training, too
+        if due and metric not in self._known:
             near = difflib.get_close_matches(metric, self._known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"save_best: no metric {metric!r} was measured in the first step{hint}")
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._known))}"
+            when = "in the first step" if step else "before training"
+            raise ValueError(f"save_best: no metric {metric!r} was measured {when}{hint}")
         value = metrics.get(metric, math.nan)
         height = -value if self.best.startswith("-") else value
         if step == 0 or not height > self._record:  # untrained models are where they came from

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realign.api import Model, ModelInterface
+from realign.api import Model
 from realign.api.model import derive_seed
 from realign.data.dataset import PackedTokens
 from realign.engines.shared import ReferenceEngine
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.local import Counters, LocalRuntime
+from realign.runtime.readiness import used_interfaces
 
 
 def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,22 +102,14 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
 
 def interface_states(runtime: LocalRuntime) -> dict[str, Any]:
     """The state of the interface of each role, and of those that judge held-out responses."""
-    return {name: interface.state_dict() for name, interface in _interfaces(runtime).items()}
+    return {name: interface.state_dict() for name, interface in used_interfaces(runtime.experiment).items()}
 
 
 def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> None:
-    for name, interface in _interfaces(runtime).items():
+    for name, interface in used_interfaces(runtime.experiment).items():
         if name in states:
             with _fitting(name, Part.interfaces):
                 interface.load_state_dict(states[name])
-
-
-def _interfaces(runtime: LocalRuntime) -> dict[str, ModelInterface]:
-    roles = dict.fromkeys(rpc.model for rpc in runtime.experiment.graph.rpcs)
-    evaluation = runtime.experiment.evaluation
-    found = {f"interfaces.{role}": runtime.interfaces[role] for role in roles}
-    judges = [] if evaluation is None else evaluation.judges
-    return found | {f"evaluation judge {i}": judge for i, judge in enumerate(judges)}
 
 
 @contextmanager

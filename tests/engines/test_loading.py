@@ -167,7 +167,7 @@ def test_scalar_heads_of_every_family(family):
 def test_a_head_that_the_family_lacks_is_named(tmp_path):
     save_tiny(tmp_path / "model", "opt")
     with pytest.raises(ValueError, match=r"models\.critic: model family 'opt' cannot be loaded .* with head=value"):
-        load(tmp_path / "model", "critic", head=Head.value)
+        load(tmp_path / "model", "critic", head=Head.value, head_init="zero")
 
 
 def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
@@ -194,9 +194,14 @@ def test_a_random_head_that_nothing_trains_is_refused(tmp_path, head):
 
 
 def test_a_language_model_without_its_last_layer_is_refused(tmp_path):
-    save_tiny(tmp_path / "reward", "llama", head="score")
+    folder = save_tiny(tmp_path / "reward", "llama", head="score")
+    with pytest.raises(ValueError, match=r"models\.actor: .* holds a reward model or a critic \(score\.weight"):
+        load(folder, "actor")
+    weights = load_file(folder / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"models\.actor: .* lacks weights that head=causal needs: lm_head\.weight"):
-        load(tmp_path / "reward", "actor")
+        load(folder, "actor")
 
 
 def test_a_folder_without_all_layers_is_refused(tmp_path):
@@ -312,7 +317,9 @@ def test_a_hub_name_out_of_reach_is_one_line(monkeypatch):
         raise OSError("We couldn't connect.\nSecond line.")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
-    with pytest.raises(ValueError, match=r"^models.actor: cannot load 'owner/m' from the hub .*: OSError: We couldn't connect\.$"):
+    with pytest.raises(
+        ValueError, match=r"^models.actor: cannot load 'owner/m' from .*: OSError: We couldn't connect\.$"
+    ):
         load("owner/m")
 
 

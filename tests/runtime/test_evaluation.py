@@ -51,7 +51,10 @@ def test_the_launch_table_says_what_is_swept():
 
 def test_all_judges_are_opened_and_closed_with_the_run():
     reward, length = CountThrees(), Length()
-    assert Evaluation(Prompts(5), reward, metrics={"length": length}).judges == [reward, length]
+    assert Evaluation(Prompts(5), reward, metrics={"length": length}).judges == {
+        "reward": reward,
+        "metrics.length": length,
+    }
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,17 @@ def test_the_best_is_kept_and_says_what_it_was(tmp_path, best, step, value):
     assert record == {"step": step, "metric": "eval/reward", "value": value}
 
 
-def test_a_metric_that_nobody_measures_is_refused_after_the_first_step(tmp_path):
+def test_a_metric_that_nobody_measures_is_refused_before_training_or_after_the_first_step(tmp_path):
     kept = saves(tmp_path, best="eval/rewards")
+    with pytest.raises(ValueError, match=r"no metric 'eval/rewards' .* before training; did you mean 'eval/reward'\?"):
+        kept.after_step(0, {"eval/reward": 1.0}, last=False)
+    kept = saves(tmp_path, best="los")
     kept.after_step(0, {"eval/reward": 1.0}, last=False)
-    with pytest.raises(ValueError, match=r"no metric 'eval/rewards' was measured .*; did you mean 'eval/reward'\?"):
+    with pytest.raises(ValueError, match=r"no metric 'los' was measured in the first step; did you mean 'loss'\?"):
         kept.after_step(1, {"loss": 1.0}, last=False)
+    kept = saves(tmp_path, best="xyz")
+    with pytest.raises(ValueError, match=r"no metric 'xyz' .*; there are loss, lr$"):
+        kept.after_step(1, {"lr": 1.0, "loss": 1.0}, last=False)
 
 
 def test_a_full_disk_costs_a_save_and_not_the_run(tmp_path):

@@ -1,0 +1,107 @@
+"""What the table of tests/test_config_mistakes.py does not reach: stand-ins, nested data nodes, folders."""
+
+from __future__ import annotations
+
+import pytest
+
+from realign.api import GenerationConfig, MicroBatchSpec
+from realign.data import PromptData, SupervisedData, TextData, WithPretraining
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.greedy import GreedyInterface
+from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, ValueObjective, dataflow
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.runtime import Evaluation, LocalRuntime
+from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces, writable
+from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
+
+GENERATION = GenerationConfig(n=2, max_new_tokens=4)
+TRAINED = OptimizerSpec(lr=1e-3)
+
+
+def test_stand_ins_that_cannot_tell_are_taken_as_they_are(tmp_path):
+    check_ready(experiment(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_of_a_run_is_made_by_the_run_and_looked_at_before(tmp_path):
+    assert writable(tmp_path / "a" / "b") == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError, match=r"output_dir .*file/run.*: .*file' is not a folder; choose another"):
+        writable(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("where", ["prompts", "pretraining"])
+def test_a_data_node_inside_another_is_named_by_its_whole_key(tmp_path, where):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "text": "2"}\n')
+    nodes = {"prompts": PromptData(str(rows)), "pretraining": TextData(str(rows), block_tokens=2)}
+    WithPretraining(**nodes).check("data")
+    wrong = {"prompts": PromptData(str(rows), prompt_column="prmpt"), "pretraining": TextData("missing.jsonl")}
+    with pytest.raises(ValueError, match=rf"^data\.{where}\.(prompt_column: .*did you mean 'prompt'|path: no file)"):
+        WithPretraining(**{**nodes, where: wrong[where]}).check("data")
+
+
+def test_held_out_data_is_looked_at_as_training_data_is(tmp_path):
+    held_out = SupervisedData(str(tmp_path / "missing.jsonl"))
+    with pytest.raises(ValueError, match=r"^evaluation\.data\.path: no file or folder"):
+        check_ready(experiment(tmp_path, evaluation=Evaluation(held_out, CountToken())))
+
+
+def test_an_interface_that_cannot_open_is_named_and_everything_is_closed(tmp_path):
+    judge = RuleRewardInterface("nowhere.py:score")
+    evaluation = Evaluation(Prompts(4), judge, metrics={"other": CountToken()})
+    made = experiment(tmp_path, evaluation=evaluation)
+    assert list(used_interfaces(made)) == [
+        "interfaces.actor",
+        "interfaces.reward",
+        "evaluation.reward",
+        "evaluation.metrics.other",
+    ]
+    for action in (lambda: open_interfaces(made), lambda: LocalRuntime(made)):
+        with pytest.raises(ValueError, match=r"^evaluation\.reward: reward function 'nowhere\.py:score'"):
+            action()
+
+
+@pytest.mark.parametrize(
+    ("graph", "interfaces", "models", "message"),
+    [
+        (
+            dataflow(kl=True),
+            {"ref": ReferenceInterface()},
+            {"ref": SharedModel("actor")},
+            r"models\.ref\.branch=whole: the reference would move with models\.actor",
+        ),
+        (
+            dataflow(kl=True),
+            {"ref": ReferenceInterface()},
+            {"ref": SharedModel("actor", branch="reference")},
+            r"models\.ref\.branch=reference: models\.actor trains all of its weights",
+        ),
+        (
+            dataflow(greedy_baseline=True),
+            {"baseline": GreedyInterface(GENERATION)},
+            {"baseline": TransformersModel("m")},
+            r"models\.baseline\.path='m' is a copy that stays as it is.*SharedModel, of: actor\}'$",
+        ),
+        (
+            dataflow(critic="shared"),
+            {"critic": PPOCriticInterface(), "actor": PPOActorInterface(GENERATION, value=ValueObjective())},
+            {"critic": TransformersModel("m", head="value")},
+            r"models\.critic\.path='m' is a model that nothing trains",
+        ),
+    ],
+)
+def test_roles_that_must_share_weights_do_and_a_reference_does_not(tmp_path, graph, interfaces, models, message):
+    actor = TransformersModel("m", optimizer=TRAINED, value_head=None if "critic" not in models else {})
+    parts = {"actor": PPOActorInterface(GENERATION), "reward": CountToken()} | interfaces
+    made = experiment(tmp_path, graph=graph, interfaces=parts, models={"actor": actor, **models}, evaluation=None)
+    with pytest.raises(ValueError, match=message):
+        check_ready(made)
+
+
+def test_a_response_alone_may_not_fill_the_budget(tmp_path):
+    with pytest.raises(ValueError, match=r"max_tokens_per_microbatch=4 cannot hold one sequence: .*max_new_tokens=6"):
+        check_ready(experiment(tmp_path, microbatch=MicroBatchSpec(max_tokens_per_microbatch=4)))
+    check_ready(experiment(tmp_path, models={"actor": BigramModel()}, microbatch=MicroBatchSpec(None)))
