@@ -306,6 +306,23 @@ def test_a_save_that_fails_costs_neither_the_run_nor_its_checkpoints(tmp_path, m
     assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 3]
 
 
+def test_models_of_the_last_step_that_find_no_room_are_saved_by_a_resume(tmp_path, monkeypatch):
+    path = model_folder(tmp_path / "model")
+    settings = {"steps": 3, "checkpoint": CheckpointSpec(every_steps=1)}
+    run(experiment(tmp_path, path, output_dir=tmp_path / "undisturbed", **settings))
+
+    def full(engine, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "_write", full)
+        with pytest.raises(OSError, match=r"final/actor was not saved: .*No space left on device"):
+            run(experiment(tmp_path, path, **settings))
+    run(experiment(tmp_path, path, resume="auto", **settings))
+    assert same_weights(tmp_path / "undisturbed" / "final", tmp_path / "run" / "final")
+    assert read(tmp_path / "run" / "metrics.jsonl") == read(tmp_path / "undisturbed" / "metrics.jsonl")
+
+
 def test_a_run_folder_that_cannot_be_written_is_named_before_anything_is_loaded(tmp_path, monkeypatch):
     path = model_folder(tmp_path / "model")
 
