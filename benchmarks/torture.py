@@ -231,14 +231,20 @@ def kill(launch: Launch, aim: str, step: int, times: Times, chance: random.Rando
     def far_enough() -> bool:
         return launch.judged() and run.steps() >= step and len(list_checkpoints(run.checkpoints)) > 1
 
+    def wait(seconds: float, over: Callable[[], bool]) -> None:
+        """For a random part of the seconds, but no longer than until it is `over`: the machine may be faster now."""
+        moment = time.time() + chance.uniform(0, seconds)
+        launch.wait_until(lambda: time.time() >= moment or over(), 0.002)
+
     if aim == "start":
-        time.sleep(chance.uniform(0, times.start))
+        wait(times.start, launch.judged)
     elif launch.wait_until(far_enough, 0.005):
+        reached = run.steps()
         if aim == "write":
             launch.wait_until(run.writes, 0.0002)
-            time.sleep(chance.uniform(0, 0.005))
+            wait(0.005, lambda: False)
         else:
-            time.sleep(chance.uniform(0, times.step if aim == "anywhere" else times.rollout))
+            wait(times.step if aim == "anywhere" else times.rollout, lambda: run.steps() > reached)
     launch.process.kill()
     if launch.process.wait() >= 0:
         raise RuntimeError(f"the run ended before it was killed; give it more steps, or see\n{launch.said()}")
