@@ -36,6 +36,11 @@ FREE = (
 )
 """Keys of the config that change nothing of what is trained: they may differ between a checkpoint and the run."""
 
+KEYS = frozenset(
+    {"config", "counters", "data", "environment", "frozen", "interfaces", "models", "random", "records", "saves"}
+)
+"""What the tree of a checkpoint must have."""
+
 ABSENT = "(none)"
 
 
@@ -73,6 +78,8 @@ def find_start(experiment: Experiment) -> Start | None:
     if found is None:
         return None
     checkpoint, state = found
+    if missing := KEYS - state.keys():
+        raise ValueError(f"{checkpoint.path} is no checkpoint of a run: it lacks {', '.join(sorted(missing))}")
     anew = Part.counters in experiment.resume_skip
     if not anew and checkpoint.step >= experiment.steps:
         raise ValueError(

@@ -107,7 +107,7 @@ def interface_states(runtime: LocalRuntime) -> dict[str, Any]:
 
 def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> None:
     for name, interface in used_interfaces(runtime.experiment).items():
-        if name in states:
+        if name in states or name.startswith("interfaces."):  # an evaluation may be new (resume_allow)
             with _fitting(name, Part.interfaces):
                 interface.load_state_dict(states[name])
 

@@ -21,7 +21,7 @@ from realign.engines.shared import Share
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import ReferenceInterface, dataflow
 from realign.runtime import CheckpointSpec, Evaluation, Interrupted, run
-from realign.runtime.checkpoints import list_checkpoints
+from realign.runtime.checkpoints import list_checkpoints, write_checkpoint
 from realign.runtime.experiment import Part
 from realign.runtime.local import LocalRuntime
 from realign.runtime.resume import check_config, find_start, warn_of_another_environment
@@ -133,6 +133,14 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path, monkeypatch, path, mes
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path, resume=path)
+
+
+def test_a_tree_of_something_else_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "run" / "checkpoints", 1, {"config": {}, "weights": torch.ones(2)})
+    with pytest.raises(
+        ValueError, match="step_000001 is no checkpoint of a run: it lacks counters, data, environment,"
+    ):
+        resumed(tmp_path)
 
 
 def test_a_branch_replaces_no_other_run_unasked(tmp_path):
@@ -386,6 +394,10 @@ def test_state_that_does_not_fit_is_told_with_its_owner(tmp_path):
     ):
         resumed(tmp_path, interfaces=parts)
     resumed(tmp_path, interfaces=parts, resume_skip=["interfaces"])
+    state = dict(list_checkpoints(tmp_path / "run" / "checkpoints")[-1].read())
+    del state["interfaces"]["interfaces.actor"]
+    with pytest.raises(ValueError, match=r"interfaces\.actor: what the checkpoint holds does not fit \(KeyError"):
+        restore(LocalRuntime(experiment(tmp_path)), state)
 
 
 # --- the record ---
