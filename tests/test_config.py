@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from realign.config import (
     resolved_config,
 )
 from realign.config.composition import config_of
+from realign.config.convert import convert
 from realign.config.folders import experiments_dir, list_experiments
 from realign.data import DataSpec
 from realign.runtime import DynamicSampling, Experiment
@@ -127,6 +129,45 @@ def test_trap_g6_a_wrong_value_fails_in_one_line_with_key_and_suggestion(values,
     with pytest.raises(ConfigError, match=f"^{message}") as caught:
         actor(**values)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "annotation", "raw", "meant"),
+    [
+        ("steps", int, "10k", "did you mean 10000?"),
+        ("steps", int, "1e3", "did you mean 1000?"),
+        ("steps", int, 2.5, "give a whole number"),
+        ("steps", int, "5 apples", "give the number alone, without a unit"),
+        ("timeout_s", float, "5m", "did you mean 300?"),
+        ("timeout_s", float, "250ms", "did you mean 0.25?"),
+        ("every_minutes", float, "2h", "did you mean 120?"),
+        ("memory_mb", int, "1.5GB", "did you mean 1536?"),
+        ("max_tokens_per_microbatch", int, "0.5k", "did you mean 500?"),
+        ("max_failed_fraction", float, "10%", "did you mean 0.1?"),
+        ("lr", float, "", "give a number right behind the =, without a blank"),
+        ("lr", float, "nan", "give a number"),
+        ("lr", float, "small", "give a number"),
+        ("on", bool, "ja", "give true or false"),
+        ("betas", tuple[float, float], 0.9, "write it in brackets, such as betas=[0.9]"),
+    ],
+)
+def test_trap_g6_what_a_number_with_a_unit_means_is_said(key, annotation, raw, meant):
+    with pytest.raises(ConfigError, match=f"^{key}: expected .*; {re.escape(meant)}$"):
+        convert(raw, annotation, key)
+
+
+def test_a_name_of_another_module_of_ours_is_found_and_what_is_merely_imported_is_not_offered():
+    def message(target):
+        with pytest.raises(ConfigError) as caught:
+            build({"_target_": target}, ModelInterface, WHERE)
+        return str(caught.value)
+
+    assert "did you mean realign.interfaces.grpo.GRPOActorInterface?" in message("GRPOActorInterface")
+    assert "did you mean realign.interfaces.grpo.GRPOActorInterface?" in message(
+        "realign.interfaces.ppo.GRPOActorInterface"
+    )
+    assert message("realign.interfaces.sft.Aggregation").endswith("(SFTInterface of realign.interfaces.sft would fit)")
+    assert message("realign.interfaces.sft.SFT").endswith("no 'SFT' in realign.interfaces.sft (valid: SFTInterface)")
 
 
 @pytest.mark.parametrize(

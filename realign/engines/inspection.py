@@ -9,6 +9,8 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
+import torch
+
 from realign.engines.heads import Head
 
 SCALAR_HEADS = ("score.", "classifier.")
@@ -70,16 +72,38 @@ def no_trained_head(what: str, path: str, head: Head, lacks: str) -> ValueError:
     )
 
 
-def check_hub(what: str, name: str) -> None:
+def check_hub(what: str, name: str, file: str = "config.json") -> None:
     """Refuse a hub name whose files are not here when the hub may not be asked.
+
+    Args:
+        what: key of the name, for messages.
+        name: on the hub.
+        file: that would be in the cache if the hub had been asked before.
 
     Raises:
         ValueError: names the setting and HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, file), str):
         raise ValueError(
             f"{what}={name!r} is no folder here and not in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to "
             "ask; give the path of a folder, or unset HF_HUB_OFFLINE"
         )
+
+
+def pick_device(device: str) -> torch.device:
+    """The device of that name; `auto` is CUDA where there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or CUDA is asked for and there is none.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown to torch; use auto, cpu or cuda") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use cpu or auto")
+    return found

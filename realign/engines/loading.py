@@ -17,7 +17,7 @@ from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.cores import ParallelPasses
 from realign.engines.folders import check_path, read_states, warn_if_misread
 from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
-from realign.engines.inspection import check_head, check_hub, no_trained_head, weight_names
+from realign.engines.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
 from realign.engines.kernels import Backend
 from realign.engines.layout import SharedPrompts
 from realign.engines.lora import LoRA, add_adapters, require_peft
@@ -146,7 +146,9 @@ class TransformersModel:
             raise ValueError(f"{what}.{error}") from error
         path = check_path(f"{what}.path", self.path)
         if self.tokenizer is not None:
-            check_path(f"{what}.tokenizer", self.tokenizer, TOKENIZER_FILES)
+            tokenizer = check_path(f"{what}.tokenizer", self.tokenizer, TOKENIZER_FILES)
+            if not Path(tokenizer).is_dir():
+                check_hub(f"{what}.tokenizer", tokenizer, "tokenizer_config.json")
         if not Path(path).is_dir():
             check_hub(f"{what}.path", path)
         elif names := weight_names(Path(path)):
@@ -302,23 +304,6 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-
-
-def pick_device(device: str) -> torch.device:
-    """The device of that name; `auto` is CUDA where there is one.
-
-    Raises:
-        ValueError: torch knows no such device, or CUDA is asked for and there is none.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is unknown to torch; use auto, cpu or cuda") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use cpu or auto")
-    return found
 
 
 @contextmanager

@@ -52,7 +52,12 @@ def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Cal
     function: Any = module
     for part in attribute.split("."):
         if not hasattr(function, part):
-            there = sorted(n for n, value in vars(function).items() if callable(value) and not n.startswith("_"))
+            own = getattr(function, "__name__", place)
+            there = sorted(  # what is defined there; what is merely imported is no reward function
+                n
+                for n, value in vars(function).items()
+                if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
+            )
             raise ValueError(f"reward function {name!r}: {place!r} has no {part!r}; {_nearest(part, there)}")
         function = getattr(function, part)
     if arguments is not None:

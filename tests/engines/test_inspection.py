@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from realign.engines import Head, TransformersModel
-from realign.engines.inspection import check_head, check_hub, weight_names
+from realign.engines.inspection import check_head, check_hub, pick_device, weight_names
 from tests.tiny import save_tiny
 
 
@@ -98,3 +98,13 @@ def test_a_hub_name_is_refused_offline_unless_it_is_cached(monkeypatch):
         check_hub("models.x.path", "owner/name")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
     check_hub("models.x.path", "owner/name")
+
+
+def test_devices():
+    assert pick_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert pick_device("auto") == torch.device("cpu")
+        with pytest.raises(ValueError, match="device='cuda:1', but torch sees no CUDA device"):
+            pick_device("cuda:1")
+    with pytest.raises(ValueError, match="device='gpu' is unknown to torch; use auto, cpu or cuda"):
+        pick_device("gpu")

@@ -19,7 +19,6 @@ from realign.engines import DType, Head, OptimizerSpec, TransformersModel
 from realign.engines.attention import PackedContext
 from realign.engines.folders import check_path
 from realign.engines.heads import HeadInit, read_head
-from realign.engines.loading import pick_device
 from realign.functional import LMHead
 from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
 
@@ -393,14 +392,6 @@ def test_saved_folders_can_be_read_by_others(tmp_path):
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o755
-
-
-def test_devices():
-    assert pick_device("cpu") == torch.device("cpu")
-    if not torch.cuda.is_available():
-        assert pick_device("auto") == torch.device("cpu")
-        with pytest.raises(ValueError, match="device='cuda:1', but torch sees no CUDA device"):
-            pick_device("cuda:1")
 
 
 def test_importing_the_package_does_not_import_transformers():
