@@ -34,6 +34,8 @@ from benchmarks.report import arguments, facts, table
 MODULES = ("test_samples", "test_plans", "test_files", "test_configs", "test_checkpoints")
 LONGEST = 2048
 """Bytes of an input."""
+SEEDS = 8
+"""Random inputs of each target to start from."""
 FAILED = 77
 """Exit code of a process that found an input that fails; libFuzzer's own."""
 
@@ -48,15 +50,15 @@ def all_targets() -> dict[str, Any]:
 
 
 def dispatch(tests: dict[str, Any], counts: dict[str, int]) -> Callable[[bytes], None]:
-    """A function that gives an input to the target that its first byte chooses, and counts it."""
+    """A function that gives an input to the target that its first byte chooses, and counts those that are examples."""
     names = list(tests)
     calls = [tests[name].hypothesis.fuzz_one_input for name in names]
 
     def one_input(data: bytes) -> None:
         if data:
             index = data[0] % len(names)
-            counts[names[index]] = counts.get(names[index], 0) + 1
-            calls[index](data[1:])
+            taken = calls[index](data[1:])  # None: too short for an example, or an example that does not count
+            counts[names[index]] = counts.get(names[index], 0) + (taken is not None)
 
     return one_input
 
@@ -72,6 +74,8 @@ def search(folder: Path, names: list[str], seconds: int, seed: int) -> None:
     else:
         tests = all_targets()
     counts: dict[str, int] = {}
+    tried = 0
+    draw = random.Random(seed)
     one_input = dispatch({name: tests[name] for name in names}, counts)
 
     def counted(data: bytes) -> None:
@@ -85,15 +89,21 @@ def search(folder: Path, names: list[str], seconds: int, seed: int) -> None:
             )
             raise
         finally:
-            if sum(counts.values()) % 64 == 1:
+            nonlocal tried
+            tried += 1
+            if tried % 64 == 1:
                 (folder / "counts.json").write_text(json.dumps(counts))
 
     if guided:
-        (folder / "corpus").mkdir(exist_ok=True)
+        corpus = folder / "corpus"
+        corpus.mkdir(exist_ok=True)
+        for first in range(SEEDS * len(names)):  # the empty input, which libFuzzer starts from, is no example
+            (corpus / f"seed_{first}").write_bytes(bytes([first % len(names)]) + draw.randbytes(LONGEST - 1))
         options = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", f"-seed={seed + 1}", "-rss_limit_mb=6144"]
-        atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={folder}/", str(folder / "corpus")], counted)
+        options += ["-len_control=0"]
+        atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={folder}/", str(corpus)], counted)
         atheris.Fuzz()  # ends the process
-    draw, end = random.Random(seed), time.monotonic() + seconds
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         data = draw.randbytes(draw.randrange(1, LONGEST))
         try:

@@ -21,6 +21,7 @@ AVERAGED = "_ema"
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png"),
     *("final", "final/*", "best", "best/*", "step_*", "step_*/*", "checkpoints", "checkpoints/step_*"),
+    "tensorboard",
 )
 """What a run may write into its folder, as patterns."""
 
