@@ -285,7 +285,8 @@ class Experiment:
     def refuse_earlier_run(self) -> None:
         """Raise ValueError if `output_dir` holds a run that must not be overwritten, or links to elsewhere."""
         check_run_folder(self.output_dir)
-        if self.overwrite or not (self.output_dir / "metrics.jsonl").exists():
+        record = self.output_dir / "metrics.jsonl"
+        if self.overwrite or not record.exists() or not record.stat().st_size:  # empty: it failed before its first line
             return
         found = f"output_dir {str(self.output_dir)!r} holds an earlier run"
         can_go_on = any((self.output_dir / CHECKPOINTS).glob("*step_*"))

@@ -135,6 +135,17 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path, monkeypatch, path, mes
         resumed(tmp_path, resume=path)
 
 
+def test_a_start_that_failed_is_no_earlier_run(tmp_path):
+    class Fails(CountToken):
+        def inference(self, model, data, mb_spec):
+            raise ValueError("not today")
+
+    with pytest.raises(ValueError, match="not today"):
+        run(experiment(tmp_path, evaluation=Evaluation(Prompts(4), Fails(), GENERATION)))
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert run(experiment(tmp_path, steps=1)).series("step") == [0, 1]
+
+
 def test_a_tree_of_something_else_is_refused(tmp_path):
     write_checkpoint(tmp_path / "run" / "checkpoints", 1, {"config": {}, "weights": torch.ones(2)})
     with pytest.raises(
