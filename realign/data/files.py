@@ -169,9 +169,12 @@ def _read_folder(folder: Path, limit: int | None) -> Table:
         raise ValueError(f"{folder} is not a folder written by `save_to_disk`; found {found} in it")
     import datasets
 
-    dataset = datasets.load_from_disk(str(folder))
-    rows = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
-    return _numbered(folder, rows.with_format(None).to_list())
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+        rows = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+        return _numbered(folder, rows.with_format(None).to_list())
+    except Exception as error:  # a file of it is damaged or missing, of which `datasets` says anything
+        raise ValueError(f"{folder} is no readable dataset: {type(error).__name__}: {error}") from error
 
 
 def _numbered(file: Path, rows: list[Row]) -> Table:

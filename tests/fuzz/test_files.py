@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from realign.data import PreferenceData, PromptData, SupervisedData, TextData, read_rows
@@ -145,6 +147,38 @@ def test_a_dataset_of_any_rows(kind, rows, name):
     assert len(tokens) == report.tokens
     assert bool(((tokens >= 0) & (tokens < len(TOKENIZER))).all())
     assert "loss_mask" not in sample or bool(sample["loss_mask"].any())
+
+
+@cache
+def saved() -> tempfile.TemporaryDirectory[str]:
+    """A folder written by `save_to_disk`, to be copied; it goes with the process."""
+    import datasets
+
+    folder = tempfile.TemporaryDirectory()
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list([{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]).save_to_disk(folder.name)
+    return folder
+
+
+@settings(BOUNDED, max_examples=50)
+@given(st.data())
+def test_a_folder_of_datasets_with_a_damaged_file(data):
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work, "split")
+        shutil.copytree(saved().name, folder)
+        file = data.draw(st.sampled_from(sorted(folder.iterdir())))
+        if data.draw(st.booleans()):
+            file.write_bytes(data.draw(damaged(st.just(file.read_bytes()))))
+        elif file.suffix == ".json":
+            content = json.loads(file.read_bytes())
+            content[data.draw(st.sampled_from(sorted(content)))] = data.draw(st.one_of(VALUE, ROW))
+            file.write_text(json.dumps(content))
+        else:
+            file.unlink()
+        found = attempt(lambda: read_rows(folder), "split")
+        if not isinstance(found, Refused):
+            assert all(isinstance(row, dict) for row in found.rows)
+            assert len(found) >= 1
 
 
 @BOUNDED
