@@ -33,7 +33,10 @@ class Dataset(Protocol):
 
 
 class DataSpec(Protocol):
-    """What can load a dataset, such as `PromptData`."""
+    """What can load a dataset, such as `PromptData`.
+
+    It may have a method `check(where)` that looks at its file before anything is loaded, see `FileSource.check`.
+    """
 
     def load(self, tokenizer: Any) -> Dataset:
         """Read, check and tokenise the rows."""

@@ -43,7 +43,11 @@ class Part(StrEnum):
 
 
 class ModelSpec(Protocol):
-    """What can load the model of a role, such as `realign.engines.TransformersModel`."""
+    """What can load the model of a role, such as `realign.engines.TransformersModel`.
+
+    It may have a method `check(name)` that finds mistakes before any weights are read, and `outputs`, which says what
+    the engine will give (see `PipelinableEngine.outputs`).
+    """
 
     def load(self, name: str, *, seed: int) -> Model:
         """Load the model that plays the role `name`."""

@@ -8,6 +8,7 @@ packed) comes with them, still before the first rollout.
 from __future__ import annotations
 
 import difflib
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,9 @@ def writable(output_dir: Path) -> Path:
     choose = "choose another output_dir"
     if not folder.is_dir():
         raise NotADirectoryError(f"output_dir {str(output_dir)!r}: {str(folder)!r} is not a folder; {choose}")
-    probe = folder / ".realign_check"
     try:
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # of a name of its own, since several runs may look at once
+            pass
     except OSError as error:
         why = f"output_dir {str(output_dir)!r}: cannot write to {str(folder)!r} ({error.strerror}); {choose}"
         raise type(error)(why) from error
