@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import difflib
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 from realign.api import RPC, ModelInterface
+from realign.engines.optim import Schedule, ScheduleKind, ScheduleUnit
 from realign.engines.shared import Share, SharedModel
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -33,6 +35,7 @@ def check_ready(experiment: Experiment) -> None:
     for rpc in experiment.graph.rpcs:
         _check_model(rpc, experiment)
         _check_sharing(rpc, experiment)
+        _check_schedule(rpc, experiment)
     _check_budget(experiment)
     _check_save_best(experiment)
     writable(experiment.output_dir)
@@ -144,6 +147,25 @@ def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
                 f"models.{rpc.model}.path={path!r} is a model that nothing trains: with graph.critic=shared the "
                 f"loss of models.{learner} trains the values of its own value_head; {share}{learner}}}'"
             )
+
+
+def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
+    """Warn of a learning rate that reaches 0 before the run ends: what is made from then on changes nothing."""
+    spec: Any = experiment.models.get(rpc.model)
+    schedule = getattr(getattr(spec, "optimizer", None), "schedule", None)
+    if rpc.method != "train_step" or not isinstance(schedule, Schedule):
+        return
+    interface = experiment.interfaces[rpc.model]
+    steps = experiment.steps - getattr(interface, "critic_warmup_steps", 0)
+    if schedule.unit is ScheduleUnit.optimizer_step:
+        steps *= getattr(interface, "epochs", 1) * getattr(interface, "n_minibatches", 1)
+    if schedule.kind is not ScheduleKind.constant and not schedule.min_ratio and (schedule.total or steps) < steps:
+        warnings.warn(
+            f"models.{rpc.model}.optimizer.schedule.total={schedule.total}, but the run makes up to {steps} "
+            f"{schedule.unit.value}s: after the first {schedule.total} the learning rate is 0; set total={steps}, or "
+            "min_ratio above 0",
+            stacklevel=2,
+        )
 
 
 def _check_budget(experiment: Experiment) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.engines import OptimizerSpec, Schedule, SharedModel, TransformersModel
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, ValueObjective, dataflow
@@ -14,6 +16,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, LocalRuntime
 from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces, writable
 from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
+from tests.tiny import save_tiny
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4)
 TRAINED = OptimizerSpec(lr=1e-3)
@@ -99,6 +102,30 @@ def test_roles_that_must_share_weights_do_and_a_reference_does_not(tmp_path, gra
     made = experiment(tmp_path, graph=graph, interfaces=parts, models={"actor": actor, **models}, evaluation=None)
     with pytest.raises(ValueError, match=message):
         check_ready(made)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "warned"),
+    [
+        (Schedule("linear", total=3), {}, None),
+        (
+            Schedule("linear", total=3),
+            {"n_minibatches": 2, "epochs": 2},
+            "total=3, but .* 12 optimizer_steps: .*total=12",
+        ),
+        (Schedule("linear", total=3, unit="train_step"), {"n_minibatches": 2}, None),
+        (Schedule("cosine", total=2, unit="train_step"), {}, "total=2, but the run makes up to 3 train_steps"),
+        (Schedule("cosine", total=2, min_ratio=0.1), {}, None),
+        (Schedule("constant"), {"n_minibatches": 2}, None),
+    ],
+)
+def test_a_learning_rate_that_reaches_0_before_the_end_is_told_of(tmp_path, recwarn, schedule, settings, warned):
+    model = TransformersModel(str(save_tiny(tmp_path / "m")), optimizer=OptimizerSpec(schedule=schedule))
+    parts = {"actor": PPOActorInterface(GENERATION, **settings), "reward": CountToken()}
+    check_ready(experiment(tmp_path, interfaces=parts, models={"actor": model}, evaluation=None))
+    messages = [str(w.message) for w in recwarn if "schedule.total" in str(w.message)]
+    assert len(messages) == (warned is not None)
+    assert not warned or re.search(warned, messages[0])
 
 
 def test_a_response_alone_may_not_fill_the_budget(tmp_path):
