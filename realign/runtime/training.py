@@ -95,7 +95,9 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         experiment.output_dir.mkdir(parents=True, exist_ok=True)
         if not is_there:
             stack.enter_context(alone_in(experiment.output_dir))
-        return _Training(runtime, start, console, trackers, stack).run()
+        training = _Training(runtime, start, console, trackers, stack)
+        del start  # it holds weights and moments once more
+        return training.run()
 
 
 class _Training:

@@ -5,6 +5,7 @@ import math
 import shutil
 import signal
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -409,6 +410,24 @@ def test_state_that_does_not_fit_is_told_with_its_owner(tmp_path):
     del state["interfaces"]["interfaces.actor"]
     with pytest.raises(ValueError, match=r"interfaces\.actor: what the checkpoint holds does not fit \(KeyError"):
         restore(LocalRuntime(experiment(tmp_path)), state)
+
+
+def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, monkeypatch):
+    done(tmp_path)
+    starts: list[weakref.ref] = []
+
+    def found(e):
+        start = find_start(e)
+        starts.append(weakref.ref(start))
+        return start
+
+    class Watching(Killer):
+        def log(self, step, metrics):
+            assert starts[0]() is None
+
+    monkeypatch.setattr("realign.runtime.training.find_start", found)
+    run(experiment(tmp_path, steps=4, resume="auto"), trackers=[Watching(0)])
+    assert len(starts) == 1
 
 
 # --- the record ---
