@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from realign.runtime.trees import DTYPES, pack, read_tensors, unpack, write_tensors
+from realign.runtime.trees import CHUNK, DTYPES, pack, read_tensors, unpack, write_tensors
 
 
 def bits(value):
@@ -60,6 +60,11 @@ def test_the_file_is_one_that_the_library_reads():
     tensors = {"b": random_tensor(torch.bool, (3,)), "w": random_tensor(torch.float64, (2, 2)), "s": torch.tensor(7)}
     write_tensors(lambda part: parts.append(bytes(part)), tensors)
     assert bits(dict(sorted(load(b"".join(parts)).items()))) == bits(dict(sorted(tensors.items())))
+
+
+def test_tensors_of_several_chunks_come_back(tmp_path):
+    tree = {"big": random_tensor(torch.uint8, (2 * CHUNK + 3,)), "next": random_tensor(torch.float32)}
+    assert bits(returned(tree, tmp_path)) == bits(tree)
 
 
 def test_no_tensors_make_a_file_too(tmp_path):
