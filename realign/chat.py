@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from realign.config.errors import ConfigError
 from realign.data import Template
 from realign.data.templates import Message, Writer, encode
 from realign.engines import TransformersModel
+from realign.rewards.text import visible
 
 
 @dataclass
@@ -79,11 +79,6 @@ class Chat:
         if not max(1, shortest) <= room < self.generation.max_new_tokens:
             return self.generation
         return replace(self.generation, max_new_tokens=room)
-
-
-def visible(text: str) -> str:
-    """The text without what a terminal would obey: control characters, but for tabs and line ends, are written out."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)
 
 
 def chat_of(words: Sequence[str]) -> Chat:

@@ -18,13 +18,14 @@ from rich.console import Console
 
 import realign
 from realign.api import RPC, DataflowGraph
-from realign.chat import visible
 from realign.cli import main
 from realign.config import ConfigError, build_experiment, compose, resolved_config
 from realign.config.composition import check_launch, config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
 from realign.rewards.functions import load_function
+from realign.rewards.text import visible
+from realign.rewards.worker import answer
 from realign.runtime.samples import show
 from realign.runtime.tracking import LiveDisplay
 from tests import security_traps
@@ -249,6 +250,15 @@ def test_responses_are_shown_as_text_and_reach_no_terminal():
     assert "[bold red]x[/]" in shown
     assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in shown)
     assert visible("two\nlines\tand é 漢 🙂") == "two\nlines\tand é 漢 🙂"
+
+
+def test_an_error_that_quotes_a_response_reaches_no_terminal():
+    def fails(prompt: str, response: str, row: dict[str, Any]) -> float:
+        raise ValueError(response)
+
+    message = answer(fails, ("", MARKUP, {})).message
+    assert r"\x1b]0;title\x07" in message
+    assert not any(mark in message for mark in ("\x1b", "\x9b", "\x07"))
 
 
 def test_names_of_a_run_are_no_markup():

@@ -26,6 +26,7 @@ from realign.rewards.functions import load_function
 from realign.rewards.http import Unreachable
 from realign.rewards.leaks import retire, watch
 from realign.rewards.limits import Limits, allow_cpu, drop_secrets, limit_process
+from realign.rewards.text import visible
 
 Item: TypeAlias = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[str]]
 """Prompt, response and row; with the tokens of the response, a list with one number for each is expected."""
@@ -114,7 +115,7 @@ def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
 
 def _describe(error: BaseException) -> str:
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return visible("".join(traceback.format_exception(type(error), error, trace)).rstrip())
 
 
 # --- in the worker process only ---
