@@ -50,4 +50,4 @@ class StopSignals:
             raise Interrupted(number, "interrupted; the steps after the last checkpoint are lost")
         self.received = number
         # print could be called while it is in the middle of another print
-        os.write(2, b"\nstopping: this step is finished and a checkpoint written; once more to end at once\n")
+        os.write(2, b"\nstopping after this step; once more to end at once\n")

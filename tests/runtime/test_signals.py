@@ -121,7 +121,7 @@ def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here):
     process = command("output_dir=run", "interfaces.reward.blocked_by=never")
     wait_for(process, Path("waiting"), 0)
     process.send_signal(signal.SIGTERM)
-    assert "once more" in read_until(process, "stopping:")
+    assert "once more" in read_until(process, "stopping after")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143
