@@ -20,6 +20,7 @@ from torch import Tensor
 
 from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
 from realign.interfaces.cutting import ResponseCut, cut_responses, reward_keys
+from realign.rewards.limits import Limits
 from realign.rewards.pool import RewardPool
 
 
@@ -62,6 +63,7 @@ class RuleRewardInterface(ModelInterface):
     def __post_init__(self) -> None:
         if self.shuffle and self.dense:
             raise ValueError("shuffle deals one reward out to each response, but dense rewards its tokens; choose one")
+        Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # which checks them
         self._pool: RewardPool | None = None
 
     def open(self) -> None:
