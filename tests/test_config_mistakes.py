@@ -498,6 +498,25 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*GRPO, "interfaces.reward.timeout_s=5m"],
         "interfaces.reward.timeout_s: expected float, found '5m'; did you mean 300?",
     ),
+    (
+        [*GRPO, "output_dir="],
+        "output_dir is empty, and the run would write into the current folder; name a folder",
+    ),
+    (
+        [*GRPO, "models.actor.vocabulary=0"],
+        "models.actor.vocabulary must be at least 1, or null, found 0",
+    ),
+    (
+        [*GRPO, "=1"],
+        "'=1' is no override, which is written key=value; its key is missing",
+    ),
+    (
+        [*GRPO, "interfaces.actor.generation=null"],
+        (
+            "interfaces.actor.generation is null or a single value, but interfaces.ref.temperature takes the value of "
+            "interfaces.actor.generation.temperature"
+        ),
+    ),
 ]
 """What follows the program's name, and what stands behind `error: `; `...` stands for the rest of a list."""
 

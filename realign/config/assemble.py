@@ -57,6 +57,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     calibration: RewardCalibration | None = None
     if config.calibration:
         calibration = build({TARGET: DEFAULT_CALIBRATION, **config.calibration}, RewardCalibration, "calibration")
+    if not config.output_dir.strip():
+        raise ConfigError("output_dir is empty, and the run would write into the current folder; name a folder")
     try:
         microbatch = MicroBatchSpec(**dataclasses.asdict(config.microbatch))
     except ValueError as error:

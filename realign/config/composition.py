@@ -63,6 +63,8 @@ def check_words(overrides: Sequence[str]) -> None:
         if "=" not in word and not word.startswith("~"):
             torn = f"; no blank may stand behind the =: did you mean {before}{word}?" if before.endswith("=") else ""
             raise ConfigError(f"{word!r} is no override, which is written key=value{torn}")
+        if not word.lstrip("+~").partition("=")[0].strip():
+            raise ConfigError(f"{word!r} is no override, which is written key=value; its key is missing")
 
 
 def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | str | None) -> str:

@@ -91,6 +91,8 @@ def explain(error: Exception) -> str:
         return f"{where}{key} is missing: give it a value"
     if isinstance(cause, ValidationError) and (mistake := _mistyped(key, _first_line(cause))):
         return f"{where}{mistake}"
+    if match := re.search(r"trying to access (\S+): node `(\S+)` is not a container", str(cause)):
+        return f"{where}{match[2]} is null or a single value, but {key} takes the value of {match[1]}"
     return one_line(f"{where}{key}: {_first_line(cause)}" if key else f"{where}{_first_line(cause)}")
 
 

@@ -109,6 +109,8 @@ class TransformersModel:
             raise ValueError(f"ema_decay must be between 0 and 1, or null, found {self.ema_decay}")
         if self.vocabulary is not None and self.head is not Head.causal:
             raise ValueError(f"vocabulary belongs to head=causal, but head is {self.head.value}")
+        if self.vocabulary is not None and self.vocabulary < 1:
+            raise ValueError(f"vocabulary must be at least 1, or null, found {self.vocabulary}")
         if self.max_nonfinite_in_a_row < 1:
             raise ValueError(f"max_nonfinite_in_a_row must be at least 1, found {self.max_nonfinite_in_a_row}")
 
