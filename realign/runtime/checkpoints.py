@@ -159,8 +159,8 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[
 class CheckpointWriter:
     """Writes checkpoints while training goes on: a thread, with at most one write under way.
 
-    Once one is complete, all but the `keep` latest up to its step are removed; so are those of later steps, which are
-    of a run that went back to an earlier one.
+    Once one is complete, all but the `keep` latest up to its step, and the best, are removed; so are those of later
+    steps, which are of a run that went back to an earlier one.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -176,8 +176,13 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         _remove_leftovers(folder)
 
-    def write(self, step: int, tree: Tree) -> float:
+    def write(self, step: int, tree: Tree, *, best: int | None = None) -> float:
         """Copy the tensors of `tree` and write them in the background; an earlier write is waited for.
+
+        Args:
+            step: of the checkpoint.
+            tree: what it holds.
+            best: a step whose checkpoint stays, too, however old it is.
 
         Returns:
             Seconds until training could go on.
@@ -189,7 +194,9 @@ class CheckpointWriter:
         self.close()
         packed = pack(tree, copy=True)
         # a daemon: a run that is interrupted twice does not wait for a write, of which only a leftover stays
-        self._thread = threading.Thread(target=self._store, args=(step, packed), name=f"checkpoint-{step}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._store, args=(step, packed, best), name=f"checkpoint-{step}", daemon=True
+        )
         self._thread.start()
         return time.perf_counter() - start
 
@@ -205,7 +212,7 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _store(self, step: int, packed: Packed) -> None:
+    def _store(self, step: int, packed: Packed, best: int | None) -> None:
         stands: list[str] = []
         try:
             stands = [str(checkpoint.step) for checkpoint in list_checkpoints(self._folder)]
@@ -215,13 +222,13 @@ class CheckpointWriter:
             self._failures.append(f"the checkpoint of step {step} was not written: {error}; {left}")
             return
         try:
-            self._remove_old(step)
+            self._remove_old(step, best)
         except OSError as error:
             self._failures.append(f"an old checkpoint could not be removed: {error}")
 
-    def _remove_old(self, step: int) -> None:
+    def _remove_old(self, step: int, best: int | None) -> None:
         found = list_checkpoints(self._folder)
-        kept = [c for c in found if c.step <= step][-self._keep :]
+        kept = [c for c in found if c.step <= step][-self._keep :] + [c for c in found if c.step == best]
         for checkpoint in found:
             if checkpoint not in kept:
                 _remove(checkpoint)

@@ -27,7 +27,7 @@ class CheckpointSpec:
     every_minutes: float | None = 10.0
     """Minutes of training between two; whichever of the two limits comes first."""
     keep: int = 2
-    """How many stay, the latest ones."""
+    """How many stay, the latest ones; with `save_best` that of the best step is written and stays, too."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep"):
@@ -68,6 +68,8 @@ class Saves:
     every_steps: int | None = None
     keep: int | None = None
     best: str | None = None
+    best_step: int | None = field(default=None, init=False)
+    """The step of `best`, once there is one."""
     _made: list[Path] = field(default_factory=list, init=False)
     _known: set[str] = field(default_factory=set, init=False)
     _record: float = field(default=-math.inf, init=False)
@@ -91,14 +93,15 @@ class Saves:
     def state_dict(self) -> dict[str, Any]:
         """The folders that were made, the metrics that are known, and the best value with the metric it is of."""
         made = [path.name for path in self._made]
-        return {"made": made, "known": sorted(self._known), "record": self._record, "best": self.best}
+        best = {"best": self.best, "record": self._record, "best_step": self.best_step}
+        return {"made": made, "known": sorted(self._known), **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; the best value only if it is of the same metric."""
         self._made = [self.folder / name for name in state["made"]]
         self._known = set(state["known"])
         if state["best"] == self.best:
-            self._record = state["record"]
+            self._record, self.best_step = state["record"], state["best_step"]
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
         """Write the models of all roles, and `record` beside them, or nothing: a full disk costs this folder only."""
@@ -132,4 +135,4 @@ class Saves:
         if step == 0 or not height > self._record:  # untrained models are where they came from
             return
         if self._written("best", {"step": step, "metric": metric, "value": value}):
-            self._record = height
+            self._record, self.best_step = height, step

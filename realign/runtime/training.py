@@ -239,7 +239,8 @@ class _Checkpoints:
             _warn_of(self.close())
 
     def after_step(self, step: int, *, now: bool) -> None:
-        """Write one if it is due, or `now`."""
+        """Write one if it is due, or `now`, or if this is the best step so far."""
+        now = now or self._saves.best_step == step
         if self._spec is not None and (now or self._spec.due(step, time.monotonic() - self._last)):
             self._write(step)
 
@@ -272,7 +273,7 @@ class _Checkpoints:
             state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict()}
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces
-            self._writer.write(step, state)
+            self._writer.write(step, state, best=self._saves.best_step)
         except (OSError, ValueError) as error:  # a full disk; a value of an interface that cannot be kept
             self._problems.append(f"the checkpoint of step {step} was not written: {error}")
         self._last = time.monotonic()

@@ -267,6 +267,14 @@ def test_the_last_ones_stay(tmp_path):
     assert writer.failed() == []
 
 
+def test_the_best_one_stays_until_another_is(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step, best, stay in ((1, None, [1]), (2, 2, [2]), (3, 2, [2, 3]), (4, 2, [2, 4]), (5, 4, [4, 5])):
+        writer.write(step, tree(step), best=best)
+        writer.close()
+        assert names(tmp_path) == [f"step_{n:06d}" for n in stay]
+
+
 def test_a_run_that_went_back_keeps_its_own_checkpoints(tmp_path):
     written(tmp_path, 10, 20)
     writer = CheckpointWriter(tmp_path, keep=1)

@@ -453,6 +453,19 @@ def test_the_stall_of_a_checkpoint_is_on_the_record_of_the_next_step(tmp_path):
     assert steps_of(tmp_path / "run") == [2, 4]
 
 
+def test_the_checkpoint_of_the_best_step_stays(tmp_path):
+    last, best = (
+        CheckpointSpec(every_steps=2, keep=1),
+        {"save_best": "optimizer_steps"},
+    )  # 1 in each, so the first step is the best
+    run(experiment(tmp_path, steps=4, checkpoint=last, **best))
+    assert steps_of(tmp_path / "run") == [1, 4]
+    run(experiment(tmp_path, steps=6, checkpoint=last, resume="auto", **best))
+    assert steps_of(tmp_path / "run") == [1, 6]
+    run(experiment(tmp_path, steps=8, checkpoint=last, resume="auto"))
+    assert steps_of(tmp_path / "run") == [8]
+
+
 def test_minutes_are_counted_too(tmp_path):
     assert steps_of(done(tmp_path)) == [1, 2, 3]
     often = CheckpointSpec(every_minutes=1e-9, keep=2)
