@@ -499,6 +499,10 @@ MISTAKES: list[tuple[list[str], str]] = [
         "interfaces.reward.timeout_s: expected float, found '5m'; did you mean 300?",
     ),
     (
+        [*GRPO, "resume=nowhere"],
+        "resume='nowhere' is no folder; give auto, a checkpoint, or the folder of a run",
+    ),
+    (
         [*GRPO, "output_dir="],
         "output_dir is empty, and the run would write into the current folder; name a folder",
     ),

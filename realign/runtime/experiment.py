@@ -305,6 +305,19 @@ class Experiment:
         if self.resume != AUTO and (Part.counters in self.resume_skip or not self.owns(Path(self.resume))):
             raise ValueError(f"{found}, and a run that starts from {self.resume!r} needs a folder of its own")
 
+    def resume_folder(self) -> Path | None:
+        """The folder that `resume` names; None if it names none.
+
+        Raises:
+            ValueError: there is no such folder.
+        """
+        if self.resume is None or self.resume == AUTO:
+            return None
+        path = Path(self.resume).expanduser().resolve()
+        if not path.is_dir():
+            raise ValueError(f"resume={self.resume!r} is no folder; give auto, a checkpoint, or the folder of a run")
+        return path
+
     def owns(self, path: Path) -> bool:
         """Whether this is `output_dir`, or a checkpoint in it."""
         own, path = self.output_dir.resolve(), path.expanduser().resolve()

@@ -38,6 +38,7 @@ def check_ready(experiment: Experiment) -> None:
         _check_schedule(rpc, experiment)
     _check_budget(experiment)
     _check_save_best(experiment)
+    experiment.resume_folder()
     writable(experiment.output_dir)
     for role in experiment.roles:
         spec: Any = experiment.models.get(role)

@@ -98,9 +98,8 @@ def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
     assert experiment.resume is not None
     if experiment.resume == AUTO:
         return newest(experiment.output_dir / CHECKPOINTS, warn)
-    path = Path(experiment.resume).expanduser().resolve()
-    if not path.is_dir():
-        raise ValueError(f"resume={experiment.resume!r} is no folder; give auto, a checkpoint, or the folder of a run")
+    path = experiment.resume_folder()
+    assert path is not None
     for checkpoint in list_checkpoints(path.parent):
         if checkpoint.path == path:
             return checkpoint, checkpoint.read()
