@@ -214,9 +214,7 @@ def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
 
     two = MicroBatchSpec(n_microbatches=2)
     for _ in range(2):
-        with pytest.warns(
-            UserWarning, match=r"the loss of id 'p1'; this step is skipped, \d in a row, and 3"
-        ):
+        with pytest.warns(UserWarning, match=r"the loss of id 'p1'; this step is skipped, \d in a row, and 3"):
             stats = stat_values(engine.train_batch(data, two, bad, weight))
         assert stats["nonfinite_steps"] == stats["skipped_steps"] == 1
         assert "loss" not in stats
