@@ -352,8 +352,9 @@ def test_a_guarded_script_may_hold_its_own_function(tmp_path):
 
 
 HANGING = f"""
-    import sys
+    import signal
     from realign.rewards import RewardPool
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is born without
     with RewardPool({str(HERE / "reward_cases.py") + ":pid"!r},
                     workers=1, timeout_s=60, memory_mb=None, max_failed_fraction=1) as pool:
         print(int(pool.score(["p"], ["r"], [{{}}]).values[0]), flush=True)

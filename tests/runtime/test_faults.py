@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -334,10 +335,10 @@ def test_a_run_folder_that_cannot_be_written_is_named_before_anything_is_loaded(
     with pytest.raises(OSError, match=r"output_dir '.*/file/run': '.*/file' is not a folder; choose another"):
         run(experiment(tmp_path, path, output_dir=tmp_path / "file" / "run"))
 
-    def touch(self, *args, **more):
+    def no_file(*args, **more):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setattr(tempfile, "TemporaryFile", no_file)
     with pytest.raises(OSError, match=r"output_dir '.*/run': cannot write to '.*' \(Read-only file system\)"):
         run(experiment(tmp_path, path))
     assert not (tmp_path / "run").exists()
