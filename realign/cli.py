@@ -266,6 +266,11 @@ def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
     from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces
 
     check_launch(overrides, args.config_dir)
+    if args.multirun and (given := [word for word in overrides if word.lstrip("+").startswith("resume=")]):
+        raise ConfigError(
+            f"{given[0]} does not go with -m: every call of a sweep makes folders of its own, so that there is nothing "
+            "to go on from; resume its runs one by one, by resume=auto and their output_dir"
+        )
     if not (args.multirun or args.cfg or args.info):
         experiment = _built(args, overrides)  # before Hydra makes a folder for a run that cannot start
         experiment.refuse_earlier_run()

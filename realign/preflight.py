@@ -16,6 +16,7 @@ from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.local import call
 from realign.runtime.readiness import writable
 from realign.runtime.resume import find_start
+from realign.runtime.state import check_frozen, frozen_weights, restore
 
 ROWS = 2
 RESPONSES = 3  # of each prompt that are shown
@@ -36,12 +37,15 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
+    start = find_start(experiment)
     if experiment.resume is not None:
-        start = find_start(experiment)
         found = "no checkpoint yet: it would start" if start is None else f"it would go on from {start.checkpoint.path}"
         say(f"\nResume\n  {found}")
     runtime = LocalRuntime(experiment)
     try:
+        if start is not None:
+            check_frozen(start.state["frozen"], frozen_weights(runtime))
+            restore(runtime, start.state, experiment.resume_skip)
         held_out = f", {len(runtime.held_out):,} held out for evaluation" if runtime.held_out is not None else ""
         say(f"\nData\n  {len(runtime.dataset):,} rows{held_out}")
         batch = run_calls(runtime)

@@ -76,6 +76,7 @@ def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
         (("graph", "experiment=bigram", "--format", "png"), "invalid choice: 'png'"),
         (("experiment=bigram", "--out", "x.svg"), "--format and --out belong to realign graph"),
         (("check", "experiment=bigram", "-m"), "do not go with realign check"),
+        (("-m", "experiment=bigram", "seed=0,1", "resume=auto"), "resume=auto does not go with -m"),
         (("experiment=bigram", "--frmat", "svg"), "unrecognized arguments: --frmat"),
         (("experiment=bigram", "steps=0"), "steps must be at least 1, found 0"),
     ],

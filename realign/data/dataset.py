@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -142,3 +145,32 @@ class PackedDataset(ABC):
 
     @abstractmethod
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample: ...
+
+
+def content_hash(dataset: Any) -> str | None:
+    """sha256 of what a dataset holds: tokens, lengths, the rows of its file; None if it holds no `PackedTokens`."""
+    if not _holds_tokens(dataset):
+        return None
+    digest = hashlib.sha256()
+    for part in _contents(dataset):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _holds_tokens(value: Any) -> bool:
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return isinstance(value, PackedTokens) or any(_holds_tokens(getattr(value, field.name)) for field in fields)
+
+
+def _contents(value: Any) -> Iterator[bytes | memoryview]:
+    if isinstance(value, np.ndarray):
+        yield np.ascontiguousarray(value).data
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name != "report":  # of what was left out: it names the file
+                yield from _contents(getattr(value, field.name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _contents(item)
+    elif isinstance(value, Mapping | str | int | float | None):
+        yield json.dumps(value, default=str, sort_keys=True).encode()

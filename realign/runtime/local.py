@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from realign.api import (
     stat_values,
 )
 from realign.data import Dataset
+from realign.data.dataset import content_hash
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
@@ -96,6 +98,11 @@ class LocalRuntime:
         except BaseException:
             self.close()
             raise
+
+    @cached_property
+    def data_sha256(self) -> str | None:
+        """Of what the dataset holds, see `content_hash`."""
+        return content_hash(self.dataset)
 
     def batch(self, number: int) -> SequenceSample:
         """The prompts drawn as number 1, 2, ...: a pure function of seed and number, which is the step's.

@@ -45,12 +45,15 @@ class Records:
         return {"seconds": self.metrics.seconds, "sizes": {name: file.sync() for name, file in files.items()}}
 
     def history(self) -> list[dict[str, float]]:
-        """The metrics of the steps so far."""
+        """The metrics of the steps so far; what cannot be read is left out, and said."""
         records = []
-        for line in self.metrics.path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            record.pop("seconds", None)
-            records.append({name: math.nan if value is None else value for name, value in record.items()})
+        for number, line in enumerate(self.metrics.path.read_bytes().splitlines(), 1):
+            try:
+                record = json.loads(line)
+                record.pop("seconds", None)
+                records.append({name: math.nan if value is None else value for name, value in record.items()})
+            except (ValueError, AttributeError) as error:
+                warnings.warn(f"{self.metrics.path}, line {number}: {error}; the record has a gap", stacklevel=2)
         return records
 
     def _take_over(self, folder: Path, start: Start, sizes: Mapping[str, int]) -> None:

@@ -7,7 +7,6 @@ are loaded from where they came from, and their weights compared with those of t
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import platform
 import random
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from realign.api import Model
 from realign.api.model import derive_seed
-from realign.data.dataset import PackedTokens
 from realign.engines.shared import ReferenceEngine
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.local import Counters, LocalRuntime
@@ -44,7 +42,7 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         "models": {role: _model_state(model) for role, model in runtime.models.items()},
         "interfaces": interface_states(runtime),
         "random": random_state(),
-        "data": runtime.prompts.state_dict() | {"sha256": data_hash(runtime.dataset)},
+        "data": runtime.prompts.state_dict() | {"sha256": runtime.data_sha256},
         "counters": runtime.counters.state_dict(),
     }
 
@@ -65,7 +63,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
     if Part.interfaces not in skipped:
         _restore_interfaces(runtime, state["interfaces"])
     if Part.data not in skipped:
-        if state["data"]["sha256"] != data_hash(runtime.dataset):
+        if state["data"]["sha256"] != runtime.data_sha256:
             raise ValueError(
                 "data: the rows are not those of the run that wrote the checkpoint; give it the same file, or start at "
                 "the beginning of this one by resume_skip=[data]"
@@ -223,24 +221,3 @@ def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, Mapping | list | tuple):
         for key, inner in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _tensors(inner, f"{path}/{key}")
-
-
-def data_hash(dataset: Any) -> str | None:
-    """sha256 of the tokens of a dataset, and of those that it is made of; None if none of them can tell."""
-    packed = list(_packed(dataset))
-    if not packed:
-        return None
-    digest = hashlib.sha256()
-    for tokens in packed:
-        digest.update(tokens.ids.data)
-        digest.update(tokens.starts.data)
-    return digest.hexdigest()
-
-
-def _packed(dataset: Any) -> Iterator[PackedTokens]:
-    for field in dataclasses.fields(dataset) if dataclasses.is_dataclass(dataset) else ():
-        value = getattr(dataset, field.name)
-        if isinstance(value, PackedTokens):
-            yield value
-        else:
-            yield from _packed(value)

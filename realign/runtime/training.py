@@ -115,6 +115,7 @@ class _Training:
         self.experiment, self.out = runtime.experiment, runtime.experiment.output_dir
         self.runtime, self.console = runtime, console
         self.first = 1 if start is None else start.step + 1
+        self.fresh = start is None or start.anew
         e = self.experiment
         self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best)
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
@@ -132,7 +133,7 @@ class _Training:
         self.result = RunResult(self.out)
         stack.callback(_draw, e.name, self.result)  # an interrupted run leaves its curves too
         self.records = stack.enter_context(Records(self.out, start))
-        if self.first > 1:
+        if not self.fresh:
             self.result.history = self.records.history()
         if e.resolved:
             text = yaml.safe_dump(dict(e.resolved), sort_keys=False, allow_unicode=True)
@@ -151,10 +152,12 @@ class _Training:
 
     def run(self) -> RunResult:
         """All steps that are left."""
-        if self.first == 1:
+        if self.fresh:
             before = self.runtime.calibrate("before") | self._evaluate(0)
             self._log(0, before)
             self.saves.after_step(0, before, last=False)
+            if self.experiment.save_every_steps or self.experiment.save_best:
+                self.checkpoints.begin()
         steps = self.experiment.steps
         with StopSignals() as signals:
             for step in range(self.first, steps + 1):
@@ -237,6 +240,12 @@ class _Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if not isinstance(value, KeyboardInterrupt):  # whoever interrupts does not want to wait
             _warn_of(self.close())
+
+    def begin(self) -> None:
+        """Write one before the first step: where models are saved, there is something to go on from."""
+        if self._writer is not None:
+            self._write(0)
+            self._writer.close()
 
     def after_step(self, step: int, *, now: bool) -> None:
         """Write one if it is due, or `now`, or if this is the best step so far."""

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from realign.data import PackedTokens, PromptData, SupervisedData, Template, TooLong, batch_indices
+from realign.data.dataset import content_hash
 from tests.data.text_tokenizer import BOS, TURNS, characters, make_tokenizer
 
 ROWS = [{"prompt": "1" * n, "answer": n, "deep": {"x": [n]}} for n in (1, 2, 3, 4, 5)]
@@ -46,6 +47,18 @@ def test_a_sample_has_the_prompts_and_their_rows(path):
     assert first.tolist() == [BOS, *characters("111=")]
     assert second.tolist() == [BOS, *characters("1=")]
     assert sample.metadata["row"] == (ROWS[2], ROWS[0])
+
+
+def test_the_hash_of_the_contents_is_that_of_tokens_and_rows_wherever_they_lie(path, tmp_path):
+    def hash_of(rows, name="other.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return content_hash(PromptData(str(tmp_path / name)).load(make_tokenizer()))
+
+    first = content_hash(PromptData(path).load(make_tokenizer()))
+    assert first == hash_of(ROWS)
+    others = [ROWS[:-1], ROWS[::-1], [row | {"answer": 7} for row in ROWS], [row | {"prompt": "2"} for row in ROWS]]
+    assert len({first, *map(hash_of, others)}) == 5
+    assert content_hash(object()) is content_hash(PromptData(path)) is None
 
 
 def test_trap_d11_a_dataset_smaller_than_a_batch_fills_it_with_distinct_prompts(path):

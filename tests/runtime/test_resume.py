@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from realign import cli
 from realign.config import build_experiment, compose
@@ -21,6 +22,7 @@ from realign.engines.optim import OptimizerSpec
 from realign.engines.shared import Share
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import ReferenceInterface, dataflow
+from realign.preflight import preflight
 from realign.runtime import CheckpointSpec, Evaluation, Interrupted, run
 from realign.runtime.checkpoints import list_checkpoints, write_checkpoint
 from realign.runtime.experiment import Part
@@ -267,6 +269,19 @@ def test_another_number_of_rows_is_refused_unless_the_position_is_left_out(tmp_p
     assert resumed(tmp_path, data=Prompts(9), resume_skip=["data"]).series("step") == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_run_that_saves_models_can_go_on_from_the_beginning(tmp_path):
+    rarely = {"steps": 4, "checkpoint": CheckpointSpec(every_minutes=60), "save_every_steps": 1}
+    with pytest.raises(Killed):
+        run(experiment(tmp_path, **rarely), trackers=[Killer(3)])
+    assert steps_of(tmp_path / "run") == [0]
+    assert (tmp_path / "run" / "step_000002").is_dir()
+    result = run(experiment(tmp_path, resume="auto", **rarely))
+    whole = run(experiment(tmp_path, output_dir=tmp_path / "whole", **rarely))
+    assert result.series("step") == [0, 1, 2, 3, 4]
+    assert result.series("loss") == whole.series("loss")
+    assert result.series("eval/reward") == whole.series("eval/reward")
+
+
 def test_another_batch_size_goes_on_at_the_same_row(tmp_path):
     """3 batches of 8 of 10 rows lie behind: 24 rows, or 6 batches of 4. The next prompts are numbers 24 to 27."""
     done(tmp_path, data=Prompts(10), shuffle=False)
@@ -311,6 +326,8 @@ def test_trap_b7_the_reference_is_loaded_from_its_path_and_must_be_what_it_was(t
     save_tiny(tmp_path / "ref", seed=5)
     with pytest.raises(ValueError, match=r"models\.ref: the weights loaded from .* are not those that the run started"):
         run(with_reference(tmp_path, tmp_path, steps=3, resume="auto"))
+    with pytest.raises(ValueError, match=r"models\.ref: the weights loaded from"):
+        preflight(with_reference(tmp_path, tmp_path, steps=3, resume="auto"), Console(quiet=True))
 
 
 @pytest.mark.parametrize("partly", [{"trained_layers": 1}, {"lora": LoRA(rank=2)}], ids=["top layer", "adapters"])
@@ -431,6 +448,15 @@ def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, mo
 
 
 # --- the record ---
+
+
+def test_a_damaged_line_of_the_record_is_a_gap_that_is_said(tmp_path):
+    path = done(tmp_path) / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\xff" * (len(lines[1]) - 1) + b"\n" + b"".join(lines[2:]))
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 2: .*; the record has a gap"):
+        result = resumed(tmp_path)
+    assert [record["step"] for record in result.history] == [0, 2, 3, 4, 5]
 
 
 def test_lines_behind_the_checkpoint_are_cut_off_and_a_gap_is_said(tmp_path):
