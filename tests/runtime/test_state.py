@@ -303,7 +303,8 @@ def killed(files: Path, out: Path, name: str, after: int) -> None:
     start_anywhere()
     with pytest.raises(Killed):
         run(experiment(files, out, name), trackers=[Killer(after + 1)])
-    assert [c.step for c in list_checkpoints(out / "checkpoints")] == list(range(1, after + 1))
+    steps = [c.step for c in list_checkpoints(out / "checkpoints")]
+    assert steps[-after:] == list(range(1, after + 1))  # and perhaps one from before the first step
 
 
 def untimed(path: Path) -> list[dict[str, Any]]:
