@@ -304,7 +304,7 @@ def test_a_save_that_fails_costs_neither_the_run_nor_its_checkpoints(tmp_path, m
     with pytest.warns(UserWarning, match=r"step_000001 was not saved: .*No space left on device; the run goes on"):
         run(experiment(tmp_path, path, **settings))
     assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == ["checkpoints", "final", "step_000002"]
-    assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2, 3]
+    assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [0, 1, 2, 3]
 
 
 def test_models_of_the_last_step_that_find_no_room_are_saved_by_a_resume(tmp_path, monkeypatch):
