@@ -335,6 +335,10 @@ MISTAKES: list[tuple[list[str], str]] = [
         ),
     ),
     (
+        [*GRPO, "resume=auto", "resume_skip=data"],
+        "resume_skip takes a list: write 'resume_skip=[VALUE]', with commas between several",
+    ),
+    (
         [*GRPO, "keep_saves=2", "save_every_steps=null"],
         "keep_saves=2 has no effect without save_every_steps",
     ),

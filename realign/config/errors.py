@@ -111,6 +111,8 @@ def _mistyped(key: str, message: str) -> str | None:
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
     if annotation is None or len(kinds) != 1:
         return None
+    if "is not a ListConfig" in message:
+        return f"{key} takes a list: write '{key}=[VALUE]', with commas between several"
     if null:
         return f"{key} must not be null; expected {kinds[0].__name__}"
     found = re.search(r"[Vv]alue:? '?(.*?)'?(?: of type '(\w+)'| is not a valid|$)", message)
