@@ -263,7 +263,6 @@ def _typed_lines() -> Iterator[str]:
 def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
     """`realign <overrides>`: a Hydra application around the runtime; also sweeps and `--cfg`."""
     from realign.config.composition import check_launch, hydra_main, search_path
-    from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces
 
     check_launch(overrides, args.config_dir)
     if args.multirun and (given := [word for word in overrides if word.lstrip("+").startswith("resume=")]):
@@ -272,6 +271,8 @@ def train(args: argparse.Namespace, overrides: list[str], debug: bool) -> int:
             "to go on from; resume its runs one by one, by resume=auto and their output_dir"
         )
     if not (args.multirun or args.cfg or args.info):
+        from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces  # torch: not for --cfg
+
         experiment = _built(args, overrides)  # before Hydra makes a folder for a run that cannot start
         experiment.refuse_earlier_run()
         check_ready(experiment)
@@ -302,9 +303,10 @@ def _terminated_by_exception() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets no other thread set handlers
         return
-    from realign.runtime.signals import Interrupted
 
     def stop(number: int, frame: FrameType | None) -> None:
+        from realign.runtime.signals import Interrupted  # only now: the package takes a second, and --cfg needs none
+
         raise Interrupted(number)
 
     before = signal.signal(signal.SIGTERM, stop)

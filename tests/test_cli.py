@@ -56,6 +56,16 @@ def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
     assert re.search(r"^  bigram +A bigram model learns to say 3\.$", done.stdout, re.M)
 
 
+def test_a_config_is_composed_without_torch(here):
+    code = (
+        "import sys; from realign.cli import main; code = main(['--cfg', 'job', 'experiment=grpo_arithmetic']); "
+        "sys.exit(code or bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = python(code, here)
+    assert done.returncode == 0, done.stderr
+    assert "realign.interfaces.grpo.GRPOActorInterface" in done.stdout
+
+
 def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
     assert cli.main(["--help"]) == 0
     named = set(re.findall(r"experiment=([a-z]\w*)", capsys.readouterr().out))
