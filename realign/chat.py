@@ -70,8 +70,7 @@ class Chat:
 
     def _fitting(self, model: Model, prompt_tokens: int) -> GenerationConfig:
         """The sampler, with answers no longer than the model has positions; training refuses instead of cutting."""
-        machine: Any = model.machine
-        limit: int | None = getattr(machine.module.config.get_text_config(), "max_position_embeddings", None)
+        limit: int | None = getattr(model.machine, "positions", None)
         if limit is None:
             return self.generation
         room = limit - prompt_tokens

@@ -45,25 +45,26 @@ def python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=cwd, env=everything, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
+def printed_without(modules: set[str], words: list[str], here) -> str:
+    """What a command line prints; it must have imported none of the modules."""
     code = (
-        "import sys; from realign.cli import main; code = main(['--config-dir', '../conf', '--help'])\n"
-        "sys.exit(code or bool({'torch', 'hydra', 'transformers'} & set(sys.modules)))"
+        f"import sys; from realign.cli import main; code = main({words!r})\n"
+        f"sys.exit(code or bool({modules!r} & set(sys.modules)))"
     )
     done = python(code, here)
     assert done.returncode == 0, done.stderr
-    assert "realign check <overrides>" in done.stdout
-    assert re.search(r"^  bigram +A bigram model learns to say 3\.$", done.stdout, re.M)
+    return done.stdout
+
+
+def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
+    out = printed_without({"torch", "hydra", "transformers"}, ["--config-dir", "../conf", "--help"], here)
+    assert "realign check <overrides>" in out
+    assert re.search(r"^  bigram +A bigram model learns to say 3\.$", out, re.M)
 
 
 def test_a_config_is_composed_without_torch(here):
-    code = (
-        "import sys; from realign.cli import main; code = main(['--cfg', 'job', 'experiment=grpo_arithmetic']); "
-        "sys.exit(code or bool({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    done = python(code, here)
-    assert done.returncode == 0, done.stderr
-    assert "realign.interfaces.grpo.GRPOActorInterface" in done.stdout
+    out = printed_without({"torch", "transformers"}, ["--cfg", "job", "experiment=grpo_arithmetic"], here)
+    assert "realign.interfaces.grpo.GRPOActorInterface" in out
 
 
 def test_the_examples_of_the_help_name_experiments_that_exist(capsys):

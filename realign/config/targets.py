@@ -18,7 +18,7 @@ ROOMS = ("interfaces", "engines", "data", "runtime")
 """Packages of realign that components stand in."""
 NEAR = 0.75
 """How alike a name must be to be taken for a misspelt one."""
-EXAMPLES: Mapping[str, str] = MappingProxyType(
+EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
     {
         "ModelInterface": "realign.interfaces.grpo.GRPOActorInterface",
         "reward": "realign.interfaces.rule_reward.RuleRewardInterface",
@@ -115,8 +115,8 @@ def beside(path: str, fits: Fits, kind: str) -> str:
 
 def such_as(kind: str, where: str = "") -> str:
     """The end of a message about a place for components of a kind, at the key `where`: one that realign has."""
-    example = EXAMPLES.get(where.rpartition(".")[2]) or EXAMPLES.get(kind)
-    return f", such as {example}" if example and kind in EXAMPLES else ""
+    example = EXAMPLE_TARGETS.get(where.rpartition(".")[2]) or EXAMPLE_TARGETS.get(kind)
+    return f", such as {example}" if example and kind in EXAMPLE_TARGETS else ""
 
 
 def _hint(path: str, part: str, found: Any, fits: Fits | None) -> str:

@@ -29,6 +29,7 @@ from realign.engines.network import Network, Run
 from realign.engines.nonfinite import origin
 from realign.engines.optim import OptimizerSpec
 from realign.engines.stepping import Stepper, counted, single
+from realign.engines.trunk import positions_of
 from realign.engines.value_head import ValueNetwork
 from realign.functional.logprobs import LMHead
 
@@ -128,8 +129,8 @@ class TransformersEngine:
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model knows (`max_position_embeddings`); None: no limit is known."""
-        return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+        """See `positions_of`."""
+        return positions_of(self.module)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

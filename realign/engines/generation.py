@@ -23,7 +23,7 @@ from realign.engines.decoding import Responses, Rollout
 from realign.engines.fused import for_few_rows
 from realign.engines.fusion import Fusion
 from realign.engines.stopping import Stopping
-from realign.engines.trunk import ModuleTrunk, one_core_for_small_products
+from realign.engines.trunk import ModuleTrunk, one_core_for_small_products, positions_of
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -91,7 +91,7 @@ def _checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig)
     for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
         if count != 1:
             raise ValueError(f"id {i!r} has {count} sequences of {PROMPTS!r}; generation needs exactly one")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = positions_of(model)
     for i, length in zip(data.ids, lengths.flat.tolist(), strict=True):
         if length == 0:
             raise ValueError(f"id {i!r} has an empty prompt; generation needs at least one token to start from")

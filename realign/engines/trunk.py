@@ -18,6 +18,12 @@ READING = 13
 """Multiply-adds that take as long as reading a weight: what a product with one row mostly does."""
 
 
+def positions_of(model: Any) -> int | None:
+    """The longest sequence that a transformers model knows (`max_position_embeddings`); None: no limit is known."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
 class Trunk(Protocol):
     """A model without its last layer."""
 
