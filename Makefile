@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # GNU OpenMP spins at barriers unless told not to; on shared machines runs would vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf torture fuzz test lint types contracts check clean
+.PHONY: bench demo rlhf torture scale fuzz test lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,9 @@ rlhf: $(VENV)/.installed
 torture: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.torture seed=$(SEED) $(ARGS)
 
+scale: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.scale $(ARGS)
+
 # Where atheris has no wheel, inputs are random.
 $(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt
 	@-$(BIN)/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt atheris
@@ -30,6 +33,8 @@ $(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt
 fuzz: $(VENV)/.atheris
 	@$(BIN)/python -m benchmarks.fuzz seed=$(SEED) $(ARGS)
 
+# The models of the tests are so small that a second thread costs more than it saves.
+test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest
 

@@ -9,6 +9,9 @@ from typing import Any
 from realign.api import GenerationConfig, ModelInterface
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment
+from realign.runtime.backend import Backend
+from realign.runtime.placement import plan_groups
+from realign.runtime.rollout import RolloutMode
 
 OPTIMIZER_STEPS = "optimizer steps per step"
 IDLE_STEPS = "steps before the first update"
@@ -39,6 +42,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
             idle_steps = int(own.get(IDLE_STEPS, "0").split()[0])
             total = f"{int(match[0]) * max(0, e.steps - idle_steps):,}"
             rows[f"{role}: optimizer steps in all" if several else "optimizer steps in all"] = total
+    if e.rollout.mode is RolloutMode.async_:
+        rows["responses are sampled"] = e.rollout.describe()
     if e.dynamic_sampling is not None:
         rows["dynamic sampling"] = (
             f"groups with {e.dynamic_sampling.describe()}, out of up to {e.dynamic_sampling.max_batches} batches of "
@@ -53,8 +58,12 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     rows["checkpoints"] = "none" if e.checkpoint is None else e.checkpoint.describe()
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()
+    if e.runtime.kind is Backend.ray:
+        rows["worker processes"] = "; ".join(group.describe() for group in plan_groups(e))
     if shared := shared_roles(e.models):
         rows["roles that share a model"] = "; ".join(f"{role}: {what}" for role, what in shared.items())
+    if e.graph.sync:
+        rows["weights after a step"] = "; ".join(f"{role}: {sync.describe()}" for role, sync in e.graph.sync.items())
     rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
     idle += [f"models.{r}" for r in e.models if r not in e.roles]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -13,9 +14,11 @@ from realign.api import SequenceSample
 from realign.draw import to_text
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment, LocalRuntime
+from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.local import call
 from realign.runtime.readiness import writable
 from realign.runtime.resume import find_start
+from realign.runtime.samples import spoken
 from realign.runtime.state import check_frozen, frozen_weights, restore
 
 ROWS = 2
@@ -41,8 +44,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     if experiment.resume is not None:
         found = "no checkpoint yet: it would start" if start is None else f"it would go on from {start.checkpoint.path}"
         say(f"\nResume\n  {found}")
-    runtime = LocalRuntime(experiment)
-    try:
+    with cluster_for(experiment), closing(open_runtime(experiment)) as runtime:
         if start is not None:
             check_frozen(start.state["frozen"], frozen_weights(runtime))
             restore(runtime, start.state, experiment.resume_skip)
@@ -54,9 +56,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
         for record in runtime.readable(batch, ROWS):
             shown[record["id"]] += 1
             if shown[record["id"]] <= RESPONSES:
-                say(f"  {record['prompt']!r} -> {record['response']!r}: reward {record['reward']}")
-    finally:
-        runtime.close()
+                say(f"  {spoken(record)}: reward {record['reward']}")
     say("\nAll good: nothing was trained, nothing was written.")
 
 

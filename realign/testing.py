@@ -114,6 +114,15 @@ class BigramEngine:
         for own, saved in zip(self.parameters, (state["logits"], state["values"]), strict=True):
             own.detach().copy_(saved)
 
+    def weights(self) -> dict[str, Tensor]:
+        """See `PipelinableEngine`."""
+        return {"logits": self.logits_VV, "values": self.values_V}
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """See `PipelinableEngine`."""
+        for own, given in zip(self.parameters, (weights["logits"], weights["values"]), strict=True):
+            own.lerp_(given, mix)
+
     def train_batch(
         self,
         data: SequenceSample,

@@ -23,6 +23,7 @@ from realign.config import (
 from realign.config.composition import config_of
 from realign.config.convert import convert
 from realign.config.folders import experiments_dir, list_experiments
+from realign.config.schema import COMPONENTS
 from realign.data import DataSpec
 from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import ModelSpec
@@ -268,7 +269,7 @@ def test_the_schema_and_the_experiment_have_the_same_defaults():
     for field in dataclasses.fields(ExperimentConfig):
         if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads"):
             continue
-        if field.name in ("models", "interfaces", "graph", "data", "evaluation", "calibration", "dynamic_sampling"):
+        if field.name in COMPONENTS and field.name != "trackers":
             continue
         default = getattr(ExperimentConfig, field.name, None)
         default = field.default_factory() if default is None and callable(field.default_factory) else default
@@ -467,6 +468,11 @@ MUST_BE_GIVEN = {
         "models.actor.path=m",
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "grpo_environment": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.agent.environment=mine.py:Mine",
     ],
     "raft": [
         "models.actor.path=m",

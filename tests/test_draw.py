@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import RPC, DataflowGraph
+from realign.api import RPC, DataflowGraph, Sync
 from realign.draw import FORMATS, to_mermaid, to_svg, to_text
 from realign.draw.flows import DATASET, Flow, Kind, flows
 
@@ -159,3 +160,23 @@ def test_a_role_that_shares_a_model_is_shown_as_such(form):
     }
     assert marked.get(form, "reward · inference · the model of &lt;actor&gt;") in noted
     assert noted.count("the model of") == 1
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_that_one_role_takes_from_another_are_an_edge_of_their_own_kind(form):
+    graph = replace(ppo(), sync={"ref": Sync("actor", weight=0.1, every_steps=10)})
+    drawn = FORMATS[form](graph)
+    if form == "text":
+        before, after = drawn.split("weights ══▶ ref  (0.9 own + 0.1 actor, every 10 steps)")
+        assert "6. actor_train" in before
+        assert "7. critic_train" in after
+    elif form == "mermaid":
+        assert 'n5 == "0.9 own + 0.1 actor<br/>every 10 steps" ==> end2' in drawn
+        assert 'end2[("weights of ref")]' in drawn
+        assert "class n2,end2 role" in drawn  # in the colour of the role
+    else:
+        texts = [t.text for t in ET.fromstring(drawn).iter(f"{SVG}text")]
+        assert {"weights of ref", "0.9 own + 0.1 actor", "every 10 steps"} <= set(texts)
+        assert drawn.count('stroke-width="4"') == 1
+        assert_readable(graph)
+    assert drawn != FORMATS[form](ppo())

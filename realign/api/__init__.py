@@ -4,7 +4,7 @@ Imports torch, numpy and `realign.functional`; everything else in realign is wri
 """
 
 from realign.api.data import SequenceSample, part_sizes
-from realign.api.dataflow import RPC, DataflowGraph
+from realign.api.dataflow import RPC, DataflowGraph, Sync
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import (
@@ -51,6 +51,7 @@ __all__ = [
     "Stat",
     "Stats",
     "Sum",
+    "Sync",
     "Variance",
     "correlation",
     "derive_seed",

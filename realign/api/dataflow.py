@@ -1,4 +1,4 @@
-"""`RPC` and `DataflowGraph`: calls of interface methods, wired by the names of what they read and write."""
+"""`RPC`, `Sync` and `DataflowGraph`: calls of interface methods, wired by the names of what they read and write."""
 
 from __future__ import annotations
 
@@ -72,6 +72,38 @@ class RPC:
 
 
 @dataclass(frozen=True)
+class Sync:
+    """What a role that is not trained takes from one that is, at the end of a step, when all calls are made.
+
+    Its weights become (1 - weight) * own + weight * those of `of`. A reference that follows the policy in this way is
+    that of TR-DPO (arXiv:2404.09656) and of TRL's `sync_ref_model`; realhf calls it reallocation with an `eta`.
+
+    Attributes:
+        of: the role that is trained.
+        weight: its part of the mixture, above 0 and at most 1; 1 copies bit by bit.
+        every_steps: steps between two; the first one comes after so many.
+
+    Raises:
+        ValueError: names the attribute.
+    """
+
+    of: str
+    weight: float = 1.0
+    every_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"weight must be above 0 and at most 1, found {self.weight}")
+        if self.every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, found {self.every_steps}")
+
+    def describe(self) -> str:
+        """What the weights become, and when, for people."""
+        made = self.of if self.weight == 1 else f"{1 - self.weight:.12g} own + {self.weight:.12g} {self.of}"
+        return made if self.every_steps == 1 else f"{made}, every {self.every_steps} steps"
+
+
+@dataclass(frozen=True)
 class DataflowGraph:
     """The RPCs of a step, checked when built.
 
@@ -79,15 +111,17 @@ class DataflowGraph:
         rpcs: the calls, in any order.
         dataset_keys: keys that every batch of the dataset has.
         results: keys that are kept for reports although no call reads them.
+        sync: by role, what becomes of its weights at the end of a step.
 
     Raises:
         ValueError: names the RPC and suggests the nearest key, for a key that nobody produces, a key produced twice, or
-            a cycle.
+            a cycle; names the role, for a sync of one that is trained, or of or from one that takes no part.
     """
 
     rpcs: tuple[RPC, ...]
     dataset_keys: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
+    sync: Mapping[str, Sync] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [r.name for r in self.rpcs]
@@ -100,6 +134,18 @@ class DataflowGraph:
             if key not in known:
                 raise ValueError(f"results keep key {key!r}, which nothing produces{nearest(key, known)}")
         _ = self.order  # fails on a cycle
+        self._check_sync()
+
+    def _check_sync(self) -> None:
+        trained = {rpc.model for rpc in self.rpcs if rpc.method == "train_step"}
+        others = {rpc.model for rpc in self.rpcs} - trained
+        for role, sync in self.sync.items():
+            if role in trained:
+                raise ValueError(f"sync.{role}: role {role!r} is trained, and would lose what it learned")
+            if role not in others:
+                raise ValueError(f"sync.{role}: no call of the graph uses role {role!r}{nearest(role, others)}")
+            if sync.of not in trained:
+                raise ValueError(f"sync.{role}.of: no call of the graph trains {sync.of!r}{nearest(sync.of, trained)}")
 
     def _check_rpc(self, rpc: RPC, names: list[str], known: set[str]) -> None:
         for key in rpc.outputs:
@@ -196,6 +242,9 @@ class DataflowGraph:
             if interface.needs_engine and rpc.model not in models:
                 hint = nearest(rpc.model, models)
                 raise ValueError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no model{hint}")
+        for role in self.sync:
+            if role not in models:
+                raise ValueError(f"sync.{role}: role {role!r} has no model{nearest(role, models)}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,6 +190,21 @@ class PipelinableEngine(Protocol):
         """Take back what `state_dict` gave; with `weights_only`, the optimizer stays as it is."""
         ...
 
+    def weights(self) -> dict[str, Tensor]:
+        """All weights of the network by name, each whole and once, a value head's after "value_head.".
+
+        They may be views: what trains the network changes them.
+        """
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """Make each weight (1 - mix) of itself plus `mix` of the one given; 1, the default, copies bit by bit.
+
+        Raises:
+            ValueError: other names or shapes than `weights()` has, or `mix` is not in (0, 1].
+        """
+        ...
+
 
 @dataclass
 class Model:
@@ -199,10 +215,13 @@ class Model:
         engine: the machine; None for a role that needs no network (a rule that computes rewards).
         tokenizer: turns ids into text and back.
         seed: the run's root seed; derive others with `call_seed`.
-        version: training steps (calls of `train_step`) done so far; advanced by the runtime.
+        version: training steps (calls of `train_step`) done so far; advanced by the runtime. Of a role that takes its
+            weights from another (`Sync`): the version of the latest ones that are in them, wholly or in part.
         saved: what the interface of an earlier run kept with these weights (`ModelInterface.adopt`).
         views: roles that share this model and have no weights of their own; their version follows.
         saved_views: what the interfaces of such roles kept with these weights, by role.
+        lead: makes a call that one process alone may make, such as of a world outside, and gives what came of it to
+            every process of the run; where there is one process, just makes it.
     """
 
     name: str
@@ -213,6 +232,7 @@ class Model:
     saved: Mapping[str, Any] = field(default_factory=dict)
     views: list[Model] = field(default_factory=list)
     saved_views: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lead: Callable[[Callable[[], Any]], Any] = operator.call
 
     @property
     def machine(self) -> PipelinableEngine:
@@ -223,10 +243,14 @@ class Model:
 
     def advance(self) -> None:
         """Count one training step, and let the engine's schedules follow."""
-        self.version += 1
+        self.move_to(self.version + 1)
+
+    def move_to(self, version: int) -> None:
+        """Have this version, with all views, and let the engine's schedules follow."""
+        self.version = version
         for view in self.views:
-            view.version = self.version
-        self.machine.start_step(self.version)
+            view.version = version
+        self.machine.start_step(version)
 
     def call_seed(self, purpose: str) -> int:
         """A seed that is a pure function of the run's seed, the role, `purpose` and the version."""
@@ -249,6 +273,8 @@ class ModelInterface:
     """
 
     needs_engine: ClassVar[bool] = True
+    length_setting: ClassVar[str] = "generation.max_new_tokens"
+    """The field that `longest_response` follows from, for messages."""
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample sequences from the model."""
@@ -265,6 +291,12 @@ class ModelInterface:
     def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Turn rewards into what several models learn from (advantages, returns); needs no pass of the model."""
         raise NotImplementedError(f"{type(self).__name__} has no credit")
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens that can follow a prompt in what `generate` returns: by the field `generation`, where there is one."""
+        generation = getattr(self, "generation", None)
+        return generation.max_new_tokens if isinstance(generation, GenerationConfig) else 0
 
     def required_inputs(self, method: str) -> frozenset[str]:
         """Keys that `method` cannot do without under the present settings; compared with the graph before loading."""

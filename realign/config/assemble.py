@@ -22,6 +22,9 @@ DEFAULT_MODEL = "realign.engines.TransformersModel"
 DEFAULT_EVALUATION = "realign.runtime.Evaluation"
 DEFAULT_CALIBRATION = "realign.runtime.RewardCalibration"
 DEFAULT_DYNAMIC_SAMPLING = "realign.runtime.DynamicSampling"
+DEFAULT_RUNTIME = "realign.runtime.RuntimeSpec"
+DEFAULT_ROLLOUT = "realign.runtime.RolloutSpec"
+DEFAULT_SYNC = "realign.api.Sync"
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -32,9 +35,9 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         ValueError: the parts do not fit: the graph's roles, temperatures, an evaluation without a model.
     """
     # Imported here: composing a config must not wait for torch.
-    from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface
+    from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, Sync
     from realign.data import DataSpec
-    from realign.runtime import DynamicSampling, Experiment, RewardCalibration
+    from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
     from realign.runtime.evaluator import Evaluator
     from realign.runtime.experiment import ModelSpec
     from realign.runtime.saving import CheckpointSpec
@@ -72,6 +75,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         batch_prompts=config.batch_prompts,
         microbatch=microbatch,
         graph=graph,
+        sync=_roles(config.sync, Sync, "sync", DEFAULT_SYNC),
         interfaces=interfaces,
         models=models,
         data=data,
@@ -85,6 +89,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         sample_prompts=config.sample_prompts,
         print_samples_every_steps=config.print_samples_every_steps,
         trackers=_roles(config.trackers, TrackerSpec, "trackers"),
+        runtime=build({TARGET: DEFAULT_RUNTIME, **config.runtime}, RuntimeSpec, "runtime"),
+        rollout=build({TARGET: DEFAULT_ROLLOUT, **config.rollout}, RolloutSpec, "rollout"),
         ratio_tolerance=config.ratio_tolerance,
         strict_ratio=config.strict_ratio,
         checkpoint=None if config.checkpoint is None else CheckpointSpec(**dataclasses.asdict(config.checkpoint)),
@@ -121,10 +127,13 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
         "models": {role: as_node(spec) for role, spec in experiment.models.items()},
         "interfaces": {role: as_node(interface) for role, interface in experiment.interfaces.items()},
         "graph": {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph},
+        "sync": {role: as_node(sync) for role, sync in experiment.sync.items()},
         "data": as_node(experiment.data),
         "dynamic_sampling": as_node(experiment.dynamic_sampling),
         "evaluation": as_node(experiment.evaluation),
         "calibration": as_node(experiment.calibration),
+        "runtime": as_node(experiment.runtime),
+        "rollout": as_node(experiment.rollout),
         "trackers": {name: as_node(spec) for name, spec in experiment.trackers.items()},
     }
 
@@ -140,7 +149,7 @@ def as_node(value: Any, declared: Any = None) -> Any:
             f.name: as_node(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value) if f.init
         }
     if isinstance(value, Enum):
-        return value.name
+        return value.name.rstrip("_")  # as `choices_of` reads it
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):

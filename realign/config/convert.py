@@ -63,7 +63,7 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if origin is Literal:
         return _choice(raw, {str(a): a for a in arguments}, where)
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
-        return raw if isinstance(raw, annotation) else _choice(raw, annotation.__members__, where, annotation.__doc__)
+        return raw if isinstance(raw, annotation) else _choice(raw, choices_of(annotation), where, annotation.__doc__)
     if (origin or annotation) in LISTS:
         return _list(raw, origin or annotation, arguments, where)
     if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
@@ -74,6 +74,11 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if _is_plain_class(annotation) and isinstance(raw, annotation):
         return raw
     raise wrong_type(raw, annotation, where)
+
+
+def choices_of(kind: type[Enum]) -> dict[str, Enum]:
+    """The members of an enum by the names that a config gives them: `async_` stands for a keyword of Python's."""
+    return {name.rstrip("_"): member for name, member in kind.__members__.items()}
 
 
 def type_name(annotation: Any) -> str:

@@ -17,11 +17,14 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "models": "models.actor.path=MODEL",
         "interfaces": "interfaces.actor.epochs=2",
         "graph": "graph._target_=realign.interfaces.grpo.dataflow",
+        "sync": "sync.ref.of=actor",
         "data": "data.path=FILE",
         "dynamic_sampling": "dynamic_sampling.max_batches=5",
         "evaluation": "evaluation.every_steps=20",
         "calibration": "calibration.samples=512",
         "trackers": "trackers.board._target_=realign.runtime.TensorBoard",
+        "runtime": "runtime.rpc_timeout_minutes=60",
+        "rollout": "rollout.max_staleness=2",
     }
 )
 """For each place of components an override that sets a field there."""

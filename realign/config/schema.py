@@ -12,7 +12,19 @@ from typing import Any
 
 from omegaconf import MISSING
 
-COMPONENTS = ("models", "interfaces", "graph", "data", "dynamic_sampling", "evaluation", "calibration", "trackers")
+COMPONENTS = (
+    "models",
+    "interfaces",
+    "graph",
+    "sync",
+    "data",
+    "dynamic_sampling",
+    "evaluation",
+    "calibration",
+    "trackers",
+    "runtime",
+    "rollout",
+)
 """Root keys that hold components: open to any key in Hydra, checked against the classes when they are built."""
 
 
@@ -71,6 +83,9 @@ class ExperimentConfig:
     """Role -> component that is a ModelInterface: the algorithm."""
     graph: dict[str, Any] = field(default_factory=dict)
     """`_target_`: a function annotated `-> DataflowGraph`; the other keys are its keyword arguments."""
+    sync: dict[str, Any] = field(default_factory=dict)
+    """Role -> what it takes of a trained role's weights at the end of a step: of, weight, every_steps; `_target_`:
+    realign.api.Sync."""
     data: dict[str, Any] = field(default_factory=dict)
     """Component that loads the training prompts."""
     shuffle: bool = True
@@ -96,6 +111,11 @@ class ExperimentConfig:
     """Show three of a step's responses, with reward and KL, every n steps; null: never."""
     trackers: dict[str, Any] = field(default_factory=dict)
     """Where metrics go besides metrics.jsonl: any name -> component such as `_target_: realign.runtime.TensorBoard`."""
+    runtime: dict[str, Any] = field(default_factory=dict)
+    """Where models live and who calls them: config group `runtime` (local, ray); `_target_`:
+    realign.runtime.RuntimeSpec."""
+    rollout: dict[str, Any] = field(default_factory=dict)
+    """When responses are sampled: config group `rollout` (sync, async); `_target_`: realign.runtime.RolloutSpec."""
     ratio_tolerance: float = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False

@@ -33,15 +33,20 @@ class Kind(StrEnum):
     order = "order"
     kept = "kept for reports"
     unread = "unread"
+    sync = "sync"
 
 
 class Flow(NamedTuple):
-    """Keys that go together from one call (or the dataset) to others; no keys: a pure order; no targets: an end."""
+    """Keys that go together from one call (or the dataset) to others; no keys: a pure order; no targets: an end.
+
+    Of a sync the keys say what becomes of the weights of `role`, at the end of the step.
+    """
 
     source: str
     keys: tuple[str, ...]
     targets: tuple[str, ...]
     kind: Kind
+    role: str = ""
 
 
 def flows(graph: DataflowGraph) -> list[Flow]:
@@ -66,6 +71,9 @@ def flows(graph: DataflowGraph) -> list[Flow]:
         ):
             if keys:
                 found.append(Flow(rpc.name, keys, (), kind))
+    for role, sync in graph.sync.items():
+        source = [rpc.name for rpc in graph.order if rpc.model == sync.of and rpc.method == "train_step"][-1]
+        found.append(Flow(source, tuple(sync.describe().split(", ")), (), Kind.sync, role))
     place = {name: i for i, name in enumerate((DATASET, *(rpc.name for rpc in graph.order)))}
     return sorted(found, key=lambda flow: place[flow.source])
 

@@ -43,7 +43,12 @@ def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
     role_of = {rpc.name: rpc.model for rpc in graph.rpcs}
     stroke = {name: style[role][1] for name, role in role_of.items()} | {DATASET: GREY[1]}
     body = [_line(edge, stroke[edge.flow.source]) for edge in edges]
-    body += [_label(flow, item, stroke[flow.source]) for flow, item in labels if flow.keys]
+    fill = {role: colour for role, (colour, _) in style.items()}
+    body += [
+        _label(flow, item, style[flow.role][1] if flow.role else stroke[flow.source], fill.get(flow.role, "#ffffff"))
+        for flow, item in labels
+        if flow.keys
+    ]
     for rpc in graph.order:
         tip = f"{rpc.name}: reads {', '.join(rpc.inputs) or 'nothing'}; writes {', '.join(rpc.outputs) or 'nothing'}"
         body.append(_box(boxes[rpc.name], details[rpc.name], style[rpc.model], tip))
@@ -75,7 +80,7 @@ def _items(
     for flow in every:
         label = _label_item(flow, boxes[flow.source].row + 1)
         labels.append((flow, label))
-        edges.append(_edge(flow, boxes[flow.source], label, arrow=False))
+        edges.append(_edge(flow, boxes[flow.source], label, arrow=flow.kind is Kind.sync))
         trunk = {label.row: label}
         for target in sorted(flow.targets, key=lambda name: boxes[name].row):
             for row in range(max(trunk) + 1, boxes[target].row):
@@ -92,7 +97,7 @@ def _edge(flow: Flow, upper: Item, lower: Item, *, arrow: bool) -> _Edge:
 
 def _lines(flow: Flow) -> list[str]:
     note = [f"({flow.kind.value})"] if flow.kind in (Kind.kept, Kind.unread) else []
-    return [*flow.keys, *note]
+    return [*([f"weights of {flow.role}"] if flow.kind is Kind.sync else []), *flow.keys, *note]
 
 
 def _label_item(flow: Flow, row: int) -> Item:
@@ -127,23 +132,24 @@ def _line(edge: _Edge, colour: str) -> str:
     path = (
         f"M{x1:.1f} {start:.1f}V{y1:.1f}C{x1:.1f} {bend:.1f} {x2:.1f} {bend:.1f} {x2:.1f} {min(y2, end):.1f}V{end:.1f}"
     )
-    dash = ' stroke-dasharray="4 4"' if edge.flow.kind is not Kind.data else ""
-    shape = f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.4"{dash}/>'
+    dash = ' stroke-dasharray="4 4"' if edge.flow.kind not in (Kind.data, Kind.sync) else ""
+    width = 4 if edge.flow.kind is Kind.sync else 1.4
+    shape = f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
     if edge.arrow:
         shape += f'<path d="M{x2:.1f} {end + 7:.1f}l-4 -8h8z" fill="{colour}"/>'
     return shape
 
 
-def _label(flow: Flow, item: Item, colour: str) -> str:
+def _label(flow: Flow, item: Item, colour: str, fill: str) -> str:
     left, top = item.x - item.width / 2, item.y - item.height / 2
-    dash = "" if flow.targets else ' stroke-dasharray="3 3"'
+    dash = "" if flow.targets or flow.kind is Kind.sync else ' stroke-dasharray="3 3"'
     frame = (
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{item.width:.1f}" height="{item.height:.1f}" rx="5" '
-        f'fill="#ffffff" stroke="{colour}" stroke-opacity="0.55"{dash}/>'
+        f'fill="{fill}" stroke="{colour}" stroke-opacity="0.55"{dash}/>'
     )
     rows = []
     for i, line in enumerate(_lines(flow)):
-        colour_of_line = INK if line in flow.keys else MUTED
+        colour_of_line = MUTED if line == f"({flow.kind.value})" else INK
         y = top + 4 + LINE_HEIGHT * (i + 0.75)
         rows.append(_text(item.x, y, line, KEY_SIZE, colour_of_line))
     return frame + "".join(rows)

@@ -35,6 +35,7 @@ def _branches(every: list[Flow], source: str) -> list[str]:
             Kind.order: f"{'(order only)':<{width}} ┄┄▶ {', '.join(flow.targets)}",
             Kind.kept: f"{keys}  (kept for reports)",
             Kind.unread: f"{keys}  (nobody reads it)",
+            Kind.sync: f"weights ══▶ {flow.role}  ({keys})",
         }[flow.kind]
         lines.append(f"   {corner} {end}")
     return lines
@@ -48,12 +49,18 @@ def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str
     every = flows(graph)
     node = {rpc.name: f"n{i}" for i, rpc in enumerate(graph.order)} | {DATASET: DATASET}
     style = colours(graph.order)
+    ends = [flow for flow in every if not flow.targets]
+    synced = {flow.role: [f"end{number}"] for number, flow in enumerate(ends) if flow.kind is Kind.sync}
     lines = ["flowchart TD"]
     if any(flow.source == DATASET for flow in every):
         lines.append(f"  {DATASET}[({DATASET})]")
     for rpc in graph.order:
         lines.append(f'  {node[rpc.name]}["<b>{_quote(rpc.name)}</b><br/>{_quote(detail(rpc, notes))}"]')
-    for number, flow in enumerate(flow for flow in every if not flow.targets):
+    for number, flow in enumerate(ends):
+        if flow.kind is Kind.sync:
+            lines.append(f'  end{number}[("weights of {_quote(flow.role)}")]')
+            lines.append(f'  {node[flow.source]} == "{_keys(flow)}" ==> end{number}')
+            continue
         lines.append(f'  end{number}>"{flow.kind.value}"]')
         lines.append(f'  {node[flow.source]} -. "{_keys(flow)}" .-> end{number}')
     for flow in every:
@@ -61,7 +68,7 @@ def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str
             arrow = f'-- "{_keys(flow)}" -->' if flow.keys else "-.->"
             lines.append(f"  {node[flow.source]} {arrow} {node[target]}")
     for i, (role, (fill, stroke)) in enumerate(style.items()):
-        members = ",".join(node[rpc.name] for rpc in graph.order if rpc.model == role)
+        members = ",".join([*(node[rpc.name] for rpc in graph.order if rpc.model == role), *synced.get(role, [])])
         lines.append(f"  classDef role{i} fill:{fill},stroke:{stroke},color:#0f172a")
         lines.append(f"  class {members} role{i}")
     if any(flow.source == DATASET for flow in every):

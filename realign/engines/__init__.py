@@ -4,7 +4,8 @@
 `network` runs and saves what has weights: the model, and beside it `value_head`, `lora` or the `branches` of a frozen
 reference; `attention` is the one function through which every model attends; `output` is what a loss sees of a forward
 pass; `optim`, `stepping` and `ema` turn gradients into steps and averages; `generation` samples; `shared` lets roles
-share a model. Transformers itself is imported when a model is loaded.
+share a model; `sharded` is the engine of several processes, of which each has a part of the weights (`fsdp`, `parts`).
+Transformers itself is imported when a model is loaded.
 """
 
 from realign.engines.heads import Head, HeadInit
@@ -12,6 +13,7 @@ from realign.engines.kernels import Backend
 from realign.engines.loading import DType, TransformersModel
 from realign.engines.lora import LoRA
 from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
+from realign.engines.sharding import Sharding
 from realign.engines.shared import Share, SharedModel
 from realign.engines.value_head import ValueHead, ValueHidden
 
@@ -25,6 +27,7 @@ __all__ = [
     "Schedule",
     "ScheduleKind",
     "ScheduleUnit",
+    "Sharding",
     "Share",
     "SharedModel",
     "TransformersModel",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,16 +23,31 @@ from realign.api.stats import Stats, merge_stats
 from realign.engines.cores import ParallelPasses, side_by_side
 from realign.engines.ema import WeightAverage
 from realign.engines.folders import AVERAGED, save_folder
+from realign.engines.fusion import Fusion
+from realign.engines.heads import read_head
 from realign.engines.kernels import Backend
-from realign.engines.layout import Layout, SharedPrompts
+from realign.engines.layout import Layout, Passes, SharedPrompts
 from realign.engines.lora import LoRA
-from realign.engines.network import Network, Run
+from realign.engines.network import Network, Run, check_finite
 from realign.engines.nonfinite import origin
 from realign.engines.optim import OptimizerSpec
-from realign.engines.stepping import Stepper, counted, single
+from realign.engines.output import ScalarHead
+from realign.engines.stepping import Stepper, counted, single, step_weight
 from realign.engines.trunk import positions_of
 from realign.engines.value_head import ValueNetwork
+from realign.engines.weights import check_weights, mix_into, named_weights
 from realign.functional.logprobs import LMHead
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """What a gradient that waits for its optimizer step was made from, to find the cause where it is not finite."""
+
+    passes: Passes
+    losses: Sequence[Tensor]
+    """Of each micro-batch, 0-d."""
+    loss_fn: LossFn
+
 
 Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
 
@@ -85,7 +101,7 @@ class TransformersEngine:
             ValueError: the model family cannot run packed.
         """
         self.name = name
-        self.network = Network(
+        self.network = self._network(
             name,
             module,
             dtype=dtype,
@@ -102,18 +118,25 @@ class TransformersEngine:
             self.network.requires_grad_(False)
         self.module = module
         self.value_head = value_head
-        self.head = self.network.head
         self.device = self.network.device
         self.tokenizer = tokenizer
         self._seed = seed
         self._dropout = dropout
         self._checkpointed = _enable_checkpointing(module, dropout) if gradient_checkpointing else []
-        self._stepper = (
-            Stepper(name, optimizer, self.network.parameters(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
-            if optimizer
-            else None
-        )
-        self._average = WeightAverage(self.network.parameters(), ema_decay) if ema_decay is not None else None
+        self._stepper = self._make_stepper(name, optimizer, max_nonfinite_in_a_row) if optimizer else None
+        self._average = WeightAverage(self.network.owned(), ema_decay) if ema_decay is not None else None
+        self._accumulated: Accumulated | None = None
+
+    def _network(self, name: str, module: Any, **settings: Any) -> Network:
+        return Network(name, module, **settings)
+
+    def _make_stepper(self, name: str, spec: OptimizerSpec, max_nonfinite_in_a_row: int) -> Stepper:
+        return Stepper(name, spec, self.network.owned(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
+
+    @property
+    def head(self) -> LMHead | ScalarHead:
+        """The model's last layer."""
+        return self.network.head
 
     @property
     def trainable(self) -> bool:
@@ -162,7 +185,7 @@ class TransformersEngine:
         def compute(micro_batch: tuple[SequenceSample, Layout]) -> SequenceSample:
             part, layout = micro_batch
             moved = part.to(self.device)
-            return _added(post_hook(run(part, moved, layout), moved), moved)
+            return added(post_hook(run(part, moved, layout), moved), moved)
 
         results = list(side_by_side(compute, passes, passes.lanes))
         whole = passes.batches.restore(results).to(data[TOKENS].device)
@@ -188,20 +211,37 @@ class TransformersEngine:
             ValueError: the model is frozen, the loss is no fp32 scalar, or the weight is negative or not finite.
             FloatingPointError: the last of `max_nonfinite_in_a_row` steps in a row had a non-finite loss or gradient.
         """
-        stepper = self._trained()
-        weight = self.reduce(loss_weight_fn(data).detach().to(self.device, torch.float32))
-        if not 0 <= float(weight) < float("inf"):
-            raise ValueError(f"loss_weight_fn must return a finite number of at least 0, found {float(weight)}")
+        weight = step_weight(data, loss_weight_fn).to(self.device)
         if float(weight) == 0:
-            return stepper.report(self.device, skipped="zero_weight_steps")
+            return self.skip("zero_weight_steps")
+        stats = self.accumulate(data, mb_spec, loss_fn, weight)
+        return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
+
+    def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
+        """Forget the gradient that was accumulated, and accumulate that of the sum of `loss_fn` over `part` / `weight`.
+
+        Args:
+            part: a batch, or the prompts of one of its data-parallel ranks.
+            mb_spec: the budget.
+            loss_fn: see `PipelinableEngine.train_batch`.
+            weight: of the whole batch, above 0; 0-d.
+
+        Returns:
+            The metrics of `loss_fn`, `tokens`, `shared_tokens` and `n_microbatches`: of this part, for `merge_stats`.
+
+        Raises:
+            ValueError: the model is frozen, or the loss is no fp32 scalar.
+        """
+        stepper = self._trained()
         stepper.zero_grad()
-        passes = self.network.passes(data, mb_spec, parallel=True, training=True)
+        weight = weight.to(self.device)
+        passes = self.network.passes(part, mb_spec, parallel=True, training=True)
 
         def compute(micro_batch: tuple[SequenceSample, Layout]) -> tuple[Tensor, Any, list[Tensor | None]]:
-            part, layout = micro_batch
-            moved = part.to(self.device)
-            loss, stats = loss_fn(self.network.run(part, moved, layout, training=True), moved)
-            _check_loss(loss)
+            here, layout = micro_batch
+            moved = here.to(self.device)
+            loss, stats = loss_fn(self.network.run(here, moved, layout, training=True), moved)
+            check_loss(loss)
             gradients: list[Tensor | None] = []
             if loss.requires_grad and passes.lanes > 1:
                 gradients = stepper.differentiate(loss / weight)
@@ -209,7 +249,7 @@ class TransformersEngine:
                 (loss / weight).backward()
             return loss.detach().float(), stats, gradients
 
-        losses: list[Tensor] = [torch.zeros((), device=self.device)]
+        losses: list[Tensor] = []
         metrics: list[Any] = []  # plain (sum, count) pairs are merged too
         with self._training():
             for loss, stats, gradients in side_by_side(compute, passes, passes.lanes):
@@ -217,29 +257,50 @@ class TransformersEngine:
                     stepper.accumulate(gradients)
                 losses.append(loss)
                 metrics.append(stats)
-        merged = merge_stats(metrics)
-        vetoed = step_if is not None and not step_if(merged)
-        steps = stepper.optimizer_steps
+        self._accumulated = Accumulated(passes, losses, loss_fn)
+        return merge_stats(metrics) | self._counts(part, passes)
 
-        def culprits() -> str:
-            with self._training():
-                return self._nonfinite_origin(list(passes), losses[1:], loss_fn, weight)
+    def _counts(self, part: SequenceSample, passes: Passes) -> Stats:
+        return {
+            "tokens": counted(part.lengths[TOKENS].total, self.device),
+            "shared_tokens": counted(passes.saved, self.device),
+            "n_microbatches": single(len(passes.batches), self.device),
+        }
 
-        own = stepper.step(torch.stack(losses).sum(), weight, vetoed=vetoed, culprits=culprits)
+    def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
+        """Make the optimizer step with the gradient that `accumulate` left.
+
+        Args:
+            weight: the one given to `accumulate`.
+            vetoed: make no step, and count that.
+
+        Returns:
+            `loss`, `grad_norm`, `lr` and the counts of steps: of the whole batch.
+
+        Raises:
+            ValueError: nothing was accumulated since the last step.
+            FloatingPointError: see `train_batch`.
+        """
+        stepper, done = self._trained(), self._accumulated
+        if done is None:
+            raise ValueError(f"model {self.name!r}: apply needs a gradient; call accumulate first")
+        self._accumulated = None
+        weight, steps = weight.to(self.device), stepper.optimizer_steps
+        culprits = partial(self._nonfinite_origin, done, weight)
+        stats = stepper.step(self._total_loss(done.losses), weight, vetoed=vetoed, culprits=culprits)
         if self._average is not None and stepper.optimizer_steps > steps:
             self._average.update()
-        own["tokens"] = counted(data.lengths[TOKENS].total, self.device)
-        own["shared_tokens"] = counted(passes.saved, self.device)
-        own["n_microbatches"] = single(len(passes.batches), self.device)
-        return {**merged, **own}
+        return stats
 
-    def _nonfinite_origin(
-        self,
-        micro_batches: Sequence[tuple[SequenceSample, Layout]],
-        losses: Sequence[Tensor],
-        loss_fn: LossFn,
-        weight: Tensor,
-    ) -> str:
+    def skip(self, reason: str) -> Stats:
+        """Count a step that is not made, for one of `stepping.REASONS`: `zero_weight_steps`, with nothing to learn."""
+        return self._trained().report(self.device, skipped=reason)
+
+    def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum over the batch of what `loss_fn` gave."""
+        return torch.stack([torch.zeros((), device=self.device), *losses]).sum()
+
+    def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
         """Where a loss or gradient that is not finite comes from; leaves no gradient behind."""
         stepper = self._trained()
         if (broken := self.network.nonfinite_weight()) is not None:
@@ -248,14 +309,15 @@ class TransformersEngine:
         def is_finite(part: SequenceSample, layout: Layout | None) -> bool:
             layout = layout or next(iter(self.network.passes(part, MicroBatchSpec(), training=True)))[1]
             moved = part.to(self.device)
-            loss, _ = loss_fn(self.network.run(part, moved, layout, training=True), moved)
+            loss, _ = done.loss_fn(self.network.run(part, moved, layout, training=True), moved)
             if loss.requires_grad:
                 (loss / weight).backward()
             finite = bool(loss.isfinite()) and bool(stepper.gradient_norm().isfinite())
             stepper.zero_grad()
             return finite
 
-        return origin(micro_batches, losses, is_finite)
+        with self._training():
+            return origin(list(done.passes), done.losses, is_finite)
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`.
@@ -265,19 +327,24 @@ class TransformersEngine:
         """
         from realign.engines.generation import generate
 
-        if not isinstance(self.head, LMHead):
+        module, fusion = self._sampler()
+        if not isinstance(head := read_head(module), LMHead):
             raise ValueError(f"model {self.name!r} has a scalar head and cannot generate; use head=causal")
         with torch.no_grad(), self.network.autocast():
             return generate(
-                self.module,
-                self.network.limited(self.head),
+                module,
+                self.network.limited(head),
                 data,
                 config,
                 seed=seed,
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=self.tokenizer,
-                fusion=self.network.fusion,
+                fusion=fusion,
             )
+
+    def _sampler(self) -> tuple[Any, Fusion | None]:
+        """The model that rollouts run, and how it may run with fewer operators."""
+        return self.module, self.network.fusion
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum over data-parallel ranks: `x`, in one process."""
@@ -296,7 +363,7 @@ class TransformersEngine:
         Raises:
             ValueError: a weight is not finite.
         """
-        self.network.check_finite()
+        check_finite(self.name, self.module, self.value_head)
         path = Path(path)
         save_folder(path, self._write)
         if self._average is not None:
@@ -345,6 +412,25 @@ class TransformersEngine:
         if weights_only and self._average is not None:
             self._average.restart()
 
+    def weights(self) -> dict[str, Tensor]:
+        """See `PipelinableEngine.weights`; of adapters and what lies below them, both."""
+        return named_weights(self.module, self.value_head)
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """See `PipelinableEngine.load_weights`. Moments and averages stay as they are."""
+        own = self.weights()
+        check_weights(self.name, {name: x.shape for name, x in own.items()}, weights, mix)
+        mix_into(own, weights, mix)
+
+    def resident(self) -> Iterator[Tensor]:
+        """The tensors that it keeps on its device between calls: weights, buffers, moments and averages."""
+        yield from self.network.parameters()
+        yield from self.network.buffers()
+        if self._stepper is not None:
+            yield from self._stepper.moments()
+        if self._average is not None:
+            yield from self._average.average
+
     def _parts(self) -> dict[str, Any]:
         return {"value_head": self.value_head, "optimizer": self._stepper, "ema": self._average}
 
@@ -352,6 +438,10 @@ class TransformersEngine:
         if self._stepper is None:
             raise ValueError(f"model {self.name!r} has no optimizer and cannot be trained; give it one under optimizer")
         return self._stepper
+
+    def dropout_seed(self) -> int:
+        """Of what the next `accumulate` draws."""
+        return derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -364,7 +454,7 @@ class TransformersEngine:
             stack.callback(self.network.eval)
             if self._dropout:
                 stack.enter_context(torch.random.fork_rng())
-                torch.manual_seed(derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps))
+                torch.manual_seed(self.dropout_seed())
                 self.network.train()
             for layer in self._checkpointed:
                 layer.training = True
@@ -384,7 +474,7 @@ def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
     return checkpointed
 
 
-def _added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
+def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
     """The keys of `result` that are not those of the micro-batch."""
     new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]
     if not new:
@@ -392,6 +482,7 @@ def _added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSampl
     return result.select(new)
 
 
-def _check_loss(loss: Tensor) -> None:
+def check_loss(loss: Tensor) -> None:
+    """Raise ValueError if what a `loss_fn` returned is no fp32 sum."""
     if loss.ndim or loss.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"loss_fn must return a sum, a 0-d float32 tensor; found {loss.dtype} {list(loss.shape)}")

@@ -22,8 +22,9 @@ from realign.api.model import GenerationConfig
 from realign.engines.decoding import Responses, Rollout
 from realign.engines.fused import for_few_rows
 from realign.engines.fusion import Fusion
+from realign.engines.noise import response_keys
 from realign.engines.stopping import Stopping
-from realign.engines.trunk import ModuleTrunk, one_core_for_small_products, positions_of
+from realign.engines.trunk import ModuleTrunk, Trunk, one_core_for_small_products, positions_of
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -44,15 +45,17 @@ def generate(
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt, as `PipelinableEngine.generate` says.
 
-    The same arguments and weights give the same result, bit by bit. Without `config.max_slots`, as many sequences are
-    decoded at once as fit 1 GiB of cache (a slot holds the longest prompt and `max_new_tokens`).
+    The same arguments and weights give the same result, bit by bit. Which responses are decoded together changes no
+    more than the rounding of logits: the random number of a token depends on seed, id, response and place alone.
+    Without `config.max_slots`, as many sequences are decoded at once as fit 1 GiB of cache (a slot holds the longest
+    prompt and `max_new_tokens`).
 
     Args:
         model: a transformers causal LM loaded with the attention `realign.engines.attention.ATTENTION`.
         head: its last layer.
         data: key `prompt_ids`, one non-empty sequence per id.
         config: the sampler; nothing of the model's own generation settings is read.
-        seed: of the generator of this call.
+        seed: of this call.
         eos_token_ids: the model's end tokens, used when `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise not used.
         fusion: runs the layers with fewer operators, where it can; None runs the modules.
@@ -66,27 +69,40 @@ def generate(
         ValueError: an id has not exactly one prompt, or an empty one, or one with tokens outside the vocabulary; prompt
             and response exceed the model's positions; stop settings do not fit; a log-prob is not finite.
     """
-    prompts = _checked_prompts(model, data, config)
-    device = next(model.parameters()).device
-    dtype = torch.float32
-    if torch.is_autocast_enabled(device.type):  # cast once, not in every step
-        dtype = torch.get_autocast_dtype(device.type)
-        head = dataclasses.replace(head, weight_VH=head.weight_VH.to(dtype))
-    if fusion is not None:
-        head = dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
-    stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
+    prompts = checked_prompts(model, data, config)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with _evaluating(model):
-        trunk = ModuleTrunk(model) if fusion is None else fusion.trunk(length, dtype)
+        trunk, head = prepared(model, head, fusion, length)
+        device = head.weight_VH.device
+        stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
         with one_core_for_small_products(trunk, model) as trunk:
-            responses = Rollout(trunk, head, [p.to(device) for p in prompts], config, seed, stopping).run()
-    if not bool(responses.logprobs.isfinite().all()):
-        raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
-    return _pack(data, responses, config.n)
+            rollout = Rollout(trunk, head, config, stopping)
+            rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
+            responses = rollout.run()
+    return packed(data, responses, config.n)
 
 
-def _checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
-    """The prompts, one per id."""
+def prepared(model: Any, head: LMHead, fusion: Fusion | None, length: int) -> tuple[Trunk, LMHead]:
+    """Trunk and head as a rollout runs them, with the weights of now: cast and joined once, not in every step.
+
+    Args:
+        model: see `generate`, also for the others.
+        head: its last layer.
+        fusion: how its layers may run with fewer operators.
+        length: positions that can occur.
+    """
+    device = next(model.parameters()).device
+    dtype = torch.float32
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        head = dataclasses.replace(head, weight_VH=head.weight_VH.to(dtype))
+    if fusion is None:
+        return ModuleTrunk(model), head
+    return fusion.trunk(length, dtype), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
+
+
+def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
+    """The prompts, one per id; refuses what `generate` cannot start from."""
     ids_T, lengths = data[PROMPTS], data.lengths[PROMPTS]
     for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
         if count != 1:
@@ -123,8 +139,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _pack(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
-    """Prompts and responses as packed sequences, n for each id, on the device of the prompts."""
+def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
+    """Prompts and responses as packed sequences, n for each id, on the device of the prompts; see `generate`."""
+    if not bool(responses.logprobs.isfinite().all()):
+        raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
     device = data[PROMPTS].device
     tokens_SN, logprobs_SN, counts_S, truncated_S = (x.to(device) for x in responses)
     prompts_S = torch.from_numpy(data.lengths[PROMPTS].flat.repeat(n)).to(device)
@@ -138,5 +156,5 @@ def _pack(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
     ids_T[~prompt_mask_T] = tokens_SN[sampled_SN]
     logprobs_T = torch.zeros(lengths.total, device=device)
     logprobs_T[~prompt_mask_T] = logprobs_SN[sampled_SN]
-    packed = {"input_ids": ids_T, "prompt_mask": prompt_mask_T, "loss_mask": ~prompt_mask_T, "logprobs": logprobs_T}
-    return SequenceSample(data.ids).with_data(packed, lengths=lengths).with_sequences(truncated=truncated_S)
+    keys = {"input_ids": ids_T, "prompt_mask": prompt_mask_T, "loss_mask": ~prompt_mask_T, "logprobs": logprobs_T}
+    return SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)

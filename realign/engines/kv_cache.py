@@ -58,6 +58,7 @@ class KVCache:
         self.length = length
         self._layers = {layer: (_empty(k, slots, length), _empty(v, slots, length)) for layer, (k, v) in like.items()}
         self._ready = 0
+        self._clean = slots  # so many of the first ones hold zeros, or tokens, in all that is ready
         self._rows: dict[int, Tensor] = {}
         self._part = (0, 0)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
@@ -70,22 +71,39 @@ class KVCache:
         """Make ready what is read of rows of `length` tokens, and return how many tokens that is.
 
         It is filled with zeros, since what a mask hides is still multiplied by 0, and 0 * NaN is NaN. `slots` limits
-        this to the first ones, if the others will not be used again.
+        this to the first ones, if it is likely that the others will not be used again.
         """
         reached = min(self.length, -(-length // BUCKET) * BUCKET)
         if reached > self._ready:
-            for kv in self._layers.values():
-                for cache in kv:
-                    cache[:slots, :, self._ready : reached] = 0
+            self._clear(slice(0, slots), slice(self._ready, reached))
             self._ready = reached
+            self._clean = min(self._clean, self.slots if slots is None else slots)
         return reached
+
+    def _clear(self, slots: slice, tokens: slice) -> None:
+        for kv in self._layers.values():
+            for cache in kv:
+                cache[slots, :, tokens] = 0
 
     def fill(self, first: int, last: int, prompt: KeyValues) -> None:
         """Copy a prompt to the start of the slots `first` up to but not including `last`."""
+        if last > self._clean:
+            self._clear(slice(self._clean, None), slice(0, self._ready))
+            self._clean = self.slots
         for layer, kv in prompt.items():
             self.reach(kv[0].shape[1])
             for cache, x in zip(self._layers[layer], kv, strict=True):
                 cache[first:last, :, : x.shape[1]] = x
+
+    def resize(self, slots: int, length: int) -> None:
+        """Make room for more slots, or longer ones: what they hold stays."""
+        old = self._layers
+        self.slots, self.length = slots, length
+        self._layers = {i: (_empty(k[0], slots, length), _empty(v[0], slots, length)) for i, (k, v) in old.items()}
+        for layer, kv in old.items():
+            for cache, x in zip(self._layers[layer], kv, strict=True):
+                cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
+        self._rows, self._part, self._views = {}, (0, 0), {}
 
     def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
         """Copy the first `length` tokens of the slots `source_M` to the slots `target_M`."""

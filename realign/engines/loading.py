@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from realign.engines.kernels import Backend
 from realign.engines.layout import SharedPrompts
 from realign.engines.lora import LoRA, add_adapters, require_peft
 from realign.engines.optim import OptimizerSpec
+from realign.engines.ranks import current
+from realign.engines.sharding import Sharding
 from realign.engines.value_head import ValueHead, ValueNetwork
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -68,6 +71,7 @@ class TransformersModel:
             family is known and a comparison with its modules shows no difference; else, and with false, the modules.
         parallel_passes: auto | off; auto computes micro-batches side by side on a CPU, in as many threads as torch has,
             and divides the token budget among them. The results are the same. Without dropout.
+        sharding: how several processes (torchrun) divide the model; without effect in one.
     """
 
     path: str
@@ -90,6 +94,7 @@ class TransformersModel:
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
+    sharding: Sharding = field(default_factory=Sharding)
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
@@ -169,6 +174,11 @@ class TransformersModel:
         """
         from realign.engines.engine import TransformersEngine
 
+        build: Callable[..., TransformersEngine] = TransformersEngine
+        if current().size > 1:
+            from realign.engines.sharded import ShardedEngine
+
+            build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
         module = self._read_module(name, seed)
         init_head(module, self.head_init, seed=derive_seed(seed, name, "head"))
@@ -186,7 +196,7 @@ class TransformersModel:
         if self.lora is not None:
             with _readable(f"models.{name}: lora"):
                 add_adapters(module, self.lora, path=self.path, seed=derive_seed(seed, name, "lora"))
-        engine = TransformersEngine(
+        engine = build(
             name,
             module,
             tokenizer,

@@ -20,7 +20,7 @@ from realign.engines.fusion import Fusion
 from realign.engines.heads import read_head
 from realign.engines.layout import Layout, Passes, SharedPrompts
 from realign.engines.lora import LoRA, adapters_off, merged_state, save_adapters
-from realign.engines.output import PackedOutput, ScalarBranch
+from realign.engines.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.probe import probe, probe_branch
 from realign.engines.value_head import ValueNetwork
 from realign.functional.logprobs import LMHead
@@ -60,8 +60,6 @@ class Network(nn.Module):
         self.eval()
         self.lora = lora
         self.device: torch.device = next(module.parameters()).device
-        self.head = read_head(module)
-        self._training_head = read_head(module, dropout=dropout)
         self._attention = attention
         self._vocabulary = vocabulary
         self._dropout = dropout
@@ -80,6 +78,20 @@ class Network(nn.Module):
             autocast=self.autocast if dtype == torch.bfloat16 else None,
             share=self._shares,
         )
+
+    @property
+    def head(self) -> LMHead | ScalarHead:
+        """The last layer, with the parameters that it has now: a sharded network has others while it runs."""
+        return read_head(self.module)
+
+    def owned(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer of this process may change in place."""
+        return list(self.parameters())
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """[1, R, H] last hidden states, from the keywords of `layout_inputs`."""
+        hidden: Tensor = self.module.base_model(**inputs).last_hidden_state
+        return hidden
 
     def passes(
         self, data: SequenceSample, mb_spec: MicroBatchSpec, *, parallel: bool = False, training: bool = False
@@ -126,7 +138,7 @@ class Network(nn.Module):
         branch = None
         if value is not None:
             branch = ScalarBranch(partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH, value)
-        head = self._training_head if training else self.head
+        head = read_head(self.module, dropout=training and self._dropout)
         limited = self.limited(head) if isinstance(head, LMHead) else head
         return PackedOutput(hidden_RH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch, layout.row_T)
 
@@ -182,12 +194,12 @@ class Network(nn.Module):
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
         """[R, H] last hidden states; the model is not called where there is no token."""
         if not layout.pieces.any():
-            weight = self.head.weight_VH if isinstance(self.head, LMHead) else self.head.weight_1H
+            head = self.head
+            weight = head.weight_VH if isinstance(head, LMHead) else head.weight_1H
             return weight.new_zeros(0, weight.shape[1])
         with self.autocast():
-            out = self.module.base_model(**layout_inputs(moved[TOKENS], layout, self._attention))
-        hidden_RH: Tensor = out.last_hidden_state[0]
-        return hidden_RH
+            hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention))
+        return hidden[0]
 
     def fixed_names(self) -> set[str]:
         """Names, in the state of the module, of the weights that do not train."""
@@ -213,24 +225,35 @@ class Network(nn.Module):
 
     def nonfinite_weight(self) -> str | None:
         """The name of a weight that is not finite, None if all are."""
-        for network in (self.module, *([] if self.value_head is None else [self.value_head])):
-            for name, x in network.state_dict().items():
-                if x.is_floating_point() and not bool(x.isfinite().all()):
-                    return str(name)
-        return None
-
-    def check_finite(self) -> None:
-        """Raise ValueError, with the name of the weight, if one is not finite."""
-        if (name := self.nonfinite_weight()) is not None:
-            raise ValueError(f"model {self.name!r} is not saved: weight {name!r} is not finite")
+        return nonfinite_weight(self.module, self.value_head)
 
     def save(self, folder: Path) -> None:
-        """Write an ordinary Hugging Face folder, adapters merged or alone as they say, and the value head into it."""
-        if self.lora is None:
-            self.module.save_pretrained(folder)
-        elif self.lora.merge_on_save:
-            self.module.save_pretrained(folder, state_dict=merged_state(self.module))
-        else:
-            save_adapters(self.module, folder)
-        if self.value_head is not None:
-            self.value_head.save(folder)
+        """See `write_network`."""
+        write_network(folder, self.module, self.value_head, self.lora)
+
+
+def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | None:
+    """The name of a weight of a model or of its value head that is not finite, None if all are."""
+    for network in (module, *([] if value_head is None else [value_head])):
+        for name, x in network.state_dict().items():
+            if x.is_floating_point() and not bool(x.isfinite().all()):
+                return str(name)
+    return None
+
+
+def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> None:
+    """Raise ValueError, with the name of the weight, if one is not finite and would be saved as the model of `role`."""
+    if (name := nonfinite_weight(module, value_head)) is not None:
+        raise ValueError(f"model {role!r} is not saved: weight {name!r} is not finite")
+
+
+def write_network(folder: Path, module: Any, value_head: ValueNetwork | None, lora: LoRA | None) -> None:
+    """Write an ordinary Hugging Face folder, adapters merged or alone as they say, and the value head into it."""
+    if lora is None:
+        module.save_pretrained(folder)
+    elif lora.merge_on_save:
+        module.save_pretrained(folder, state_dict=merged_state(module))
+    else:
+        save_adapters(module, folder)
+    if value_head is not None:
+        value_head.save(folder)

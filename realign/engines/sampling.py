@@ -1,4 +1,4 @@
-"""How the next token is drawn: temperature, top-k and top-p, then one draw; pure but for the generator's state.
+"""How the next token is drawn: temperature, top-k and top-p, then one draw with a given uniform number; pure.
 
 The log-prob that comes with a token is the one under the distribution that it was drawn from.
 """
@@ -24,7 +24,7 @@ FEW_WORDS = 2**12
 
 
 def sample(
-    logits_NV: Tensor, config: GenerationConfig, generator: torch.Generator, *, blocked_NV: Tensor | None = None
+    logits_NV: Tensor, config: GenerationConfig, uniform_N: Tensor, *, blocked_NV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
@@ -34,7 +34,7 @@ def sample(
     Args:
         logits_NV: [N, V], left as they are.
         config: the sampler's settings.
-        generator: source of the noise, on the device of the logits; greedy does not use it.
+        uniform_N: [N] fp64 in [0, 1), one number for each draw; greedy does not use it.
         blocked_NV: [N, V] bool, tokens that cannot be drawn; None blocks none.
 
     Returns:
@@ -42,10 +42,11 @@ def sample(
     """
     rows = max(1, CPU_ELEMENTS // logits_NV.shape[-1]) if logits_NV.device.type == "cpu" else len(logits_NV)
     if rows >= len(logits_NV):
-        return _sample(logits_NV, config, generator, blocked_NV)
+        return _sample(logits_NV, config, uniform_N, blocked_NV)
     starts = range(0, len(logits_NV), rows)
     blocked = [None if blocked_NV is None else blocked_NV[i : i + rows] for i in starts]
-    parts = [_sample(logits_NV[i : i + rows], config, generator, b) for i, b in zip(starts, blocked, strict=True)]
+    uniforms = uniform_N.split(rows)
+    parts = [_sample(logits_NV[i : i + rows], config, u, b) for i, u, b in zip(starts, uniforms, blocked, strict=True)]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
@@ -71,7 +72,7 @@ def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
 
 
 def _sample(
-    logits_NV: Tensor, config: GenerationConfig, generator: torch.Generator, blocked_NV: Tensor | None
+    logits_NV: Tensor, config: GenerationConfig, uniform_N: Tensor, blocked_NV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     scaled_NV = at_least_fp32(logits_NV)
     if config.temperature != 1:
@@ -82,50 +83,55 @@ def _sample(
         return tokens_N, _pick(scaled_NV.log_softmax(-1), tokens_N)
     kept_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p)
     probs_NK = kept_NK.softmax(-1)
-    draw = draw_by_sum if probs_NK.device.type == "cpu" else draw_by_race
-    choice_N = draw(probs_NK, generator)
+    choice_N = draw(probs_NK, uniform_N)
     return choice_N if ids_NK is None else _pick(ids_NK, choice_N), _pick(probs_NK, choice_N).log()
 
 
-def draw_by_sum(probs_NV: Tensor, generator: torch.Generator) -> Tensor:
+def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """A draw [N] from each row: where the running sum of the probabilities passes a uniform number.
 
-    Ten times faster than the race on a CPU, where random numbers are made one by one. Sums are in fp64: in fp32 they
-    would miss tokens of a probability below 6e-8, of which a large vocabulary has many. There the running sum is that
-    of blocks of tokens, and goes through one block only: plain sums are several times faster.
+    Sums are in fp64: in fp32 they would miss tokens of a probability below 6e-8, of which a large vocabulary has many.
+    There the running sum is that of blocks of tokens, and goes through one block only: plain sums are several times
+    faster.
     """
-    uniform_N1 = torch.rand(len(probs_NV), 1, dtype=torch.float64, device=probs_NV.device, generator=generator)
+    uniform_N1 = uniform_N[:, None]
     words = probs_NV.shape[-1]
-    if words <= FEW_WORDS:
-        sums_NV = probs_NV.cumsum(-1, dtype=torch.float64)
+    if words <= (FEW_WORDS if probs_NV.device.type == "cpu" else BLOCK):
+        sums_NV = _running_sum(probs_NV)
         return _passed(sums_NV, uniform_N1 * sums_NV[:, -1:])[:, 0]
     full = words // BLOCK
     blocks_NB = probs_NV[:, : full * BLOCK].unflatten(-1, (full, BLOCK)).sum(-1, dtype=torch.float64)
     rest_N1 = probs_NV[:, full * BLOCK :].sum(-1, keepdim=True, dtype=torch.float64)
-    sums_NB = torch.cat([blocks_NB, rest_N1], -1).cumsum_(-1)
+    sums_NB = _running_sum(torch.cat([blocks_NB, rest_N1], -1))
     target_N1 = uniform_N1 * sums_NB[:, -1:]
     block_N1 = _passed(sums_NB, target_N1)
     before_N1 = F.pad(sums_NB, (1, 0)).gather(-1, block_N1)
     tokens_NK = block_N1 * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
     tokens_NK.clamp_(max=words - 1)  # the last block is short: what stands behind it is its last token again
-    sums_NK = probs_NV.gather(-1, tokens_NK).cumsum(-1, dtype=torch.float64).add_(before_N1)
+    sums_NK = _running_sum(probs_NV.gather(-1, tokens_NK)).add_(before_N1)
     # Two sums of a block may differ by rounding: the target stays below the end of this one.
     inner_N1 = _passed(sums_NK, target_N1.minimum(sums_NK[:, -1:] * (1 - 2**-52)))
     return tokens_NK.gather(-1, inner_N1)[:, 0]
+
+
+def _running_sum(x_NK: Tensor) -> Tensor:
+    """[N, K] fp64. An accelerator's own is not the same bit by bit from call to call; a product with ones is."""
+    if x_NK.device.type == "cpu":
+        return x_NK.cumsum(-1, dtype=torch.float64)
+    return product_of_ones(x_NK)
+
+
+def product_of_ones(x_NK: Tensor) -> Tensor:
+    """The running sum of each row [N, K] as a product with a triangle of ones, fp64."""
+    size = x_NK.shape[-1]
+    ones_KK = torch.ones(size, size, dtype=torch.float64, device=x_NK.device)
+    return x_NK.double() @ ones_KK.triu_()
 
 
 def _passed(sums_NK: Tensor, target_N1: Tensor) -> Tensor:
     """[N, 1] the first place where a running sum is above the target."""
     place_N1 = torch.searchsorted(sums_NK, target_N1, right=True)
     return place_N1.clamp_(max=sums_NK.shape[-1] - 1)  # past the end only where a row is not finite
-
-
-def draw_by_race(probs_NV: Tensor, generator: torch.Generator) -> Tensor:
-    """A draw [N] from each row by Gumbel-max, in the form argmax(p / E) with E from Exp(1).
-
-    The choice of accelerators: running sums are not reproducible bit by bit there.
-    """
-    return (probs_NV / torch.empty_like(probs_NV).exponential_(generator=generator)).argmax(-1)
 
 
 def _pick(x_NV: Tensor, index_N: Tensor) -> Tensor:

@@ -168,6 +168,14 @@ class SharedEngine:
         if state:
             raise ValueError(f"model {self.name!r} shares the model of role {self.of!r} and has no state of its own")
 
+    def weights(self) -> dict[str, Tensor]:
+        """See `PipelinableEngine.weights`: those of the other role."""
+        return self.engine.weights()
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """Refuse: what is shared changes as the role that it belongs to."""
+        raise ValueError(f"model {self.name!r} shares the model of role {self.of!r}; give the weights to that one")
+
 
 class ReferenceEngine(SharedEngine):
     """A frozen policy inside the model of another role: it scores, and nothing else."""
@@ -193,3 +201,7 @@ class ReferenceEngine(SharedEngine):
     def save(self, path: Path) -> None:
         """Refuse: the folder that the run started from holds these weights."""
         raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r} and has no weights to save")
+
+    def weights(self) -> dict[str, Tensor]:
+        """Refuse: they are a part of another network."""
+        raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r} and has no weights of its own")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from realign.api.data import SequenceSample
+from realign.api.model import LossWeightFn
 from realign.api.stats import Mean, Stats, Sum
 from realign.engines.optim import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step
 
@@ -104,6 +106,11 @@ class Stepper:
         """Of the gradient that stands in the parameters."""
         return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
+    def moments(self) -> Iterator[Tensor]:
+        """The tensors that the optimizer keeps for the parameters."""
+        for state in self.optimizer.state.values():
+            yield from (x for x in state.values() if isinstance(x, Tensor))
+
     def _count_nonfinite(self, loss: Tensor, norm: Tensor, origin: str) -> None:
         self.nonfinite_in_a_row += 1
         n, most = self.nonfinite_in_a_row, self.max_nonfinite_in_a_row
@@ -137,6 +144,18 @@ class Stepper:
         self.optimizer_steps = state["optimizer_steps"]
         self.train_steps = state["train_steps"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+
+def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:
+    """What the loss of a batch is divided by, fp32 and 0-d.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    weight = loss_weight_fn(data).detach().float()
+    if not 0 <= float(weight) < float("inf"):
+        raise ValueError(f"loss_weight_fn must return a finite number of at least 0, found {float(weight)}")
+    return weight
 
 
 def single(x: float, device: torch.device) -> Mean:

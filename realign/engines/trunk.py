@@ -45,27 +45,46 @@ class ModuleTrunk:
         return hidden[0]
 
 
+class Cores:
+    """Takes one core of a CPU for the passes of a trunk whose matrix products are small, as in a decode step.
+
+    What it sets holds for the thread that runs the trunk (MKL has one number for all of them).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Of the trunk's modules."""
+        layers = (m for m in module.modules() if not isinstance(m, nn.Embedding))
+        sizes = [p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
+        self._mean = sum(sizes) / max(1, len(sizes))
+        self._on_cpu = next(module.parameters()).device.type == "cpu"
+        self._threads = self._now = torch.get_num_threads()
+
+    def saved_by(self, trunk: Trunk) -> Trunk:
+        """The trunk, with so many cores for each pass as it needs."""
+        if not self._on_cpu:
+            return trunk
+
+        def thrifty(ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
+            self._set(1 if self._mean * (len(ids_N) + READING) <= SMALL_PRODUCT else self._threads)
+            return trunk(ids_N, positions_N, context)
+
+        return thrifty
+
+    def give_back(self) -> None:
+        """Take all cores again."""
+        self._set(self._threads)
+
+    def _set(self, threads: int) -> None:
+        if threads != self._now:
+            torch.set_num_threads(threads)
+            self._now = threads
+
+
 @contextmanager
 def one_core_for_small_products(trunk: Trunk, module: nn.Module) -> Iterator[Trunk]:
-    """The trunk of a model on a CPU, which takes one core where its matrix products are small, as in a decode step."""
-    if next(module.parameters()).device.type != "cpu":
-        yield trunk
-        return
-    layers = (m for m in module.modules() if not isinstance(m, nn.Embedding))
-    sizes = [p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
-    mean = sum(sizes) / max(1, len(sizes))
-    threads = torch.get_num_threads()
-    now = threads
-
-    def thrifty(ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
-        nonlocal now
-        wanted = 1 if mean * (len(ids_N) + READING) <= SMALL_PRODUCT else threads
-        if wanted != now:
-            torch.set_num_threads(wanted)
-            now = wanted
-        return trunk(ids_N, positions_N, context)
-
+    """The trunk of a model while a rollout runs it, see `Cores`."""
+    cores = Cores(module)
     try:
-        yield thrifty
+        yield cores.saved_by(trunk)
     finally:
-        torch.set_num_threads(threads)
+        cores.give_back()

@@ -20,7 +20,7 @@ DenseRewardFunction: TypeAlias = Callable[[str, str, dict[str, Any], list[str]],
 ARGUMENTS = ("prompt", "response", "row")
 DENSE_ARGUMENTS = (*ARGUMENTS, "tokens")
 
-_FORMS = "'package.module:function', 'path/to/file.py:function' or 'http://host:port/path'"
+_FORMS = "'package.module:function', 'path/to/file.py:function'"
 
 
 def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Callable[..., Any]:
@@ -40,29 +40,44 @@ def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Cal
     """
     if "://" in name:
         return HttpReward(name)
-    place, colon, attribute = name.rpartition(":")
-    if not (colon and place and attribute):
-        raise ValueError(f"reward function {name!r} must be written as {_FORMS}")
-    if place.split(".")[0] in sys.stdlib_module_names and not place.endswith(".py"):
-        raise ValueError(f"reward function {name!r} is of Python's own library, which has none; nothing was imported")
-    try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    except ValueError as error:
-        raise ValueError(f"reward function {name!r}: {error}") from error.__cause__
-    function: Any = module
-    for part in attribute.split("."):
-        if not hasattr(function, part):
-            own = getattr(function, "__name__", place)
-            there = sorted(  # what is defined there; what is merely imported is no reward function
-                n
-                for n, value in vars(function).items()
-                if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
-            )
-            raise ValueError(f"reward function {name!r}: {place!r} has no {part!r}; {_nearest(part, there)}")
-        function = getattr(function, part)
+    function: Callable[..., Any] = load_object(name, "reward function", f"{_FORMS} or 'http://host:port/path'")
     if arguments is not None:
         check_function(function, name, arguments)
     return function
+
+
+def load_object(name: str, kind: str, forms: str) -> Any:
+    """Import what is called `name`: `package.module:attribute` or `path/to/file.py:attribute`, as `load_function` does.
+
+    Args:
+        name: of the object.
+        kind: what it is, for messages.
+        forms: how names of this kind are written, for messages.
+
+    Raises:
+        ValueError: no such module, file or attribute (says what is there and what is near), or the import failed.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not (colon and place and attribute):
+        raise ValueError(f"{kind} {name!r} must be written as {forms}")
+    if place.split(".")[0] in sys.stdlib_module_names and not place.endswith(".py"):
+        raise ValueError(f"{kind} {name!r} is of Python's own library, which has none; nothing was imported")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except ValueError as error:
+        raise ValueError(f"{kind} {name!r}: {error}") from error.__cause__
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            own = getattr(found, "__name__", place)
+            there = sorted(  # what is defined there; what is merely imported is not meant
+                n
+                for n, value in vars(found).items()
+                if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
+            )
+            raise ValueError(f"{kind} {name!r}: {place!r} has no {part!r}; {_nearest(part, there)}")
+        found = getattr(found, part)
+    return found
 
 
 def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENTS) -> None:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -31,6 +32,7 @@ from realign.rewards.http import HttpReward
 from realign.rewards.limits import Limits, limits_memory, secret_variables
 from realign.rewards.patience import patient
 from realign.rewards.processes import Answers, RewardError, WorkerProcesses
+from realign.rewards.tally import present_tally
 from realign.rewards.worker import FailureKind, Item, Problem, answer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ class RewardPool:
     The workers start at the first `score` and stay until `close` (or the end of a `with` block, or of this process).
     They import the function anew, but not this process's main script (unless the function is defined in it), so a
     script needs no `if __name__ == "__main__"` guard. Processes that the function started end with their worker when
-    it is stopped. Not for use by several threads at once.
+    it is stopped. Several threads may use it at once; with `workers=0` they take turns.
 
     With `workers=0` the function runs in this process: breakpoints work and a cheap function loses no time, but
     nothing protects the run from a hang, a crash or a memory blow-up; exceptions are still caught one by one.
@@ -82,7 +84,8 @@ class RewardPool:
         timeout_s: seconds that one item may take before its worker is stopped. Kept to within about 0.2 s.
         memory_mb: MiB of address space that a worker may take beyond what it holds once the function is imported;
             None sets no limit. Linux only; elsewhere a warning says that it has no effect.
-        max_failed_fraction: `score` raises once more than this fraction of its items has failed.
+        max_failed_fraction: `score` raises once more than this fraction of its items has failed; of a call that is one
+            of several parts of a batch (`Tally`), this fraction of a batch of such calls.
         patience_s: seconds without any answer after which the rest of the items is given up, and has failed. Until then
             items that a server (a function that is a URL) did not answer are asked for again.
         dense: the function rewards every token; then `score_tokens` takes the place of `score`.
@@ -142,6 +145,7 @@ class RewardPool:
         self.max_failed_fraction = max_failed_fraction
         self.patience_s = patience_s
         self._shown: set[FailureKind] = set()
+        self._alone = threading.Lock()
         self._processes: WorkerProcesses | None = None
         if workers:
             self._processes = WorkerProcesses(
@@ -201,6 +205,8 @@ class RewardPool:
     def _score(self, items: Sequence[Item]) -> RewardResults[Any]:
         values: list[Any] = [None] * len(items)
         failures: list[Failure] = []
+        tally = present_tally()
+        whole = tally.parts * len(items)
         least = 2 * self._processes.workers if self._processes else 1
         asked = patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
         with closing(asked) as answers:
@@ -210,8 +216,10 @@ class RewardPool:
                     continue
                 failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
                 self._show(failures[-1])
-                if len(failures) / len(items) > self.max_failed_fraction:
-                    raise RewardError(self._too_many(failures, answered, len(items)))
+                before = tally.failures  # asked now: other parts of the batch may have ended meanwhile
+                if before + len(failures) > self.max_failed_fraction * whole:
+                    raise RewardError(self._too_many(failures, answered, len(items), before, whole))
+        tally.add(len(failures))
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
 
     def _answers(self, items: Sequence[Item]) -> Answers:
@@ -236,18 +244,21 @@ class RewardPool:
                 failure.message,
             )
 
-    def _too_many(self, failures: Sequence[Failure], answered: int, n: int) -> str:
+    def _too_many(self, failures: Sequence[Failure], answered: int, n: int, before: int, whole: int) -> str:
         kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(f.kind for f in failures).most_common())
         first = failures[0]
+        others = f", and on {before} of the other {whole - n} items of a batch" if whole > n else ""
         return (
             f"reward function {self.name} failed on {len(failures)} of the {answered} items answered so far, {n} in "
-            f"all ({kinds}): above max_failed_fraction={self.max_failed_fraction}. The first failure was item "
+            f"all ({kinds}){others}: above max_failed_fraction={self.max_failed_fraction}. The first failure was item "
             f"{first.index} ({first.kind.value}):\n{first.message}"
         )
 
     def _inline(self, items: Sequence[Item]) -> Answers:
         for index, item in enumerate(items):
-            yield index, answer(self._function, item)
+            with self._alone:
+                found = answer(self._function, item)
+            yield index, found
 
 
 def _pickled_function(function: Callable[..., Any], name: str) -> bytes:

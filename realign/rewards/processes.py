@@ -6,11 +6,14 @@ import logging
 import math
 import pickle
 import signal
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing.context import SpawnContext
 from typing import TypeAlias
 
@@ -39,7 +42,7 @@ class RewardError(RuntimeError):
 
 
 class WorkerProcesses:
-    """Processes that answer items, started at the first call of `answers`.
+    """Processes that answer items, started at the first call of `answers`, which several threads may call at once.
 
     Args:
         name: of the function, for messages.
@@ -56,20 +59,36 @@ class WorkerProcesses:
         self.timeout_s = timeout_s
         self.limits = limits
         self._leak_told = False
+        self._lock = threading.Lock()  # guards what follows
+        self._closed = 0
+        self._heard = 0.0
+        self._futures: set[Future[list[Answer]]] = set()
         self._pool: ProcessPool | None = None
         self._stop: Callable[[], object] | None = None
 
     def close(self) -> None:
-        """Stop the processes at once, whatever they are doing."""
+        """Stop the processes at once, whatever they are doing; calls of `answers` under way end with an error."""
+        with self._lock:
+            self._closed += 1
+            self._stop_all()
+
+    def _stop_all(self) -> None:
         if self._stop is not None:
             self._stop()
         self._pool = self._stop = None
+        for future in list(self._futures):  # a pool that was stopped leaves them open, and callers wait for them
+            with suppress(InvalidStateError):
+                future.set_exception(BrokenProcessPool("the workers were stopped"))
 
     def answers(self, items: Sequence[Item]) -> Answers:
         """Yield (index, answer) as they come, each index once; closing it early stops what is under way.
 
         The members of a chunk that ended its worker are sent again one by one, so that only the guilty one fails.
+
+        Raises:
+            RewardError: the workers do not stay alive, or were closed.
         """
+        closed = self._closed
         pickled: list[bytes] = []
         sendable: list[int] = []
         for index, item in enumerate(items):
@@ -84,16 +103,17 @@ class WorkerProcesses:
         restarts = 0
         try:
             while todo or running:
+                pool = self._started(closed)
                 while todo and len(running) < 2 * self.workers:
                     members = todo.next()
-                    running[self._submit([pickled[i] for i in members])] = members
+                    running[self._submit(pool, [pickled[i] for i in members])] = members
                 try:
                     done = self._wait(running)
                 except BrokenProcessPool as error:
                     restarts += 1
                     todo.put_back(i for members in running.values() for i in members)
                     running.clear()
-                    self._restart(error, restarts)
+                    self._restart(pool, error, restarts)
                     continue
                 for future in done:
                     members = running.pop(future)
@@ -111,31 +131,47 @@ class WorkerProcesses:
             for future in running:  # left early: an error, or Ctrl-C
                 future.cancel()
 
-    def _submit(self, pickled: list[bytes]) -> Future[list[Answer]]:
-        if self._pool is None:
-            with_main = isinstance(self.source, bytes) and b"__main__" in self.source
-            self._pool = ProcessPool(
-                max_workers=self.workers,
-                initializer=start_worker,
-                initargs=(self.source, self.limits),
-                context=SpawnContext() if with_main else SpawnWithoutMain(),
-            )
-            self._stop = weakref.finalize(self, _stop_pool, self._pool)  # runs when this process ends, too
+    def _started(self, closed: int) -> ProcessPool:
+        """The processes, which are started if need be, for a call that began when `close` had been called so often."""
+        with self._lock:
+            if self._closed != closed:
+                raise RewardError(f"the workers of reward function {self.name} were closed")
+            if self._pool is None:
+                with_main = isinstance(self.source, bytes) and b"__main__" in self.source
+                self._pool = ProcessPool(
+                    max_workers=self.workers,
+                    initializer=start_worker,
+                    initargs=(self.source, self.limits),
+                    context=SpawnContext() if with_main else SpawnWithoutMain(),
+                )
+                self._stop = weakref.finalize(self, _stop_pool, self._pool)  # runs when this process ends, too
+            return self._pool
+
+    def _submit(self, pool: ProcessPool, pickled: list[bytes]) -> Future[list[Answer]]:
         deadline = self.timeout_s if len(pickled) == 1 else self.timeout_s + _SLICE_S
         try:
-            return self._pool.schedule(
-                answer_some, (self.source, pickled, _SLICE_S, self.limits.cpu_s), timeout=deadline
-            )
+            with self._lock:  # none is added while the workers are being stopped
+                future: Future[list[Answer]] = pool.schedule(
+                    answer_some, (self.source, pickled, _SLICE_S, self.limits.cpu_s), timeout=deadline
+                )
+                self._futures.add(future)
         except RuntimeError as error:  # the pool broke meanwhile; `_wait` will find out
             broken: Future[list[Answer]] = Future()
             broken.set_exception(BrokenProcessPool(str(error)))
             return broken
+        future.add_done_callback(self._futures.discard)
+        return future
 
     def _wait(self, running: Iterable[Future[list[Answer]]]) -> set[Future[list[Answer]]]:
-        patience = self.timeout_s + _START_S
-        done = wait(running, timeout=patience, return_when=FIRST_COMPLETED).done
-        if not done:
-            raise BrokenProcessPool(f"no answer in {patience:.0f} s")
+        patience, began = self.timeout_s + _START_S, time.monotonic()
+        done: set[Future[list[Answer]]] = set()
+        while not done:
+            # the items of other callers may be in front: it is enough that some of them are answered
+            left = max(began, self._heard) + patience - time.monotonic()
+            if left <= 0:
+                raise BrokenProcessPool(f"no answer in {patience:.0f} s")
+            done = wait(running, timeout=left, return_when=FIRST_COMPLETED).done
+        self._heard = time.monotonic()
         for future in done:
             if isinstance(error := future.exception(), BrokenProcessPool):
                 raise error
@@ -171,15 +207,19 @@ class WorkerProcesses:
         kind = FailureKind.memory if isinstance(error, MemoryError) else FailureKind.exception
         return [Problem(kind, f"{type(error).__name__}: {error}")]
 
-    def _restart(self, error: BrokenProcessPool, restarts: int) -> None:
-        self.close()
+    def _restart(self, pool: ProcessPool, error: BrokenProcessPool, restarts: int) -> None:
+        with self._lock:
+            first = self._pool is pool  # else another caller has done it, or the workers were closed
+            if first:
+                self._stop_all()
         if restarts > _RESTARTS:
             raise RewardError(
                 f"the workers of reward function {self.name} died {restarts} times in a row without an answer "
                 f"({error}). See the messages of the worker processes above. A function defined in the main script "
                 "needs `if __name__ == '__main__':` around what the script does, or a file of its own"
             ) from error
-        logger.warning("the workers of reward function %s are started again: %s", self.name, error)
+        if first:
+            logger.warning("the workers of reward function %s are started again: %s", self.name, error)
 
 
 class _Todo:

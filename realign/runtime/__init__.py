@@ -1,12 +1,15 @@
 """What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
 
+from realign.runtime.backend import RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
+from realign.runtime.episode_evaluation import EpisodeEvaluation
 from realign.runtime.evaluation import Evaluation
 from realign.runtime.evaluator import Evaluator
 from realign.runtime.experiment import Experiment, ModelSpec
 from realign.runtime.local import LocalRuntime
 from realign.runtime.loss_evaluation import LossEvaluation
+from realign.runtime.rollout import RolloutSpec
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.signals import Interrupted
 from realign.runtime.trackers import TensorBoard, TrackerSpec, WandB
@@ -16,6 +19,7 @@ from realign.runtime.training import RunResult, run
 __all__ = [
     "CheckpointSpec",
     "DynamicSampling",
+    "EpisodeEvaluation",
     "Evaluation",
     "Evaluator",
     "Experiment",
@@ -24,7 +28,9 @@ __all__ = [
     "LossEvaluation",
     "ModelSpec",
     "RewardCalibration",
+    "RolloutSpec",
     "RunResult",
+    "RuntimeSpec",
     "TensorBoard",
     "Tracker",
     "TrackerSpec",

@@ -4,6 +4,7 @@
 it to `step_000010`. The folder has
 
 - `state.json` and `tensors.safetensors`: the tree (`realign.runtime.trees`),
+- `parts/*.safetensors`: of tensors that several processes divide, what each of them has (`realign.engines.parts`),
 - `manifest.json`: format, realign's version, step, bytes and sha256 of the files, and the sha256 of all that.
 
 A process that dies at any moment leaves the earlier checkpoints as they were, and perhaps a folder whose name starts
@@ -21,18 +22,24 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from realign.engines.parts import read_saved, write_parts
+from realign.engines.ranks import Ranks
 from realign.runtime.trees import Packed, Tree, pack, read_tensors, unpack, write_tensors
 
 FORMAT = 1
-MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+MANIFEST, STATE, TENSORS, PARTS = "manifest.json", "state.json", "tensors.safetensors", "parts"
 LEFTOVER = re.compile(r"\.(step_[0-9]+)\.\w+")
+PART = re.compile(rf"{PARTS}/[\w.-]+\.safetensors")
 REPLACED = "replaced"
 """Ends the name of a checkpoint that stands aside until a new one of its step has its place."""
 
@@ -51,6 +58,9 @@ class Checkpoint:
     def read(self) -> dict[str, Any]:
         """The tree that was written; tensors are on the CPU, contiguous, and share memory where they did.
 
+        Any number of processes reads what any number wrote. Where there are several, a tensor that was divided is a
+        `Saved`, of which each reads what it needs, while the checkpoint stands.
+
         Named tuples come back as tuples, and members of an enum as their values.
 
         Raises:
@@ -60,7 +70,10 @@ class Checkpoint:
         for name, (size, digest) in files.items():
             self._check(name, size, digest)
         with self._reading(TENSORS):
-            tensors = read_tensors(self.path / TENSORS)
+            tensors: dict[str, Any] = dict(read_tensors(self.path / TENSORS))
+        if files.keys() - {STATE, TENSORS}:
+            with self._reading(PARTS):
+                tensors |= read_saved(self.path / PARTS)
         with self._reading(STATE):
             return unpack(json.loads((self.path / STATE).read_bytes()), tensors)
 
@@ -80,8 +93,9 @@ class Checkpoint:
                 raise ValueError("its sha256 differs")
             if manifest["step"] != self.step:
                 raise ValueError(f"it is of step {manifest['step']}, but the folder is of step {self.step}")
-            if set(manifest["files"]) != {STATE, TENSORS}:
-                raise ValueError(f"it must list {STATE} and {TENSORS}, found {', '.join(sorted(manifest['files']))}")
+            names = {name for name in manifest["files"] if not PART.fullmatch(name)}
+            if names != {STATE, TENSORS}:
+                raise ValueError(f"it must list {STATE} and {TENSORS}, found {', '.join(sorted(names))}")
             return {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
 
     def _check(self, name: str, size: int, digest: str) -> None:
@@ -159,22 +173,30 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[
 class CheckpointWriter:
     """Writes checkpoints while training goes on: a thread, with at most one write under way.
 
+    Of several processes rank 0 writes. Where they divide tensors, each writes its parts before `write` returns, since
+    the others must not do anything else together meanwhile.
+
     Once one is complete, all but the `keep` latest up to its step, and the best, are removed; so are those of later
     steps, which are of a run that went back to an earlier one.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, ranks: Ranks | None = None) -> None:
         """Remove what a write that was cut off left in `folder`.
+
+        Args:
+            folder: on a disk that all processes share.
+            keep: number of checkpoints that stay.
+            ranks: the processes that call `write` together; None: this one alone.
 
         Raises:
             ValueError: nothing would be kept.
         """
         if keep < 1:
             raise ValueError(f"checkpoint.keep must be at least 1, found {keep}")
-        self._folder, self._keep = folder, keep
+        self._folder, self._keep, self._ranks = folder, keep, ranks or Ranks()
         self._failures: list[str] = []
         self._thread: threading.Thread | None = None
-        _remove_leftovers(folder)
+        self._ranks.lead(partial(_remove_leftovers, folder))
 
     def write(self, step: int, tree: Tree, *, best: int | None = None) -> float:
         """Copy the tensors of `tree` and write them in the background; an earlier write is waited for.
@@ -189,16 +211,36 @@ class CheckpointWriter:
 
         Raises:
             ValueError: the tree has a value that cannot be kept.
+            OSError: a rank could not write its parts.
         """
         start = time.perf_counter()
         self.close()
-        packed = pack(tree, copy=True)
-        # a daemon: a run that is interrupted twice does not wait for a write, of which only a leftover stays
-        self._thread = threading.Thread(
-            target=self._store, args=(step, packed, best), name=f"checkpoint-{step}", daemon=True
-        )
-        self._thread.start()
+        packed = self._ranks.together(partial(pack, tree, copy=self._ranks.leader))
+        begun = self._write_parts(step, packed.parts) if packed.parts else None
+        if self._ranks.leader:
+            # a daemon: a run that is interrupted twice does not wait for a write, of which only a leftover stays
+            self._thread = threading.Thread(
+                target=self._store, args=(step, packed, best, begun), name=f"checkpoint-{step}", daemon=True
+            )
+            self._thread.start()
         return time.perf_counter() - start
+
+    def _write_parts(self, step: int, parts: Mapping[str, Tensor]) -> _Begun:
+        """Let all ranks write what they have of divided tensors into a folder that is no checkpoint yet."""
+        folder = self._ranks.lead(partial(_begin, self._folder, step))
+
+        def write() -> dict[str, Any]:
+            return {f"{PARTS}/{path.name}": _facts(path) for path in write_parts(folder / PARTS, parts)}
+
+        try:
+            written = self._ranks.gather(self._ranks.together(write))
+            files = {name: facts for of_rank in written for name, facts in of_rank.items()}
+            self._ranks.lead(partial(_check_shared, folder, files))
+        except BaseException:
+            if self._ranks.leader:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return _Begun(folder, files)
 
     def failed(self) -> list[str]:
         """What went wrong since this was asked last, such as a full disk."""
@@ -212,11 +254,11 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _store(self, step: int, packed: Packed, best: int | None) -> None:
+    def _store(self, step: int, packed: Packed, best: int | None, begun: _Begun | None) -> None:
         stands: list[str] = []
         try:
             stands = [str(checkpoint.step) for checkpoint in list_checkpoints(self._folder)]
-            _write(self._folder, step, packed)
+            _write(self._folder, step, packed, begun)
         except Exception as error:  # whatever it is, training goes on without this checkpoint
             left = f"those before stand (steps {', '.join(stands)})" if stands else "there is none yet"
             self._failures.append(f"the checkpoint of step {step} was not written: {error}; {left}")
@@ -238,24 +280,39 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _write(folder: Path, step: int, packed: Packed) -> Checkpoint:
+@dataclass(frozen=True)
+class _Begun:
+    """A folder that will be a checkpoint, in which the parts of all ranks lie."""
+
+    folder: Path
+    files: Mapping[str, Any]
+
+
+def _begin(folder: Path, step: int) -> Path:
+    """A new folder for what will be the checkpoint of a step."""
     if step < 0:
         raise ValueError(f"the step of a checkpoint must be at least 0, found {step}")
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     temporary = folder / f".{_name(step)}.{secrets.token_hex(4)}"
+    temporary.mkdir()
+    return temporary
+
+
+def _write(folder: Path, step: int, packed: Packed, begun: _Begun | None = None) -> Checkpoint:
+    if packed.parts and begun is None:
+        raise ValueError(f"{next(iter(packed.parts))}: several processes divide it; a CheckpointWriter can keep it")
+    begun = begun or _Begun(_begin(folder, step), {})
     try:
-        _fill(temporary, step, packed)
-        _sync_folder(temporary)
-        return _publish(temporary, folder, step)
+        _fill(begun, step, packed)
+        return _publish(begun.folder, folder, step)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(begun.folder, ignore_errors=True)
         raise
 
 
-def _fill(folder: Path, step: int, packed: Packed) -> None:
-    folder.mkdir()
-    files = {}
+def _fill(begun: _Begun, step: int, packed: Packed) -> None:
+    folder, files = begun.folder, dict(begun.files)
     with _HashedFile(folder / TENSORS) as file:
         write_tensors(file.write, packed.tensors)
     files[TENSORS] = file.facts
@@ -264,6 +321,21 @@ def _fill(folder: Path, step: int, packed: Packed) -> None:
     files[STATE] = file.facts
     with _HashedFile(folder / MANIFEST) as file:
         file.write(_rendered({"format": FORMAT, "realign": version("realign"), "step": step, "files": files}))
+    if begun.files:
+        _sync_folder(folder / PARTS)
+    _sync_folder(folder)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file that is there."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _check_shared(folder: Path, files: Mapping[str, Any]) -> None:
+    for name in files:
+        if not (folder / name).is_file():
+            raise OSError(f"{name} of another process is not there: output_dir must lie on a disk that all share")
 
 
 def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:

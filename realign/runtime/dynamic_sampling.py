@@ -126,7 +126,7 @@ class DynamicSampling:
             rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
         values = stat_values(merge_stats({"sampled_reward": mean} for mean in rewards))
         if not accepted:
-            raise RuntimeError(self._nothing(sampled, len(rewards), values.get("sampled_reward")))
+            raise RuntimeError(self.nothing(sampled, len(rewards), values.get("sampled_reward")))
         values |= {
             "batches": float(len(rewards)),
             "sampled_prompts": float(sampled),
@@ -137,7 +137,8 @@ class DynamicSampling:
         batch = SequenceSample.gather(kept).take(range(min(accepted, batch_prompts)))
         return batch, {f"dynamic_sampling/{name}": value for name, value in values.items()}
 
-    def _nothing(self, sampled: int, batches: int, reward: float | None) -> str:
+    def nothing(self, sampled: int, batches: int, reward: float | None) -> str:
+        """Why a step has no prompt to train on: of so many, whose rewards have this mean, none passed."""
         found = "none of their responses has a reward" if reward is None else f"their mean reward is {reward:.3g}"
         ended = "max_batches" if batches == self.max_batches else "the end of the dataset"
         return (

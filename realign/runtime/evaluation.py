@@ -21,6 +21,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
+from realign.engines.ranks import current
 from realign.functional import segment_sum
 from realign.interfaces.shaping import total_rewards
 from realign.runtime.evaluator import Evaluator
@@ -123,18 +124,24 @@ class Evaluation(Evaluator):
         answered = model.machine.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
         answered = answered.merge(prompts.select(["row"]))
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
-        stats: Stats = {}
-        for name, interface in self.metrics.items():
-            found_S = interface.inference(judge, answered, MicroBatchSpec())["rewards"]
-            stats[name] = masked_mean(found_S, found_S.isfinite())
-        return answered.merge(self.reward.inference(judge, answered, MicroBatchSpec())), stats
+
+        def verdicts() -> tuple[SequenceSample, Stats]:
+            stats: Stats = {}
+            for name, interface in self.metrics.items():
+                found_S = interface.inference(judge, answered, MicroBatchSpec())["rewards"]
+                stats[name] = masked_mean(found_S, found_S.isfinite())
+            return self.reward.inference(judge, answered, MicroBatchSpec()), stats
+
+        rewards, stats = current().lead(verdicts)
+        return answered.merge(rewards), stats
 
 
 def sequence_stats(batch: SequenceSample) -> Stats:
     """Metrics of sampled sequences, as far as their keys are there; each a mean over the sequences of the batch.
 
     `reward` (of those that have one; dense ones add up), `missing_rewards` (fraction), `response_tokens` (all that
-    follow the prompt, also tokens of tools and of responses without reward) and `truncated_fraction`.
+    were not given, also those of responses without reward), `truncated_fraction` and, of conversations, `turns` of the
+    policy.
     """
     stats: Stats = {}
     if "rewards" in batch:
@@ -147,6 +154,8 @@ def sequence_stats(batch: SequenceSample) -> Stats:
         stats["response_tokens"] = _mean(tokens_S)
     if "truncated" in batch:
         stats["truncated_fraction"] = _mean(batch["truncated"].float())
+    if "turns" in batch:
+        stats["turns"] = _mean(batch["turns"].float())
     return stats
 
 

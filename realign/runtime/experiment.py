@@ -10,14 +10,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface
+from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, Sync
 from realign.data import DataSpec
 from realign.engines.folders import AVERAGED, check_name, check_run_folder
-from realign.engines.shared import check_shared
+from realign.engines.shared import Share, SharedModel, check_shared
 from realign.interfaces.reward_model import RewardModelInterface
+from realign.runtime.backend import RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluator import Evaluator
+from realign.runtime.rollout import RolloutMode, RolloutSpec
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.trackers import TrackerSpec
 
@@ -65,7 +67,7 @@ class Experiment:
     batch_prompts: int
     """Prompts per step."""
     graph: DataflowGraph
-    """The RPCs of a step."""
+    """The RPCs of a step, and what `sync` adds."""
     interfaces: Mapping[str, ModelInterface]
     """The algorithm of each role."""
     models: Mapping[str, ModelSpec]
@@ -80,6 +82,8 @@ class Experiment:
     """Token budget of a forward pass, for every role."""
     shuffle: bool = True
     """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
+    sync: Mapping[str, Sync] = field(default_factory=dict)
+    """For a role that is not trained: what it takes of the weights of one that is, at the end of a step."""
     dynamic_sampling: DynamicSampling | None = None
     """Sample until `batch_prompts` prompts have passed a filter on their rewards; None takes every batch as it is."""
     evaluation: Evaluator | None = None
@@ -99,6 +103,10 @@ class Experiment:
     """Show three of a step's responses, with reward and KL, every n steps; None: never."""
     trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)
     """Where metrics go besides metrics.jsonl, by any name, such as `realign.runtime.TensorBoard`."""
+    runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
+    """Where the models live, and who calls them."""
+    rollout: RolloutSpec = field(default_factory=RolloutSpec)
+    """Whether responses are sampled within the step that trains on them, or ahead of it."""
     ratio_tolerance: float = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False
@@ -135,10 +143,12 @@ class Experiment:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, found {getattr(self, name)}")
         self._check_names()
+        self.graph = dataclasses.replace(self.graph, sync={**self.graph.sync, **self.sync})
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
         if self.evaluation is not None:
             self.evaluation.check(self.graph, self.models)
         check_shared(self.models)
+        self._check_sync()
         self._check_temperatures()
         self._check_calibration()
         self._check_dynamic_sampling()
@@ -195,10 +205,17 @@ class Experiment:
 
     @property
     def longest_response(self) -> int:
-        """Tokens that a response of the graph can have: the largest `generation.max_new_tokens`; 0 without sampling."""
-        generators = [self.interfaces[rpc.model] for rpc in self.graph.rpcs if rpc.method == "generate"]
-        configs = [getattr(interface, "generation", None) for interface in generators]
-        return max((c.max_new_tokens for c in configs if isinstance(c, GenerationConfig)), default=0)
+        """Tokens that can follow a prompt in a rollout of the graph; 0 without sampling."""
+        return max((interface.longest_response for interface in self._generators()), default=0)
+
+    @property
+    def length_setting(self) -> str:
+        """The setting that `longest_response` follows from, for messages."""
+        longest = max(self._generators(), key=lambda interface: interface.longest_response, default=ModelInterface())
+        return longest.length_setting
+
+    def _generators(self) -> list[ModelInterface]:
+        return [self.interfaces[rpc.model] for rpc in self.graph.rpcs if rpc.method == "generate"]
 
     @property
     def temperatures(self) -> dict[str, float]:
@@ -245,6 +262,23 @@ class Experiment:
                 raise ValueError(
                     f"{first}={expected:g}, but {key}={value:g}: all roles of a graph must use one temperature, or "
                     "their log-probs cannot be compared"
+                )
+
+    def _check_sync(self) -> None:
+        """Weights can only be taken by a model of its own, and not while calls are made with it."""
+        for role, sync in self.graph.sync.items():
+            if isinstance(spec := self.models[role], SharedModel):
+                raise ValueError(
+                    f"sync.{role}: models.{role} shares the model of role {spec.of!r} and has no weights of its own; "
+                    f"give it a model (models.{role}.path)"
+                )
+            for other, view in self.models.items():
+                if isinstance(view, SharedModel) and view.of == role and view.branch is Share.reference:
+                    raise ValueError(f"sync.{role}: models.{other} is its frozen start, which would move with it")
+            if self.rollout.mode is RolloutMode.async_ and role in {r.model for r in self.graph.leading_to("rewards")}:
+                raise ValueError(
+                    f"sync.{role}: with rollout=async its calls are made ahead of the step, while the weights of "
+                    f"{sync.of!r} change; leave the sync out, since rollout workers have their own, or set rollout=sync"
                 )
 
     def _check_calibration(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from realign.api import (
@@ -23,15 +24,20 @@ from realign.api import (
 )
 from realign.data import Dataset
 from realign.data.dataset import content_hash
+from realign.engines.ranks import current
 from realign.interfaces.reward_model import RewardModelInterface
+from realign.runtime.ahead import PolicyCopy, RolloutAhead, policy_copy, sampled_roles
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role, load_models, save_models
 from realign.runtime.positions import check_positions
 from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces
+from realign.runtime.rollout import RolloutMode
 from realign.runtime.samples import readable
 from realign.runtime.stream import PromptStream
+from realign.runtime.sync import WeightSync
+from realign.runtime.watch import Watch
 
 REWARD_MEMORY = 0.9
 """Weight of the past in `reward_ema`, a smoothed `reward` for people, as DeepSpeed-Chat shows it."""
@@ -60,6 +66,17 @@ class Counters:
         return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
 
 
+@dataclass(frozen=True)
+class Made:
+    """What one call of the graph gave."""
+
+    batch: SequenceSample
+    """What it was made on, with the keys that it wrote."""
+    stats: dict[str, float]
+    """Metrics of a train_step."""
+    seconds: float
+
+
 class LocalRuntime:
     """The loaded experiment: models, data, and the walk over the graph."""
 
@@ -68,18 +85,26 @@ class LocalRuntime:
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
         self.held_out: Dataset | None = None
         self.counters = Counters()
+        self.ahead: RolloutAhead | None = None
+        """Samples and judges for the next steps, with rollout=async."""
+        self.watch = Watch()
+        """Is told which call is under way."""
         self.batches_ahead = 0
         """Batches of prompts drawn before the first step, less the steps before it: not 0 only in a run that was
         resumed with another batch size, or at another place in its data."""
         check_ready(experiment)
         try:
             open_interfaces(experiment)
-            self.models = load_models(experiment)
+            self.models = self._load_models()
+            self.sync = WeightSync(experiment.graph.sync, self.models)
             self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
             check_dataset(self.dataset, experiment)
             readers = [rpc.model for rpc in experiment.graph.rpcs]
-            check_positions(self.dataset, experiment.longest_response, self.models, readers, "data")
+            length, setting = experiment.longest_response, experiment.length_setting
+            check_positions(self.dataset, length, self.models, readers, "data", setting=setting)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
+            if experiment.rollout.mode is RolloutMode.async_:
+                self.ahead = RolloutAhead(experiment, self.models, self.prompts, self._make, self._policy_copies())
             if (calibration := experiment.calibration) is not None:
                 policy = self.models[calibration.policy]
                 self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
@@ -98,6 +123,18 @@ class LocalRuntime:
         except BaseException:
             self.close()
             raise
+
+    def _policy_copies(self) -> dict[str, PolicyCopy]:
+        """What samples ahead, for each role whose model is trained meanwhile."""
+        return {role: policy_copy(self.experiment, role) for role in sampled_roles(self.experiment)}
+
+    def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
+        """Make a call ahead of its step; from any thread."""
+        return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)[0]
+
+    def _load_models(self) -> dict[str, Model]:
+        """The model of every role; a runtime that keeps them elsewhere gives stand-ins."""
+        return load_models(self.experiment)
 
     @cached_property
     def data_sha256(self) -> str | None:
@@ -124,14 +161,19 @@ class LocalRuntime:
         started = time.perf_counter()
         values: dict[str, float] = {}
         sampling, order = self.experiment.dynamic_sampling, self.experiment.graph.order
-        if sampling is None:
+        leading = self.experiment.graph.leading_to("rewards")
+        if self.ahead is not None:
+            batch = self.ahead.take(step, values)
+            batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
+            self.ahead.advance()
+        elif sampling is None:
             self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
             batch = self._calls(order, self.prompts.draw(), values)
         else:
-            leading = self.experiment.graph.leading_to("rewards")
             batch, found = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
             values |= found
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
+        values |= self.sync.after_step(step)
         if "rewards" in batch:
             self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
         values |= batch_metrics(batch)
@@ -160,24 +202,35 @@ class LocalRuntime:
         dynamic sampling.
         """
         for rpc in rpcs:
-            before = time.perf_counter()
-            role = rpc.model
-            model = self.models[role]
-            if draw:
-                model = replace(model, seed=derive_seed(model.seed, "draw", draw))
-            batch, stats = call(rpc, model, self.interfaces[role], batch, self.experiment.microbatch)
-            seconds = time.perf_counter() - before
-            total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + seconds
-            prefix = "" if role == lead_role(self.experiment) else f"{role}/"
-            values |= {f"{prefix}{name}": value for name, value in stats.items()}
-            if rpc.method == "train_step":
-                self.counters.optimizer_steps += stats.get("optimizer_steps", 0.0)
-                self._check_ratio(rpc, stats)
-                values[f"{prefix}train_tokens_per_s"] = stats.get("tokens", 0.0) / seconds
-            if rpc.method == "generate" and "loss_mask" in rpc.outputs:
-                values["rollout_tokens"] = values.get("rollout_tokens", 0.0) + float(batch["loss_mask"].sum())
-                values["rollout_tokens_per_s"] = values["rollout_tokens"] / total
+            made = self._call(rpc, batch, draw)
+            self._note(rpc, made, values)
+            batch = made.batch
         return batch
+
+    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> Made:
+        """Make one call on `batch`, see `_calls` for `draw`."""
+        started = time.perf_counter()
+        model = self.models[rpc.model]
+        if draw:
+            model = replace(model, seed=derive_seed(model.seed, "draw", draw))
+        with self.watch.doing(f"call {rpc.name!r}", batch, limited=True):
+            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)
+        return Made(batch, stats, time.perf_counter() - started)
+
+    def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
+        """Add the metrics of a call to those of its step."""
+        total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + made.seconds
+        prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"
+        values |= {f"{prefix}{name}": value for name, value in made.stats.items()}
+        if rpc.method == "train_step":
+            self.counters.optimizer_steps += made.stats.get("optimizer_steps", 0.0)
+            if "prox_logprobs" in rpc.inputs or not is_stale(made.batch, self.models[rpc.model].version - 1):
+                self._check_ratio(rpc, made.stats)
+            values[f"{prefix}train_tokens_per_s"] = made.stats.get("tokens", 0.0) / made.seconds
+        if rpc.method == "generate" and "loss_mask" in rpc.outputs:
+            sampled = float(made.batch["loss_mask"].sum())
+            values["rollout_tokens"] = values.get("rollout_tokens", 0.0) + sampled
+            values["rollout_tokens_per_s"] = values["rollout_tokens"] / total
 
     def evaluation_due(self, step: int) -> bool:
         """Whether held-out prompts are answered after this step."""
@@ -190,7 +243,8 @@ class LocalRuntime:
         if evaluation is None or self.held_out is None:
             return {}, []
         started = time.perf_counter()
-        values, judged = evaluation.measure(self, self.held_out)
+        with self.watch.doing("evaluation"):
+            values, judged = evaluation.measure(self, self.held_out)
         return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(judged, 8)
 
     def calibrate(self, when: str) -> dict[str, float]:
@@ -218,8 +272,12 @@ class LocalRuntime:
         return readable(batch, prompts, self.models[lead_role(self.experiment)].tokenizer.decode)
 
     def save(self, folder: Path) -> None:
-        """Write each trained model, see `save_models`."""
-        save_models(folder, self.models, self.interfaces)
+        """Write each trained model, see `save_models`; of several processes rank 0 writes into `folder`.
+
+        The others take part, since each may have a shard only; what they would write themselves is not kept.
+        """
+        with self.watch.doing("saving the models"), _own_or_scratch(folder) as where:
+            save_models(where, self.models, self.interfaces)
 
     def check_progress(self) -> None:
         """Refuse to call a run done in which nothing was trained."""
@@ -233,10 +291,14 @@ class LocalRuntime:
         )
 
     def close(self) -> None:
-        """Release what the interfaces hold."""
+        """End the calls that are made ahead, and release what the interfaces hold."""
         with ExitStack() as stack:  # one that fails to close keeps no other from it
+            if self.ahead is not None:
+                stack.callback(self.ahead.join)
             for interface in used_interfaces(self.experiment).values():
                 stack.callback(interface.close)
+            if self.ahead is not None:
+                stack.callback(self.ahead.stop)
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
         """Before its first update the policy is the sampler: their log-probs must agree.
@@ -261,10 +323,21 @@ class LocalRuntime:
         warnings.warn(message, stacklevel=2)
 
 
+@contextmanager
+def _own_or_scratch(folder: Path) -> Iterator[Path]:
+    if current().leader:
+        yield folder
+    else:
+        with TemporaryDirectory() as scratch:
+            yield Path(scratch)
+
+
 def call(
     rpc: RPC, model: Model, interface: ModelInterface, batch: SequenceSample, mb_spec: MicroBatchSpec
 ) -> tuple[SequenceSample, dict[str, float]]:
     """Make one RPC: hand over exactly the declared keys, take back exactly the declared keys.
+
+    Of several processes rank 0 alone calls an interface that needs no model, and the others are told what it gave.
 
     Returns:
         The batch with the outputs merged in, and the metrics (of a train_step).
@@ -272,7 +345,8 @@ def call(
     Raises:
         ValueError: the interface returned other keys or other prompts than declared.
     """
-    result = getattr(interface, rpc.method)(model, inputs_of(rpc, batch), mb_spec)
+    make = partial(getattr(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
+    result = make() if interface.needs_engine else current().lead(make)
     if rpc.method == "train_step":
         model.advance()
         return batch, stat_values(result)
@@ -280,6 +354,11 @@ def call(
     if result.keys != set(rpc.outputs):
         raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
     return batch.merge(result), {}
+
+
+def is_stale(batch: SequenceSample, version: int) -> bool:
+    """Whether an older policy than that of `version` sampled some of its tokens."""
+    return "versions" in batch and bool(((batch["versions"] >= 0) & (batch["versions"] < version)).any())
 
 
 def inputs_of(rpc: RPC, batch: SequenceSample) -> SequenceSample:

@@ -24,16 +24,20 @@ from realign.api import (
     ModelOutput,
     SequenceSample,
     Stats,
+    Sum,
     merge_stats,
     stat_values,
 )
 from realign.api.model import LossFn, LossWeightFn, StepIf
-from realign.engines.shared import SharedEngine
+from realign.engines.shared import Forward, SharedEngine
 from realign.runtime.evaluator import Evaluator
 from realign.runtime.local import call, inputs_of
 
 if TYPE_CHECKING:
     from realign.runtime.local import LocalRuntime
+
+LOSS_SUM = "sum of the loss"
+"""The metric of `measured` that no loss function has."""
 
 
 @dataclass
@@ -107,14 +111,26 @@ class ForwardOnly(SharedEngine):
         weight = loss_weight_fn(data).detach()
         if not weight > 0:
             return {}
-        losses: list[Tensor] = []
-        metrics: list[Any] = []  # plain (sum, count) pairs are merged too
+        measure = getattr(self.engine, "measure", None)  # of an engine whose passes are made in other processes
+        if measure is not None:
+            merged: Stats = measure(data, mb_spec, loss_fn)
+        else:
+            merged = measured(self.engine.forward, data, mb_spec, loss_fn)
+        total = merged.pop(LOSS_SUM)
+        assert isinstance(total, Sum)
+        return {**merged, "loss": Mean(total.value, weight.to(total.value))}
 
-        def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-            loss, stats = loss_fn(output, mb)
-            losses.append(loss.double())
-            metrics.append(stats)
-            return mb.with_sequences(measured=torch.ones(mb.n_sequences, device=loss.device))  # a hook adds a key
 
-        self.engine.forward(data, mb_spec, post_hook)
-        return {**merge_stats(metrics), "loss": Mean(torch.stack(losses).sum(), weight.to(losses[0]))}
+def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+    """The metrics of `loss_fn` on `data`, and its sum as `LOSS_SUM`, for `merge_stats`; nothing is differentiated."""
+    losses: list[Tensor] = []
+    metrics: list[Any] = []  # plain (sum, count) pairs are merged too
+
+    def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+        loss, stats = loss_fn(output, mb)
+        losses.append(loss.double())
+        metrics.append(stats)
+        return mb.with_sequences(measured=torch.ones(mb.n_sequences, device=loss.device))  # a hook adds a key
+
+    forward(data, mb_spec, post_hook)
+    return {**merge_stats(metrics), LOSS_SUM: Sum(torch.stack(losses).sum() if losses else torch.zeros(()))}

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from realign.api import RPC, Model, ModelInterface
 from realign.engines import SharedModel
 from realign.engines.folders import AVERAGED, refuse_link, write_state
+from realign.engines.ranks import current
 from realign.runtime.experiment import Experiment, ModelSpec
 
+LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
 
-def load_models(experiment: Experiment) -> dict[str, Model]:
-    """Load the model of every role that takes part; a role without one gets the tokenizer of the leading role.
+
+def load_own(specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
+    """Load the models of these roles, none of which shares that of another, into this process."""
+    return {role: spec.load(role, seed=seed) for role, spec in specs.items()}
+
+
+def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, Model]:
+    """The model of every role that takes part; a role without one gets the tokenizer of the leading role.
 
     Roles that share the model of another come after it. Each interface adopts what was saved with its model.
+
+    Args:
+        experiment: whose roles and specs are meant.
+        load: loads the models of roles that have one of their own, given their specs and the run's seed.
 
     Raises:
         ValueError: a model cannot be loaded or shared, one that is trained has no optimizer or the other way round, or
@@ -24,7 +37,7 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
     seed = experiment.seed
     used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
     check_optimizers(experiment)
-    models = {role: spec.load(role, seed=seed) for role, spec in used.items() if not isinstance(spec, SharedModel)}
+    models = load({role: spec for role, spec in used.items() if not isinstance(spec, SharedModel)}, seed)
     for role, spec in used.items():
         if isinstance(spec, SharedModel):
             models[role] = spec.load(role, seed=seed, loaded=models)
@@ -37,6 +50,7 @@ def load_models(experiment: Experiment) -> dict[str, Model]:
         check_outputs(role, models[role].machine.outputs, experiment.interfaces[role])
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
+        model.lead = current().lead
         if role in experiment.interfaces:  # an evaluated role may have none
             experiment.interfaces[role].adopt(model.saved)
     return {role: models[role] for role in experiment.roles}
@@ -149,17 +163,22 @@ def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[s
         ValueError: `folder`, or one in it, is a link.
     """
     refuse_link(folder)
+    ranks = current()
     for role, model in models.items():
         if model.engine is None or not model.engine.trainable:
             continue
-        model.engine.save(folder / role)
-        own = [folder / role, folder / f"{role}{AVERAGED}"]
-        for path in filter(Path.is_dir, own):
-            if role in interfaces:
-                write_state(path, interfaces[role].state_dict())
-            for view in model.views:
-                if view.name in interfaces:
-                    write_state(path, interfaces[view.name].state_dict(), view.name)
+        ranks.together(partial(model.engine.save, folder / role))
+        ranks.lead(partial(_write_states, folder, role, model, interfaces))
+
+
+def _write_states(folder: Path, role: str, model: Model, interfaces: Mapping[str, ModelInterface]) -> None:
+    own = [folder / role, folder / f"{role}{AVERAGED}"]
+    for path in filter(Path.is_dir, own):
+        if role in interfaces:
+            write_state(path, interfaces[role].state_dict())
+        for view in model.views:
+            if view.name in interfaces:
+                write_state(path, interfaces[view.name].state_dict(), view.name)
 
 
 def lead_role(experiment: Experiment) -> str:

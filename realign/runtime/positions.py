@@ -9,7 +9,13 @@ from realign.data import Dataset
 
 
 def check_positions(
-    dataset: Dataset, response: int, models: Mapping[str, Model], roles: Iterable[str], what: str
+    dataset: Dataset,
+    response: int,
+    models: Mapping[str, Model],
+    roles: Iterable[str],
+    what: str,
+    *,
+    setting: str = "generation.max_new_tokens",
 ) -> None:
     """Compare the longest row, with a response of `response` tokens, with the positions of every model that reads it.
 
@@ -21,6 +27,7 @@ def check_positions(
         models: by role.
         roles: those that read the rows.
         what: config key of the rows, for messages.
+        setting: of the length of a response, for messages.
 
     Raises:
         ValueError: a row leaves no room; names the role, the numbers and what to set.
@@ -34,9 +41,11 @@ def check_positions(
         if rows + response > limit:
             room = limit - response
             long = f"a row of {what} has {rows} tokens" + (f" and its response up to {response}" if response else "")
-            cure = f"limit the rows to {room} tokens" if room > 0 else f"no prompt fits before {response} tokens"
-            shorten = ", or lower generation.max_new_tokens" if response else ""
-            raise ValueError(f"models.{role} has {limit} positions, but {long}: {cure}{shorten}")
+            if room > 0:
+                cure = f"limit the rows to {room} tokens" + (f", or lower {setting}" if response else "")
+            else:
+                cure = f"no prompt fits before {response} tokens; lower {setting}"
+            raise ValueError(f"models.{role} has {limit} positions, but {long}: {cure}")
         if texts > limit:
             raise ValueError(
                 f"models.{role} has {limit} positions, but a text of {what}.pretraining has {texts} tokens: limit them"

@@ -15,11 +15,17 @@ from typing import Any
 
 from realign.api import RPC, ModelInterface
 from realign.engines.optim import Schedule, ScheduleKind, ScheduleUnit
+from realign.engines.ranks import current
 from realign.engines.shared import Share, SharedModel
+from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.greedy import GreedyInterface
+from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
+from realign.runtime.ahead import owner_of, sampled_roles
+from realign.runtime.backend import check_runtime
 from realign.runtime.experiment import Experiment, ModelSpec
 from realign.runtime.models import check_optimizers, check_outputs
+from realign.runtime.rollout import RolloutMode
 
 OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
 
@@ -31,11 +37,14 @@ def check_ready(experiment: Experiment) -> None:
         ValueError: names the key, what was found and what is valid.
         OSError: `output_dir` cannot be written.
     """
+    check_runtime(experiment)
     check_optimizers(experiment)
     for rpc in experiment.graph.rpcs:
         _check_model(rpc, experiment)
         _check_sharing(rpc, experiment)
+        _check_conversation(rpc, experiment)
         _check_schedule(rpc, experiment)
+    _check_rollout(experiment)
     _check_budget(experiment)
     _check_save_best(experiment)
     experiment.resume_folder()
@@ -60,12 +69,18 @@ def used_interfaces(experiment: Experiment) -> dict[str, ModelInterface]:
 def open_interfaces(experiment: Experiment) -> None:
     """Let the interfaces acquire what they need, such as a reward function.
 
+    Of several processes rank 0 alone opens those without a model, since it alone makes their calls.
+
     Raises:
         ValueError: names the key.
     """
+    ranks = current()
     for where, interface in used_interfaces(experiment).items():
         try:
-            interface.open()
+            if interface.needs_engine:
+                interface.open()
+            else:
+                ranks.lead(interface.open)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
@@ -141,12 +156,44 @@ def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
                 f"models.{rpc.model}.path={path!r} is a copy that stays as it is, but its greedy answers are "
                 f"compared with samples of models.{sampler}, which is trained; {share}{sampler}}}'"
             )
+    if "logprobs" in rpc.outputs and rpc.method == "generate" and rpc.model not in experiment.graph.sync:
+        learner = next((r.model for r in experiment.graph.rpcs if r.model in trained and "logprobs" in r.inputs), None)
+        if learner is not None:
+            raise ValueError(
+                f"models.{rpc.model}.path={path!r} is a copy that stays as it is, but models.{learner} is trained on "
+                f"what it samples; {share}{learner}}}', or move the weights by sync.{rpc.model}.of={learner}"
+            )
     if "values" in rpc.outputs:
         learner = next((r.model for r in experiment.graph.rpcs if r.model in trained and "values" in r.inputs), None)
         if learner is not None and getattr(experiment.interfaces[learner], "value", None) is not None:
             raise ValueError(
                 f"models.{rpc.model}.path={path!r} is a model that nothing trains: with graph.critic=shared the "
                 f"loss of models.{learner} trains the values of its own value_head; {share}{learner}}}'"
+            )
+
+
+def _check_conversation(rpc: RPC, experiment: Experiment) -> None:
+    """Compare what a role that converses samples with what is said of it to those that learn from it."""
+    interface = experiment.interfaces[rpc.model]
+    if not isinstance(interface, EnvironmentInterface):
+        return
+    for role in dict.fromkeys(r.model for r in experiment.graph.rpcs if r.method == "train_step"):
+        learner = experiment.interfaces[role]
+        if not isinstance(learner, PPOActorInterface):
+            continue
+        if learner.generation.n != interface.generation.n:
+            raise ValueError(
+                f"interfaces.{rpc.model}.generation.n={interface.generation.n} episodes per prompt, but "
+                f"interfaces.{role}.generation.n={learner.generation.n}: set both to one number, such as by "
+                f"interfaces.{rpc.model}.generation=${{interfaces.{role}.generation}}"
+            )
+        limit = learner.generation.max_new_tokens
+        if learner.truncation.overlong_buffer and limit < interface.max_episode_tokens:
+            raise ValueError(
+                f"interfaces.{role}.truncation.overlong_buffer counts the tokens of a whole episode, up to "
+                f"interfaces.{rpc.model}.max_episode_tokens={interface.max_episode_tokens}, but "
+                f"interfaces.{role}.generation.max_new_tokens={limit} would be its limit: set that to the former, and "
+                f"interfaces.{rpc.model}.generation.max_new_tokens to the tokens of a turn"
             )
 
 
@@ -169,13 +216,61 @@ def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
         )
 
 
+def _check_rollout(experiment: Experiment) -> None:
+    """Find what cannot be sampled ahead of training, and warn of an objective that does not make up for it."""
+    if experiment.rollout.mode is not RolloutMode.async_:
+        return
+    if current().size > 1:
+        raise ValueError("rollout=async runs in one process, or on Ray (runtime=ray); under torchrun use rollout=sync")
+    leading = experiment.graph.leading_to("rewards")
+    samplers = {owner_of(experiment, rpc.model) for rpc in leading if rpc.method == "generate"}
+    if not samplers:
+        raise ValueError(
+            "rollout=async makes the calls that lead to key 'rewards' ahead of training, and none of them generates; "
+            "use rollout=sync"
+        )
+    trained = sampled_roles(experiment)
+    for rpc in leading:
+        spec = experiment.models.get(rpc.model)
+        frozen_start = isinstance(spec, SharedModel) and spec.branch is Share.reference
+        owner = owner_of(experiment, rpc.model)
+        if rpc.method == "train_step" or frozen_start or (owner in trained and owner not in samplers):
+            what = "trains" if rpc.method == "train_step" else f"uses models.{rpc.model}, which changes meanwhile"
+            raise ValueError(
+                f"rollout=async makes the calls that lead to 'rewards' ahead of training, but RPC {rpc.name!r} {what}; "
+                "use rollout=sync"
+            )
+    if experiment.rollout.max_staleness:
+        for rpc in experiment.graph.rpcs:
+            if rpc.method == "train_step" and rpc.model in trained:
+                _warn_of_stale_ratios(rpc, experiment)
+
+
+def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment) -> None:
+    interface = experiment.interfaces[rpc.model]
+    if "logprobs" not in rpc.inputs or "prox_logprobs" in interface.required_inputs("train_step"):
+        return
+    how = "clips around the policy that sampled them, which is not the one before the update"
+    if "prox_logprobs" in rpc.inputs:
+        how = "does not weigh them by how likely they are under the policy before the update (graph.recompute)"
+    module = "realign.interfaces.decoupled_ppo"
+    warnings.warn(
+        f"rollout.max_staleness={experiment.rollout.max_staleness}: responses may be so many versions old, and "
+        f"interfaces.{rpc.model} ({type(interface).__name__}) {how}. Decoupled PPO is made for them: "
+        f"graph._target_={module}.dataflow interfaces.{rpc.model}._target_={module}.DecoupledPPOActorInterface "
+        "(docs/guides/async.md)",
+        stacklevel=2,
+    )
+
+
 def _check_budget(experiment: Experiment) -> None:
     limit, response = experiment.microbatch.max_tokens_per_microbatch, experiment.longest_response
+    setting = experiment.length_setting
     if limit is not None and limit <= response:
         raise ValueError(
             f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: a response may have "
-            f"max_new_tokens={response} tokens, and its prompt comes before it; raise the budget above {response}, or "
-            "lower generation.max_new_tokens"
+            f"{setting.rpartition('.')[2]}={response} tokens, and its prompt comes before it; raise the budget above "
+            f"{response}, or lower {setting}"
         )
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from realign.runtime.resume import Start
-from realign.runtime.tracking import JsonLines
+from realign.runtime.tracking import JsonLines, Nowhere
 
 
 class Records:
@@ -69,3 +69,10 @@ class Records:
             if not start.own and source.is_file():
                 with source.open("rb") as file:
                     (folder / source.name).write_bytes(file.read(size))
+
+
+class NoRecords(Records):
+    """Of a process that writes no files, since another one of its run does."""
+
+    def __init__(self) -> None:
+        self.metrics = self.samples = self.eval_samples = Nowhere()

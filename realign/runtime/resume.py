@@ -26,6 +26,7 @@ FREE = (
     "resume",
     "resume_allow",
     "resume_skip",
+    "runtime",
     "sample_prompts",
     "save_best",
     "save_every_steps",
@@ -136,7 +137,7 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
     if differing:
         raise ValueError(
             f"the checkpoint is of another config: {'; '.join(differing)}. Where that is meant, name the keys in "
-            "resume_allow"
+            f"resume_allow, such as 'resume_allow=[{differing[0].split()[0]}]'"
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from torch import Tensor
 
 from realign.api import SequenceSample
 from realign.functional import KLEstimator, kl_estimate, segment_sum
@@ -19,8 +20,9 @@ SHOWN = 3
 def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
     """The first `prompts` prompts of a batch with all their responses; none if nothing was judged.
 
-    Each record has the prompt's `id`, `prompt`, `response`, `reward` (None: no verdict) and, where the batch has a
-    reference, `kl`: the sum of log-prob differences over the response (nats).
+    Each record has the prompt's `id`, `prompt`, `response` (all that follows the prompt), `reward` (None: no verdict)
+    and, where the batch has a reference, `kl`: the sum of log-prob differences over the response (nats). Of a
+    conversation it also has `turns`: the texts of the policy's turns and of the observations between them, by turns.
     """
     if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
         return []
@@ -32,15 +34,18 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         total_rewards(part).tolist(),
         strict=True,
     )
-    records = [
-        {
+    records: list[dict[str, Any]] = []
+    for owner, ids, given, reward in rows:
+        prompt, *turns = _runs(ids, given)
+        record = {
             "id": part.ids[owner],
-            "prompt": decode(ids[given], skip_special_tokens=True),
-            "response": decode(ids[~given], skip_special_tokens=True),
+            "prompt": decode(prompt, skip_special_tokens=True),
+            "response": decode(ids[len(prompt) :], skip_special_tokens=True),
             "reward": reward if math.isfinite(reward) else None,
         }
-        for owner, ids, given, reward in rows
-    ]
+        if len(turns) > 1:
+            record["turns"] = [decode(turn, skip_special_tokens=True) for turn in turns]
+        records.append(record)
     if {"logprobs", "ref_logprobs", "loss_mask"} <= part.keys:
         kl_T = kl_estimate(part["logprobs"], part["ref_logprobs"], part["loss_mask"], KLEstimator.k1)
         for record, kl in zip(records, segment_sum(kl_T, part.cu_seqlens()).tolist(), strict=True):
@@ -48,12 +53,26 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
     return records
 
 
+def _runs(ids: Tensor, given: Tensor) -> list[Tensor]:
+    """The tokens of a sequence, cut where given and sampled ones meet; given ones, if need be none, come first."""
+    changes = (given[1:] != given[:-1]).nonzero()[:, 0] + 1
+    runs = list(ids.tensor_split(changes.tolist()))
+    return runs if bool(given[:1].all()) else [ids[:0], *runs]
+
+
+def spoken(record: Mapping[str, Any]) -> str:
+    """Prompt and response of a record in one line; what the environment of a conversation said is in brackets."""
+    turns = record.get("turns", [record["response"]])
+    said = " ".join(f"[{text!r}]" if place % 2 else repr(text) for place, text in enumerate(turns))
+    return f"{record['prompt']!r} -> {said}"
+
+
 def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None:
     """Print the first response to each of the first `SHOWN` prompts; a screen that takes no text ends no run."""
     first = {record["id"]: record for record in reversed(records)}
     for record in list(reversed(first.values()))[:SHOWN]:
         numbers = [f"{name} {record[name]:.4g}" for name in ("reward", "kl") if record.get(name) is not None]
-        line = f"step {step}: {record['prompt']!r} -> {record['response']!r}  {', '.join(numbers) or 'no reward'}"
+        line = f"step {step}: {spoken(record)}  {', '.join(numbers) or 'no reward'}"
         try:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         except OSError as error:  # standard output may be a file on a disk that is full

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.folders import save_folder
+from realign.engines.ranks import Ranks
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Saves:
         every_steps: steps between saves; None makes none.
         keep: how many of them stay, the latest; None keeps all.
         best: metric whose largest value so far is kept as `best`, or with a `-` in front the smallest; None: none.
+        ranks: the processes of the run, which all call `write` together; rank 0 makes the folders.
     """
 
     folder: Path
@@ -68,6 +70,7 @@ class Saves:
     every_steps: int | None = None
     keep: int | None = None
     best: str | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     best_step: int | None = field(default=None, init=False)
     """The step of `best`, once there is one."""
     _made: list[Path] = field(default_factory=list, init=False)
@@ -105,19 +108,30 @@ class Saves:
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
         """Write the models of all roles, and `record` beside them, or nothing: a full disk costs this folder only."""
+        path, begun = self.folder / name, False
 
         def fill(folder: Path) -> None:
+            nonlocal begun
             folder.mkdir()
+            begun = self.ranks.broadcast(True)
             self.write(folder)
             if record is not None:
                 (folder / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
 
+        problem = None
         try:
-            save_folder(self.folder / name, fill)
+            if self.ranks.leader:
+                save_folder(path, fill)
+            elif self.ranks.broadcast(False):
+                self.write(path)
         except OSError as error:
-            warnings.warn(f"{error}; the run goes on", stacklevel=3)
-            return False
-        return True
+            problem = str(error)
+            if self.ranks.leader and not begun:
+                self.ranks.broadcast(False)
+        problem = self.ranks.broadcast(problem)
+        if problem is not None:
+            warnings.warn(f"{problem}; the run goes on", stacklevel=3)
+        return problem is None
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.best is None:

@@ -27,9 +27,13 @@ class StopSignals:
     """Inside this context the first signal is noted, and the second one raises `Interrupted`; a third one kills.
 
     Signals can be handled in the main thread only; in another one nothing changes.
+
+    Args:
+        quiet: say nothing, as one of several processes that a signal stops together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.received: int | None = None
         """The number of the first signal."""
         self._before: dict[int, Any] = {}
@@ -49,5 +53,6 @@ class StopSignals:
                 signal.signal(each, signal.SIG_DFL)
             raise Interrupted(number, "interrupted; the steps after the last checkpoint are lost")
         self.received = number
-        # print could be called while it is in the middle of another print
-        os.write(2, b"\nstopping after this step; once more to end at once\n")
+        if not self._quiet:
+            # print could be called while it is in the middle of another print
+            os.write(2, b"\nstopping after this step; once more to end at once\n")

@@ -1,13 +1,13 @@
 """The state of a run as one tree, and the way back.
 
 Everything that a step changes is in it, so that a run that is killed and resumed computes what it would have computed
-(bit for bit on a CPU). What no step changes is not: models that are not trained, and the frozen start of one that is,
-are loaded from where they came from, and their weights compared with those of then.
+(bit for bit on a CPU). What no step changes is not: models that are neither trained nor take weights from one that is,
+and the frozen start of one that is trained, are loaded from where they came from, and their weights compared with those
+of then.
 """
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from realign.api import Model
 from realign.api.model import derive_seed
@@ -25,6 +24,7 @@ from realign.engines.shared import ReferenceEngine
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.local import Counters, LocalRuntime
 from realign.runtime.readiness import used_interfaces
+from realign.runtime.trees import hash_of, tensors_of
 
 
 def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,12 +38,13 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         "realign": version("realign"),
         "environment": environment(),
         "config": config_of(runtime.experiment),
-        "frozen": dict(frozen),
-        "models": {role: _model_state(model) for role, model in runtime.models.items()},
+        "frozen": {role: found for role, found in frozen.items() if role not in runtime.sync.syncs},
+        "models": {role: _model_state(model, role in runtime.sync.syncs) for role, model in runtime.models.items()},
         "interfaces": interface_states(runtime),
         "random": random_state(),
         "data": runtime.prompts.state_dict() | {"sha256": runtime.data_sha256},
         "counters": runtime.counters.state_dict(),
+        "rollout": None if runtime.ahead is None else runtime.ahead.state_dict(),
     }
 
 
@@ -69,15 +70,17 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
                 "the beginning of this one by resume_skip=[data]"
             )
         runtime.prompts.load_state_dict(state["data"])
+        _restore_rollout(runtime, state.get("rollout"))
     if Part.counters not in skipped:
         runtime.counters = Counters.from_state(state["counters"])
     if Part.random not in skipped:  # last: nothing above may draw from them
         restore_random(state["random"])
 
 
-def _model_state(model: Model) -> dict[str, Any]:
+def _model_state(model: Model, synced: bool) -> dict[str, Any]:
     trained = model.engine is not None and model.engine.trainable
-    return {"version": model.version, "engine": model.machine.state_dict() if trained else None}
+    own = {"version": model.version, "engine": model.machine.state_dict() if trained else None}
+    return own | ({"weights": model.machine.weights()} if synced else {})
 
 
 def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: set[str]) -> None:
@@ -92,10 +95,26 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
         if trained:
             with _fitting(f"models.{role}", Part.optimizer):
                 model.machine.load_state_dict(state["engine"], weights_only=Part.optimizer in skipped)
+        if "weights" in state:  # of a role that takes them from a trained one
+            model.machine.load_weights(state["weights"])
         if Part.counters not in skipped:
             model.version = state["version"]
         if model.engine is not None:
             model.machine.start_step(model.version)
+
+
+def _restore_rollout(runtime: LocalRuntime, state: Mapping[str, Any] | None) -> None:
+    """Which prompts had begun, and were not trained on."""
+    if runtime.ahead is not None and state is not None:
+        runtime.ahead.load_state_dict(state)
+    elif runtime.ahead is not None:
+        runtime.ahead.start_at(runtime.prompts.drawn * runtime.prompts.batch_prompts)
+    elif state is not None and state["untrained"]:
+        raise ValueError(
+            f"data: {len(state['untrained'])} prompts had begun ahead of training when the checkpoint was written, and "
+            "with rollout=sync nothing would train on them; keep rollout=async, or start at the beginning of the data "
+            "by resume_skip=[data]"
+        )
 
 
 def interface_states(runtime: LocalRuntime) -> dict[str, Any]:
@@ -184,7 +203,7 @@ def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
             continue
         origin = any(isinstance(view.engine, ReferenceEngine) for view in model.views)
         tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}
-        if any(True for _ in _tensors(tree)):
+        if any(True for _ in tensors_of(tree)):
             path = getattr(runtime.experiment.models[role], "path", None)
             found[role] = {"path": path, "sha256": hash_of(tree)}
     return found
@@ -204,20 +223,3 @@ def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
                 f"models.{role}: the weights loaded{where} are not those that the run started with (sha256 "
                 f"{then['sha256'][:12]}, from {then['path']!r}), and a checkpoint does not hold what is not trained"
             )
-
-
-def hash_of(tree: Any) -> str:
-    """sha256 of the tensors of a tree, with their places, shapes and dtypes."""
-    digest = hashlib.sha256()
-    for path, x in _tensors(tree):
-        digest.update(f"{path} {x.dtype} {list(x.shape)}\n".encode())
-        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for key, inner in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _tensors(inner, f"{path}/{key}")

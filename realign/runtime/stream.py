@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from realign.api import SequenceSample
+from realign.api.lengths import IntArray
 from realign.data import Dataset, batch_indices
+from realign.data.order import epoch_order
 
 
 @dataclass
@@ -28,10 +32,24 @@ class PromptStream:
     seed: int
     shuffle: bool
     drawn: int = 0
+    _orders: dict[int, IntArray] = field(default_factory=dict, init=False, repr=False)
 
     def rows(self, number: int) -> list[tuple[int, int]]:
         """The (epoch, row) of each prompt of a batch (counted from 0): a pure function of seed and number."""
         return batch_indices(len(self.dataset), self.batch_prompts, number, self.seed, self.shuffle)
+
+    def at(self, places: Sequence[int]) -> SequenceSample:
+        """The prompts at these places of the stream, counted from its beginning through all epochs."""
+        n = len(self.dataset)
+        return self.dataset.sample([(place // n, int(self._order(place // n)[place % n])) for place in places])
+
+    def _order(self, epoch: int) -> IntArray:
+        """[rows] of an epoch; the latest two are kept, since a large one takes a while."""
+        if epoch not in self._orders:
+            n = len(self.dataset)
+            order = epoch_order(n, self.seed, epoch) if self.shuffle else np.arange(n)
+            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: order}
+        return self._orders[epoch]
 
     def draw(self) -> SequenceSample:
         """The next batch."""

@@ -145,6 +145,23 @@ class JsonLines:
             raise
 
 
+class Nowhere(JsonLines):
+    """Of a process that writes no files, since another one of its run does."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def sync(self) -> int:
+        """There is no file."""
+        return 0
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Forgiving:
     """A tracker whose failures are warnings: a run is worth more than a record of it elsewhere.
 

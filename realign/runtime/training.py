@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import yaml
 from rich.console import Console
 
-from realign.runtime.checkpoints import CheckpointWriter
+from realign.engines.ranks import Ranks, current
+from realign.runtime.backend import Backend, WorkerLost, cluster_for, open_runtime
+from realign.runtime.checkpointing import RunCheckpoints
 from realign.runtime.curves import draw_curves
 from realign.runtime.exclusive import alone_in
-from realign.runtime.experiment import CHECKPOINTS, Experiment
+from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
-from realign.runtime.records import Records
+from realign.runtime.records import NoRecords, Records
+from realign.runtime.recovery import Attempts
 from realign.runtime.resume import Start, find_start
+from realign.runtime.rollout import RolloutMode
 from realign.runtime.samples import SHOWN, show
 from realign.runtime.saving import Saves
 from realign.runtime.signals import Interrupted, StopSignals
-from realign.runtime.state import check_frozen, frozen_weights, interface_states, restore, run_state, seed_random
+from realign.runtime.state import check_frozen, frozen_weights, interface_states, restore, seed_random
 from realign.runtime.tracking import Forgiving, LiveDisplay, Tracker
 from realign.runtime.trees import pack
+from realign.runtime.watch import Watch
 
 HEADLINE = (
     "reward",
@@ -64,15 +68,26 @@ class RunResult:
         return [record[metric] for record in self.history if metric in record]
 
 
-def run(experiment: Experiment, *, console: Console | None = None, trackers: Iterable[Tracker] = ()) -> RunResult:
+def run(
+    experiment: Experiment,
+    *,
+    console: Console | None = None,
+    trackers: Iterable[Tracker] = (),
+    watch: Watch | None = None,
+) -> RunResult:
     """Load everything, train for `experiment.steps`, evaluate, save; see `Experiment` for the knobs.
 
     In the main thread, Ctrl-C and SIGTERM let the step under way end and write a checkpoint first.
+
+    In the processes of a torch.distributed group each calls this with the same experiment. Rank 0 writes the files, and
+    decides whatever a clock, a disk or a signal decides. With runtime=ray, a run whose worker died goes on from its
+    last checkpoint.
 
     Args:
         experiment: what to do.
         console: where progress is shown; None shows nothing.
         trackers: further receivers of the metrics; whoever made them closes them.
+        watch: is told what is under way, and of an error before anything is closed.
 
     Returns:
         The history, and where the files are.
@@ -84,20 +99,67 @@ def run(experiment: Experiment, *, console: Console | None = None, trackers: Ite
         FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
         Interrupted: a signal stopped the run; the message says after which step.
     """
-    experiment.refuse_earlier_run()
-    with ExitStack() as stack:
-        if is_there := experiment.output_dir.is_dir():
-            stack.enter_context(alone_in(experiment.output_dir))
-        start = find_start(experiment)
-        seed_random(experiment.seed)
-        runtime = LocalRuntime(experiment)
-        stack.callback(runtime.close)
-        experiment.output_dir.mkdir(parents=True, exist_ok=True)
-        if not is_there:
-            stack.enter_context(alone_in(experiment.output_dir))
-        training = _Training(runtime, start, console, trackers, stack)
-        del start  # it holds weights and moments once more
-        return training.run()
+    ranks, watch, trackers = current(), watch or Watch(), tuple(trackers)
+    _check_ranks(experiment, ranks)
+    ranks.lead(experiment.refuse_earlier_run)
+    attempts = Attempts(experiment)
+    while True:
+        try:
+            # each attempt has a cluster of its own: what killed a worker may have taken that with it
+            with cluster_for(experiment), ExitStack() as stack, watch.telling():  # told before anything is closed
+                training = _opened(attempts.experiment, ranks, watch, console, trackers, stack)
+                attempts.began()
+                return training.run()
+        except WorkerLost as lost:
+            attempts.recover(lost)
+
+
+def _opened(
+    experiment: Experiment,
+    ranks: Ranks,
+    watch: Watch,
+    console: Console | None,
+    trackers: Iterable[Tracker],
+    stack: ExitStack,
+) -> _Training:
+    """The run, loaded and restored, in its folder; `stack` closes it."""
+
+    def hold() -> None:
+        stack.enter_context(alone_in(experiment.output_dir))
+
+    if is_there := ranks.lead(experiment.output_dir.is_dir):
+        ranks.lead(hold)
+    start = find_start(experiment)
+    _check_start(start, ranks)
+    seed_random(experiment.seed)
+    runtime = open_runtime(experiment)
+    stack.callback(runtime.close)
+    runtime.watch = watch
+    ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
+    if not is_there:
+        ranks.lead(hold)
+    return _Training(runtime, start, console, trackers, stack)
+
+
+def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
+    """Refuse what several processes cannot do together."""
+    if ranks.size == 1:
+        return
+    if experiment.runtime.kind is Backend.ray:
+        raise ValueError("runtime=ray starts its own processes: start it without torchrun")
+    if experiment.rollout.mode is RolloutMode.async_:
+        raise ValueError("rollout=async runs in one process, or with runtime=ray; under torchrun take rollout=sync")
+
+
+def _check_start(start: Start | None, ranks: Ranks) -> None:
+    """Refuse to start from different checkpoints."""
+    found = ranks.gather(None if start is None else str(start.checkpoint.path))
+    for rank, path in enumerate(found):
+        if path != found[0]:
+            raise ValueError(
+                f"rank 0 would go on from {found[0]}, and rank {rank} from {path}: output_dir and the path in resume "
+                "must lie on a disk that all machines share"
+            )
 
 
 class _Training:
@@ -113,11 +175,12 @@ class _Training:
     ) -> None:
         """Restore what `start` holds, and open files and trackers, which `stack` closes."""
         self.experiment, self.out = runtime.experiment, runtime.experiment.output_dir
-        self.runtime, self.console = runtime, console
+        self.runtime, self.ranks = runtime, current()
+        self.console = console if self.ranks.leader else None
         self.first = 1 if start is None else start.step + 1
         self.fresh = start is None or start.anew
         e = self.experiment
-        self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best)
+        self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best, self.ranks)
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
         if start is not None:
             check_frozen(start.state["frozen"], frozen)
@@ -129,16 +192,22 @@ class _Training:
         if e.checkpoint is not None:
             pack(interface_states(runtime), copy=False)  # what cannot be kept is told now, not in ten minutes
         if start is None or not start.own:
-            e.clear_earlier_run()
+            self.ranks.lead(e.clear_earlier_run)
         self.result = RunResult(self.out)
-        stack.callback(_draw, e.name, self.result)  # an interrupted run leaves its curves too
-        self.records = stack.enter_context(Records(self.out, start))
+        self.records: Records = NoRecords()
+        self.receivers: list[Tracker] = []
+        self.ranks.lead(partial(self._open_files, start, trackers, stack))
+        self.checkpoints = stack.enter_context(RunCheckpoints(runtime, self.records, self.saves, frozen))
         if not self.fresh:
-            self.result.history = self.records.history()
-        if e.resolved:
-            text = yaml.safe_dump(dict(e.resolved), sort_keys=False, allow_unicode=True)
+            self.result.history = self.ranks.lead(self.records.history)
+
+    def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
+        """What only rank 0 has."""
+        stack.callback(_draw, self.experiment.name, self.result)  # an interrupted run leaves its curves too
+        self.records = stack.enter_context(Records(self.out, start))
+        if self.experiment.resolved:
+            text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
             (self.out / "config.yaml").write_text(text, encoding="utf-8")
-        self.checkpoints = stack.enter_context(_Checkpoints(runtime, self.records, self.saves, frozen))
         self.receivers = [self.records.metrics, *trackers, *self._opened(stack)]
 
     def _opened(self, stack: ExitStack) -> Iterable[Tracker]:
@@ -156,20 +225,25 @@ class _Training:
             before = self.runtime.calibrate("before") | self._evaluate(0)
             self._log(0, before)
             self.saves.after_step(0, before, last=False)
-            if self.experiment.save_every_steps or self.experiment.save_best:
+            if self.experiment.save_every_steps or self.experiment.save_best or self._may_lose_workers:
                 self.checkpoints.begin()
         steps = self.experiment.steps
-        with StopSignals() as signals:
+        with StopSignals(quiet=not self.ranks.leader) as signals, _ended_by(signals):
             for step in range(self.first, steps + 1):
                 self._step(step)
                 if step < steps:
-                    self.checkpoints.after_step(step, now=signals.received is not None)
-                    if signals.received is not None:
-                        raise Interrupted(signals.received, self._stopped(step))
+                    received = self.ranks.first(signals.received)
+                    self.checkpoints.after_step(step, now=received is not None)
+                    if received is not None:
+                        raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
             self.runtime.check_progress()
             self.runtime.save(self.out / "final")
             self.checkpoints.finish(steps)
         return self.result
+
+    @property
+    def _may_lose_workers(self) -> bool:
+        return self.experiment.runtime.kind is Backend.ray
 
     def _step(self, step: int) -> None:
         last = step == self.experiment.steps
@@ -180,6 +254,7 @@ class _Training:
                 values |= self._evaluate(step)
             if last:
                 values |= self._calibrate_after()
+            values = self.ranks.broadcast(values)  # times are not the same everywhere, and `save_best` may be one
         finally:  # a step that was made is on record, also when the evaluation after it fails
             self._log(step, values)
         for record in self.runtime.readable(batch, self.experiment.sample_prompts):
@@ -220,82 +295,15 @@ class _Training:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Checkpoints:
-    """The checkpoints of a run: when they are due, what goes in, and what could not be written."""
-
-    def __init__(self, runtime: LocalRuntime, records: Records, saves: Saves, frozen: Mapping[str, Any]) -> None:
-        self._runtime, self._records, self._saves, self._frozen = runtime, records, saves, frozen
-        self._spec = runtime.experiment.checkpoint
-        self._writer: CheckpointWriter | None = None
-        if self._spec is not None:
-            self._writer = CheckpointWriter(runtime.experiment.output_dir / CHECKPOINTS, self._spec.keep)
-        self._last = time.monotonic()
-        self._stalled: dict[str, float] = {}
-        self._interfaces: dict[str, Any] | None = None
-        self._problems: list[str] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if not isinstance(value, KeyboardInterrupt):  # whoever interrupts does not want to wait
-            _warn_of(self.close())
-
-    def begin(self) -> None:
-        """Write one before the first step: where models are saved, there is something to go on from."""
-        if self._writer is not None:
-            self._write(0)
-            self._writer.close()
-
-    def after_step(self, step: int, *, now: bool) -> None:
-        """Write one if it is due, or `now`, or if this is the best step so far."""
-        now = now or self._saves.best_step == step
-        if self._spec is not None and (now or self._spec.due(step, time.monotonic() - self._last)):
-            self._write(step)
-
-    def finish(self, step: int) -> None:
-        """Write the last one: that it is there says that the run is done, with its models saved."""
-        if self._spec is not None:
-            self._write(step)
-
-    def metrics(self) -> dict[str, float]:
-        """`time/checkpoint_s`, once, when one was written before the step that has just been made."""
-        stalled, self._stalled = self._stalled, {}
-        return stalled
-
-    def keep_interfaces(self) -> None:
-        """Take the interfaces as they are now into the next one, whatever is done with them until then."""
-        self._interfaces = interface_states(self._runtime)
-
-    def close(self) -> list[str]:
-        """Wait until the last one is written; returns what could not be, if it has not been said."""
-        if self._writer is not None:
-            self._writer.close()
-        return self._take_problems()
-
-    def _write(self, step: int) -> None:
-        assert self._writer is not None
-        started = time.perf_counter()
-        _warn_of(self._take_problems())
-        try:
-            state = run_state(self._runtime, self._frozen)
-            state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict()}
-            if self._interfaces is not None:
-                state["interfaces"] = self._interfaces
-            self._writer.write(step, state, best=self._saves.best_step)
-        except (OSError, ValueError) as error:  # a full disk; a value of an interface that cannot be kept
-            self._problems.append(f"the checkpoint of step {step} was not written: {error}")
-        self._last = time.monotonic()
-        self._stalled = {"time/checkpoint_s": time.perf_counter() - started}
-
-    def _take_problems(self) -> list[str]:
-        problems, self._problems = self._problems, []
-        return problems + (self._writer.failed() if self._writer is not None else [])
-
-
-def _warn_of(problems: Iterable[str]) -> None:
-    for problem in problems:
-        warnings.warn(problem, stacklevel=3)
+@contextmanager
+def _ended_by(signals: StopSignals) -> Iterator[None]:
+    """A signal that stops a run may have gone to its workers, too: their death is then no reason to go on."""
+    try:
+        yield
+    except WorkerLost as lost:
+        if signals.received is None:
+            raise
+        raise Interrupted(signals.received, f"stopped within a step ({lost})") from lost
 
 
 def _draw(name: str, result: RunResult) -> None:

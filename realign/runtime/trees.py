@@ -7,6 +7,7 @@ text that has no UTF-8 (a lone surrogate), `{"$text": hex}`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from realign.engines.parts import is_part, memory_of, whole
 
 Tree: TypeAlias = Mapping[str, Any]
 """Dicts (keys: text or whole numbers), lists and tuples of None, bool, int, float, str and tensors."""
@@ -50,6 +53,8 @@ class Packed(NamedTuple):
     """What JSON can hold, with the names of tensors."""
     tensors: dict[str, torch.Tensor]
     """Contiguous, on the CPU; tensors that were the same memory are one."""
+    parts: dict[str, torch.Tensor]
+    """Of tensors that several ranks divide, this rank's part; never copied."""
 
 
 def pack(tree: Tree, *, copy: bool) -> Packed:
@@ -66,11 +71,15 @@ def pack(tree: Tree, *, copy: bool) -> Packed:
         raise ValueError(f"a checkpoint is made of a mapping, found {type(tree).__name__}")
     packer = _Packer(copy)
     state = packer.pack({**tree}, ())
-    return Packed({"tree": state}, packer.tensors)
+    return Packed({"tree": state}, packer.tensors, packer.parts)
 
 
-def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def unpack(state: Any, tensors: Mapping[str, Any]) -> Any:
     """Put together what `pack` took apart.
+
+    Args:
+        state: of `Packed`.
+        tensors: of its `tensors` and `parts`, or what stands for them.
 
     Raises:
         ValueError: `pack` cannot have made this.
@@ -86,6 +95,7 @@ def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 class _Packer:
     def __init__(self, copy: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, torch.Tensor] = {}
         self._copy = copy
         self._names: dict[Hashable, str] = {}
 
@@ -118,6 +128,8 @@ class _Packer:
         return {"$dict": [[self.pack(key, path), inner] for key, inner in items]}
 
     def _name(self, value: torch.Tensor, path: tuple[str, ...]) -> str:
+        if is_part(value):
+            return self._named(memory_of(value), path, self.parts, value.detach)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
             raise ValueError(f"{_shown(path)}: only plain dense tensors can be kept, found {type(value).__name__}")
         if value.dtype not in DTYPES:
@@ -127,11 +139,21 @@ class _Packer:
         memory = (
             (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else id(value)
         )
+        return self._named(memory, path, self.tensors, lambda: self._taken(value.detach()))
+
+    def _named(
+        self,
+        memory: Hashable,
+        path: tuple[str, ...],
+        into: dict[str, torch.Tensor],
+        take: Callable[[], torch.Tensor],
+    ) -> str:
+        """The name of what lies in `memory`, put `into` where it belongs when it is met first."""
         if memory not in self._names:
             name = "/".join(path).encode(errors="replace").decode()
-            while name in self.tensors or name == "__metadata__":
+            while name in self.tensors or name in self.parts or name == "__metadata__":
                 name += "'"
-            self.tensors[name] = self._taken(value.detach())
+            into[name] = take()
             self._names[memory] = name
         return self._names[memory]
 
@@ -141,7 +163,7 @@ class _Packer:
         return value.cpu().contiguous()
 
 
-def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
         return [_unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -166,7 +188,7 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     raise ValueError(f"{str(value)[:80]} means nothing")
 
 
-def _items(pairs: list[Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str | int, Any]]:
+def _items(pairs: list[Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str | int, Any]]:
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError("an item of a '$dict' must be a key and a value")
@@ -221,3 +243,21 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, it is no mapping
     except SafetensorError as error:
         raise ValueError(f"no safetensors: {error}") from error
+
+
+def hash_of(tree: Any) -> str:
+    """sha256 of the tensors of a tree, with their places, shapes and dtypes; a collective where ranks have parts."""
+    digest = hashlib.sha256()
+    for path, x in tensors_of(tree):
+        digest.update(f"{path} {x.dtype} {list(x.shape)}\n".encode())
+        digest.update(whole(x.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Place and value of each tensor in mappings, lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, inner in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from tensors_of(inner, f"{path}/{key}")

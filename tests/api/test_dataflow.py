@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats
+from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats, Sync
 from realign.api.dataflow import nearest
 
 GEN = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=("input_ids", "logprobs"))
@@ -145,6 +145,17 @@ def test_two_train_steps_of_a_model_stay_as_declared() -> None:
         ),
         (lambda: graph(RPC("a", "m", "inference", ("x",), ("x",))), "in a circle: a -> a"),
         (lambda: graph(replace(GEN, after=("actor_train",)), REWARD, REF, TRAIN), "in a circle: .*actor_train"),
+        (
+            lambda: graph(sync={"reff": Sync("actor")}),
+            r"sync.reff: no call of the graph uses role 'reff'; did you mean 'ref'\? \(valid: ref, reward\)",
+        ),
+        (lambda: graph(sync={"actor": Sync("actor")}), "sync.actor: role 'actor' is trained, and would lose what it"),
+        (
+            lambda: graph(sync={"ref": Sync("reward")}),
+            r"sync.ref.of: no call of the graph trains 'reward' \(valid: actor\)",
+        ),
+        (lambda: graph(sync={"ref": Sync("actor", weight=0.0)}), "weight must be above 0 and at most 1, found 0.0"),
+        (lambda: graph(sync={"ref": Sync("actor", every_steps=0)}), "every_steps must be at least 1, found 0"),
     ],
 )
 def test_trap_g6_a_bad_graph_is_refused_with_a_suggestion(build: Any, message: str) -> None:
@@ -259,6 +270,17 @@ def test_trap_g6_a_role_that_cannot_is_refused_before_anything_loads(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         graph().check_roles(interfaces, models)
+
+
+def test_trap_g6_a_sync_of_a_role_without_a_network_is_refused() -> None:
+    synced = graph(sync={"reward": Sync("actor")})
+    with pytest.raises(ValueError, match=r"sync.reward: role 'reward' has no model \(valid: actor, ref\)"):
+        synced.check_roles(ROLES, ["actor", "ref"])
+
+
+def test_a_sync_is_told_for_people() -> None:
+    assert Sync("actor").describe() == "actor"
+    assert Sync("actor", weight=0.1, every_steps=10).describe() == "0.9 own + 0.1 actor, every 10 steps"
 
 
 def test_the_nearest_name_is_suggested_and_all_are_listed() -> None:

@@ -247,12 +247,38 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
         assert (found["vetoed_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
         for name in ("nll", "nll_max", "loss", "grad_norm", "lr", "tokens"):  # reported as what they would have been
             assert found[name] == pytest.approx(plain[name], rel=1e-5), name
-        assert seen[-1] == pytest.approx({k: plain[k] for k in ("nll", "nll_max", "pair")}, rel=1e-5)
+        asked = {k: plain[k] for k in ("nll", "nll_max", "pair", "tokens")}
+        assert {k: seen[-1][k] for k in asked} == pytest.approx(asked, rel=1e-5)
     for part in ("module", "ema", "optimizer"):
         assert_equal(engine.state_dict()[part], before[part])
     assert all(p.grad is None for p in engine.module.parameters())
     after = stat_values(engine.train_batch(data, ONE, loss.loss, loss.weight, lambda stats: True))
     assert (after["vetoed_steps"], after["optimizer_steps"], after["lr"]) == (0, 1, plain["lr"])
+
+
+def test_a_part_with_the_weight_of_the_whole_is_differentiated_and_applied():
+    """What two ranks would do: their gradients, added, are that of the whole batch; so are their merged metrics."""
+    engine, data, loss = tiny_engine(optimizer=STEP), random_sample(LENGTHS), Likelihood()
+    weight, parts = loss.weight(data), data.chunks(2)
+    gradients, metrics = [], []
+    for part in parts:
+        metrics.append(engine.accumulate(part, ONE, loss.loss, weight))
+        gradients.append([p.grad.clone() for p in engine.module.parameters()])
+    engine.accumulate(data, ONE, loss.loss, weight)
+    for whole, *halves in zip(engine.module.parameters(), *gradients, strict=True):
+        torch.testing.assert_close(whole.grad, sum(halves), atol=1e-6, rtol=1e-5)
+    step = engine.apply(weight)
+    plain = stat_values(train(tiny_engine(optimizer=STEP), data))
+    found = stat_values({**merge_stats(metrics), **step})
+    assert found == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_step_without_a_gradient_is_refused_or_counted():
+    engine = tiny_engine(optimizer=STEP)
+    with pytest.raises(ValueError, match="'actor': apply needs a gradient; call accumulate first"):
+        engine.apply(torch.tensor(1.0))
+    found = stat_values(engine.skip("zero_weight_steps"))
+    assert (found["zero_weight_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
 
 
 def assert_equal(a, b):
@@ -610,7 +636,7 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
 
     def fake(model, head, data, config, *, seed, eos_token_ids, tokenizer, fusion):
         seen.update(seed=seed, eos=eos_token_ids, grad=torch.is_grad_enabled(), training=model.training)
-        seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head)
+        seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head.weight_VH)
         return data
 
     monkeypatch.setattr("realign.engines.generation.generate", fake)
@@ -625,7 +651,7 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         "grad": False,
         "training": False,
         "autocast": True,
-        "head": engine.head,
+        "head": engine.head.weight_VH,
     }
     with pytest.raises(ValueError, match="scalar head and cannot generate"):
         tiny_engine("llama", model={"head": "score"}).generate(data, None, seed=0)

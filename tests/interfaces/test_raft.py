@@ -218,7 +218,9 @@ def test_the_graph_samples_judges_and_trains():
 
 def test_the_shipped_experiment_runs_on_a_tiny_model(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
-    (tmp_path / "reward.py").write_text("def score(prompt, response, row):\n    return response.count('a')\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, response, row):\n    return sum(map(str.islower, response))\n"
+    )
     settings = [f"models.actor.path={save_tiny(tmp_path / 'model')}", f"data.path={tmp_path / 'prompts.jsonl'}"]
     settings += [f"interfaces.reward.function={tmp_path / 'reward.py'}:score", "interfaces.reward.workers=0"]
     settings += [f"output_dir={tmp_path / 'run'}", "steps=4", "batch_prompts=8", "models.actor.optimizer.lr=1e-2"]

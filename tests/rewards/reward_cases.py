@@ -22,6 +22,11 @@ def act(prompt, response, row):
             raise KeyError("no such answer")
         case "exit":
             sys.exit(0)
+        case "slow":
+            time.sleep(row["s"])
+            return row["value"]
+        case "pid":
+            return float(os.getpid())
         case "hang":
             while True:
                 time.sleep(0.05)

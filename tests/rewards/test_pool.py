@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.processes import _Todo
+from realign.rewards.tally import Tally
 from realign.rewards.worker import Problem, answer
 
 HERE = Path(__file__).parent
@@ -279,6 +281,63 @@ def run_script(tmp_path, body, **popen):
 
 
 @LINUX
+def test_several_threads_share_the_workers_also_when_these_are_killed(caplog):
+    with make() as pool, ThreadPoolExecutor(6) as threads:
+        first = score(pool, [{"do": "pid"}]).values[0]
+        calls = [threads.submit(score, pool, [{"do": "slow", "s": 0.05, "value": i}] * 8) for i in range(6)]
+        os.kill(int(first), signal.SIGKILL)
+        crashing = threads.submit(score, pool, [{"value": 1}, {"do": "os_exit"}, {"value": 2}])
+        for i, call in enumerate(calls):
+            assert call.result().values == [i] * 8
+        assert crashing.result().values == [1, None, 2]
+
+
+def test_closing_ends_the_calls_of_other_threads():
+    pool = make()
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(score, pool, [{"do": "hang"}] * 8) for _ in range(2)]
+        while pool._processes._pool is None:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        began = time.monotonic()
+        pool.close()
+        for call in calls:
+            assert call.exception() is not None
+        assert time.monotonic() - began < 15
+    assert pool._processes._pool is None
+
+
+def test_parts_of_a_batch_are_counted_together():
+    """With a batch of four prompts, one whose row breaks the function is a quarter of it."""
+    bad, good = [{"do": "raise"}] * 3, values(3)
+    tally = Tally(4)
+    with make(workers=0, max_failed_fraction=0.5) as pool:
+        with tally.counting():
+            for rows in (good, bad, bad, good, good, good, bad):
+                score(pool, rows)
+            score(pool, bad)
+            message = (
+                r"failed on 1 of the 1 items answered so far, 3 in all \(exception 1\), and on 6 of the other 9 items"
+            )
+            with pytest.raises(RewardError, match=message):
+                score(pool, bad)
+        with pytest.raises(RewardError):  # outside a call is a batch
+            score(pool, bad)
+
+
+def test_parts_that_are_judged_at_the_same_time_see_each_others_failures():
+    tally = Tally(4)
+
+    def broken(prompt, response, row):
+        tally.add(3)  # another part of the batch ends meanwhile
+        raise RuntimeError("broken")
+
+    message = r"failed on 2 of the 2 items answered so far, 3 in all \(exception 2\), and on 6 of the other 9 items"
+    pool = make(broken, workers=0, max_failed_fraction=0.5)
+    with tally.counting(), pytest.raises(RewardError, match=message):
+        score(pool, values(3))
+
+
 def test_close_leaves_no_process_and_the_pool_can_go_on():
     pool = make(f"{HERE / 'reward_cases.py'}:pid")
     first = {int(v) for v in score(pool, [{}] * 20).values}

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from realign.api import GenerationConfig, MicroBatchSpec
+from realign.api import RPC, GenerationConfig, MicroBatchSpec
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
 from realign.engines import OptimizerSpec, Schedule, SharedModel, TransformersModel
+from realign.interfaces import decoupled_ppo, sft
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, ValueObjective, dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.runtime import Evaluation, LocalRuntime
-from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces, writable
+from realign.interfaces.sft import SFTInterface
+from realign.runtime import Evaluation, LocalRuntime, RolloutSpec
+from realign.runtime.readiness import _check_rollout, check_ready, open_interfaces, used_interfaces, writable
+from realign.runtime.rollout import RolloutMode
 from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
 from tests.tiny import save_tiny
 
@@ -132,3 +138,41 @@ def test_a_response_alone_may_not_fill_the_budget(tmp_path):
     with pytest.raises(ValueError, match=r"max_tokens_per_microbatch=4 cannot hold one sequence: .*max_new_tokens=6"):
         check_ready(experiment(tmp_path, microbatch=MicroBatchSpec(max_tokens_per_microbatch=4)))
     check_ready(experiment(tmp_path, models={"actor": BigramModel()}, microbatch=MicroBatchSpec(None)))
+
+
+AHEAD = RolloutSpec(mode=RolloutMode.async_, max_staleness=2)
+
+
+def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"calls that lead to key 'rewards' .* none of them generates"):
+        check_ready(experiment(tmp_path, graph=sft.dataflow(), interfaces={"actor": SFTInterface()}, rollout=AHEAD))
+    train = RPC("other_train", "other", "train_step", inputs=("input_ids",))
+    judged = [replace(r, after=("other_train",)) if r.name == "reward_inf" else r for r in dataflow().rpcs]
+    graph = replace(dataflow(), rpcs=(*judged, train))
+    with pytest.raises(ValueError, match="RPC 'other_train' trains; use rollout=sync"):
+        _check_rollout(SimpleNamespace(rollout=AHEAD, graph=graph, models={"actor": BigramModel()}))
+    judge = [replace(r, model="judge") if r.name == "reward_inf" else r for r in dataflow().rpcs]
+    later = RPC("judge_train", "judge", "train_step", inputs=("input_ids", "rewards"))
+    graph = replace(dataflow(), rpcs=(*judge, later))
+    with pytest.raises(ValueError, match=r"RPC 'reward_inf' uses models\.judge, which changes meanwhile"):
+        _check_rollout(SimpleNamespace(rollout=AHEAD, graph=graph, models={"judge": BigramModel()}))
+
+
+@pytest.mark.parametrize(
+    ("graph", "interface", "text"),
+    [
+        (dataflow(), PPOActorInterface, "PPOActorInterface.* clips around the policy that sampled them"),
+        (dataflow(recompute=True), PPOActorInterface, "PPOActorInterface.* does not weigh them"),
+        (decoupled_ppo.dataflow(), decoupled_ppo.DecoupledPPOActorInterface, None),
+    ],
+)
+def test_an_objective_that_is_not_made_for_old_samples_is_told(tmp_path, graph, interface, text):
+    interfaces = {"actor": interface(generation=GENERATION), "reward": CountToken()}
+    made = experiment(tmp_path, graph=graph, interfaces=interfaces, rollout=AHEAD)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_ready(made)
+        check_ready(replace(made, rollout=RolloutSpec(mode=RolloutMode.async_, max_staleness=0)))
+    told = [str(w.message) for w in caught]
+    assert len(told) == (text is not None)
+    assert text is None or re.search(rf"max_staleness=2.*{text}.*DecoupledPPOActorInterface", told[0])

@@ -48,3 +48,16 @@ def test_the_first_response_of_each_prompt_is_shown():
         "step 7: '1' -> '5 6 7'  reward 0.5",
         "step 7: '1' -> '8'  no reward",
     ]
+
+
+def test_a_conversation_is_shown_turn_by_turn():
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3, 4, 5, 6, 7], [1, 2]]]})
+    given = [True, True, False, True, True, False, False, True, True]
+    data = data.with_tokens(prompt_mask=torch.tensor(given)).with_sequences(rewards=torch.tensor([1.0, 0.0]))
+    talked, silent = readable(data, 1, decode)
+    assert (talked["prompt"], talked["response"], talked["turns"]) == ("1 2", "3 4 5 6 7", ["3", "4 5", "6 7"])
+    assert (silent["prompt"], silent["response"]) == ("1 2", "")
+    assert "turns" not in silent
+    console = Console(file=io.StringIO(), width=200)
+    show(console, 2, [talked])
+    assert console.file.getvalue() == "step 2: '1 2' -> '3' ['4 5'] '6 7'  reward 1\n"

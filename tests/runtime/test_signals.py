@@ -61,6 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("slow", None)  # another test's file of that name
     return tmp_path
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realign.api import GenerationConfig, ModelInterface
+from realign.api import GenerationConfig, ModelInterface, Sync
 from realign.data import LabelKind, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.lora import LoRA
@@ -80,7 +80,10 @@ class Plenty(ModelInterface):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models and data of all the runs."""
-    folder = tmp_path_factory.mktemp("files")
+    return save_files(tmp_path_factory.mktemp("files"))
+
+
+def save_files(folder: Path) -> Path:
     save_tiny(folder / "llama")
     save_tiny(folder / "score", head="score", seed=1)
     rows = [{"prompt": f"{i}+{i + 1}=", "response": str(2 * i + 1), "rejected": f"x{i}"} for i in range(ROWS)]
@@ -125,6 +128,11 @@ def of_grpo(files: Path) -> dict[str, Any]:
         "evaluation": Evaluation(prompts(files), Wandering(), SAMPLING, every_steps=2),
         "sample_prompts": BATCH,
     }
+
+
+def of_grpo_with_a_reference_that_follows(files: Path) -> dict[str, Any]:
+    sync = {"ref": Sync("actor", weight=0.3, every_steps=2)}
+    return of_grpo(files) | {"sync": sync, "evaluation": None}
 
 
 def of_ppo(files: Path) -> dict[str, Any]:
@@ -245,6 +253,7 @@ def of_dynamic_sampling(files: Path) -> dict[str, Any]:
 RUNS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "sft": of_sft,
     "grpo": of_grpo,
+    "synced reference": of_grpo_with_a_reference_that_follows,
     "ppo": of_ppo,
     "ppo in one model": of_ppo_in_one_model,
     "lora": of_lora,

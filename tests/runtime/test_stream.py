@@ -32,6 +32,15 @@ def test_batches_come_in_the_order_of_the_data_and_the_position_is_one_number():
     assert [resumed.draw().ids for _ in range(2)] == drawn[2:]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_places_of_the_stream_are_those_of_its_batches(shuffle):
+    stream = PromptStream(Rows(5), 3, seed=1, shuffle=shuffle)
+    batches = [row for number in range(6) for row in stream.rows(number)]
+    assert stream.at(range(18)).ids == tuple(batches)
+    assert stream.at([17, 2, 9]).ids == (batches[17], batches[2], batches[9])
+    assert len(stream._orders) == 2
+
+
 def test_rows_that_were_used_are_passed_over():
     """In file order, rows 0 to 3 in batches of 3: 012 | 3 01 | 23 0 | ..."""
     stream = PromptStream(Rows(4), 3, seed=0, shuffle=False)

@@ -1,0 +1,226 @@
+"""8 to 1,024 accelerators, simulated: what a placement and a staleness bound bring, and what they cost.
+
+The costs are a roofline, every number of which is an assumption that stands here: no such cluster was used. They are
+meant for comparing placements, whose differences come from who waits for whom, and not for predicting seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.costs import Costs
+from benchmarks.plans import Plan, Tail, Work
+from benchmarks.report import table
+from benchmarks.simulate import simulate
+
+DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
+BOUNDS = (0, 1, 2, 4, 8)
+SPLITS = (0.25, 0.5, 0.75)
+"""Parts of the devices that generate."""
+ROUNDS = 2
+"""How often `bound + 1` steps are measured once the pipeline is full: waits for old prompts come in such bursts."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Peaks of a device. The defaults are NVIDIA's data sheet of the H100 SXM5 (dense bf16, HBM3), in a DGX H100."""
+
+    flops: float = 989e12
+    bandwidth: float = 3.35e12
+    """Bytes of its memory per second."""
+    memory: float = 80e9
+    link: float = 50e9
+    """Bytes per second to other nodes: one port of 400 Gb/s for each device."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A dense model of 7 billion weights, with the shape of Qwen2.5-7B (its config.json) in bf16."""
+
+    weights: float = 7.6e9
+    layers: int = 28
+    kv_heads: int = 4
+    head_size: int = 128
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Keys and values of a token of context, in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What no data sheet says."""
+
+    bandwidth_used: float = 0.7
+    """Of the memory bandwidth, in decoding."""
+    flops_used: float = 0.4
+    """Of the peak, in training and in reading prompts."""
+    decode_call_s: float = 0.003
+    """Of a decoding step, beside what the memory takes: launches, sampling, scheduling."""
+    train_call_s: float = 2.0
+    """Of a training step, beside its tokens: cutting, the last reductions, the optimizer."""
+    sync_call_s: float = 1.0
+    """Of a change of weights, beside the transfer."""
+    link_used: float = 0.5
+    """Of the link, in the transfer of weights."""
+    switch_s: float = 3.0
+    """From training to generation on the same devices, or back: weights gathered or sharded anew, caches made."""
+    passes: float = 8.0
+    """Operations per weight and token that a training step takes: 6 to learn, 2 for the proximal log-probs."""
+    slots: int = 256
+    """Most rows of an engine; fewer where their keys and values would not fit."""
+
+
+WORK = Work(
+    batch_prompts=256,
+    group=8,
+    steps=0,
+    prompt_tokens=512,
+    lengths=Tail(4096, 0.8, 32768),
+    reward_s=Tail(1.0, 1.0),
+)
+"""2,048 responses a step whatever the number of devices; lengths like those of reasoning: a median of 2,970 tokens, and
+one in 100 above 19,000."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulated run."""
+
+    devices: int
+    bound: int | None
+    """None: the same devices generate and train, in turn."""
+    share: float = 1.0
+    """Part of the devices that generate."""
+
+
+def slots(device: Accelerator, network: Network, assumed: Assumed, work: Work) -> int:
+    """Rows of an engine of one device whose keys and values fit at twice their mean length."""
+    free = 0.9 * device.memory - 2 * network.weights
+    length = work.prompt_tokens + 2 * work.lengths.mean
+    return max(1, min(assumed.slots, int(free / (network.bytes_per_token * length))))
+
+
+def roofline(trainers: int, device: Accelerator, network: Network, assumed: Assumed) -> Costs:
+    """Costs of an engine on one device, and of training on `trainers` of them."""
+    read = device.bandwidth * assumed.bandwidth_used
+    compute = device.flops * assumed.flops_used
+    return Costs(
+        decode_step_s=assumed.decode_call_s + 2 * network.weights / read,
+        decode_row_s=2 * network.weights / compute,
+        decode_context_s=network.bytes_per_token / read,
+        prefill_token_s=2 * network.weights / compute,
+        train_step_s=assumed.train_call_s,
+        train_token_s=assumed.passes * network.weights / (compute * trainers),
+        sync_s=assumed.sync_call_s + 2 * network.weights / (device.link * assumed.link_used),
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Every number of devices, bound and split."""
+    for devices in DEVICES:
+        yield Case(devices, None)
+        for bound in BOUNDS:
+            yield from (Case(devices, bound, share) for share in SPLITS)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Throughput, staleness and use of the devices."""
+    device, network, assumed = Accelerator(), Network(), Assumed()
+    together = case.bound is None
+    engines = round(case.devices * case.share)
+    trainers = case.devices if together else case.devices - engines
+    bound = case.bound or 0
+    steps = max(6, ROUNDS * (bound + 1)) + 1 + 2 * bound
+    work = Work(**{**vars(WORK), "steps": steps})
+    costs = roofline(trainers, device, network, assumed)
+    plan = Plan(case.bound, engines, slots(device, network, assumed, work), switch_s=assumed.switch_s * together)
+    report = simulate(costs, work, plan)
+    seconds = report.ends[-1]
+    return {
+        "devices": case.devices,
+        "bound": case.bound,
+        "share": case.share,
+        "tokens_per_s": round(report.tokens_per_s),
+        "step_s": round(report.step_s, 1),
+        "staleness": {name: round(x, 2) for name, x in report.staleness().items()},
+        "generating": round(report.generating_s / (seconds * engines), 3),
+        "training": round(report.training_s / seconds, 3),
+    }
+
+
+def sweep(processes: int = 2) -> list[dict[str, Any]]:
+    """All cases."""
+    with ProcessPoolExecutor(processes) as pool:
+        return list(pool.map(measure, cases(), chunksize=4))
+
+
+def best(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int | None], Mapping[str, Any]]:
+    """Of each number of devices and bound, the row of the best split."""
+    found: dict[tuple[int, int | None], Mapping[str, Any]] = {}
+    for row in rows:
+        key = (row["devices"], row["bound"])
+        if key not in found or row["tokens_per_s"] > found[key]["tokens_per_s"]:
+            found[key] = row
+    return found
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Thousands of tokens per second, and how many times those of the colocated run; of the best split, with its share
+    of devices that generate."""
+    top = best(rows)
+    lines = []
+    for devices in DEVICES:
+        base = top[devices, None]["tokens_per_s"]
+        cells = [f"{base / 1000:.0f}"]
+        for bound in BOUNDS:
+            row = top[devices, bound]
+            cells.append(f"{row['tokens_per_s'] / base:.2f}x ({row['share']:.0%})")
+        lines.append([str(devices), *cells])
+    return table(("devices", "colocated, k tokens/s", *(f"bound {b}" for b in BOUNDS)), lines)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Throughput over the colocated run, and staleness, by devices."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    top = best(rows)
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13.5, 4.2), layout="constrained")
+    colours = plt.get_cmap("viridis")([0.0, 0.22, 0.45, 0.68, 0.88])
+    each = [top[n, None]["tokens_per_s"] / n for n in DEVICES]
+    left.plot(DEVICES, each, "k--", marker="s", label="colocated, synchronous")
+    for bound, colour in zip(BOUNDS, colours, strict=True):
+        name = "separate, bound 0" if bound == 0 else f"asynchronous, bound {bound}"
+        own = [top[n, bound] for n in DEVICES]
+        left.plot(DEVICES, [r["tokens_per_s"] / r["devices"] for r in own], color=colour, marker="o", label=name)
+        ratio = [r["tokens_per_s"] / top[r["devices"], None]["tokens_per_s"] for r in own]
+        middle.plot(DEVICES, ratio, color=colour, marker="o")
+        right.plot(DEVICES, [r["staleness"]["head"] for r in own], color=colour, marker="o")
+        right.plot(DEVICES, [r["staleness"]["max"] for r in own], color=colour, ls=":", lw=1)
+    middle.axhline(1, color="k", ls="--", lw=1)
+    left.set(title="Response tokens per second and device", ylim=(0, None))
+    middle.set(title="Throughput over colocated", ylim=(0, None))
+    right.set(title="Versions behind: mean (dotted: most)", ylim=(-0.2, None))
+    left.legend(fontsize=8, frameon=False)
+    for axis in (left, middle, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(DEVICES, [f"{n:,}" for n in DEVICES], fontsize=8)
+        axis.set_xlabel("devices, the best split of each")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def median_tokens(work: Work) -> float:
+    """Of the responses, before the limit."""
+    return work.lengths.mean * math.exp(-(work.lengths.sigma**2) / 2)

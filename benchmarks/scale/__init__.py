@@ -1,0 +1,1 @@
+"""One experiment in several runtimes, with rollouts ahead, and killed: `python -m benchmarks.scale`."""

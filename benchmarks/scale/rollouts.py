@@ -1,0 +1,140 @@
+"""Rollouts within the step and ahead of it, with a slow reward, against each other and against the simulator."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.costs import Costs, measure
+from benchmarks.jobs import Job
+from benchmarks.plans import Plan, Report, Tail, Work, full_steps
+from benchmarks.report import table
+from benchmarks.scale.task import ON_RAY, REWARD, SIGMA, TOKENS, common
+from benchmarks.simulate import simulate
+
+PROMPTS, GROUP, WORKERS, BOUND = 8, 4, 48, 2
+LAST = 4
+"""Steps at the end whose mean is the final reward."""
+
+
+def rollout_words(task: Path, steps: int, seed: int, reward: str = "slow") -> list[str]:
+    """Decoupled PPO, whose ratios are right for older samples."""
+    return [
+        *common(task, steps, reward),
+        f"seed={seed}",
+        f"models.actor.path={task / 'model'}",
+        "models.actor.optimizer={lr: 3e-3, schedule: {kind: constant}}",
+        f"batch_prompts={PROMPTS}",
+        f"interfaces.actor.generation.n={GROUP}",
+        "graph._target_=realign.interfaces.decoupled_ppo.dataflow",
+        "interfaces.actor._target_=realign.interfaces.decoupled_ppo.DecoupledPPOActorInterface",
+        "interfaces.actor.adv_norm={mean: group, std: group}",
+        f"interfaces.reward.workers={WORKERS}",
+    ]
+
+
+def ahead(bound: int) -> list[str]:
+    """Overrides of a run whose rollouts are made ahead."""
+    return ["rollout=async", f"rollout.max_staleness={bound}"]
+
+
+def rollouts(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, Any]:
+    """Throughput and final reward, against each other and against the simulator."""
+    steps, seeds = int(words["rollout_steps"]), int(words["seeds"])
+    kinds = {
+        "in the step": ([], None, range(seeds)),
+        f"ahead, bound {BOUND}": (ahead(BOUND), BOUND, range(seeds)),
+        f"ahead, bound {BOUND}, Ray": ([*ahead(BOUND), *ON_RAY], BOUND, range(1)),
+    }
+    costs = measure([*rollout_words(task, steps, 0, "at_once"), "checkpoint=null"], PROMPTS, TOKENS)
+    rows: dict[str, dict[str, Any]] = {}
+    for number, (name, (more, bound, of)) in enumerate(kinds.items()):
+        jobs = [Job(folder / f"rollout_{number}_{s}", [*rollout_words(task, steps, s), *more]).run() for s in of]
+        expected = [predicted(costs, job, bound, steps) for job in jobs]
+        rows[name] = measured_rollout(jobs, bound) | {
+            "predicted_s": round(statistics.fmean(r.step_s for r in expected), 3),
+            "predicted_staleness": round(statistics.fmean(r.staleness()["head"] for r in expected), 2),
+        }
+    base = rows["in the step"]
+    head = ("rollouts", "s/step", "predicted", "responses/s", "brings", "reward", "per seed", "versions behind")
+    lines = []
+    for name, r in rows.items():
+        r["error"] = round(r["predicted_s"] / r["step_s"] - 1, 3)
+        each = " ".join(f"{x:.3f}" for x in r["rewards"])
+        cells = (f"{r['step_s']:.2f}", f"{r['predicted_s']:.2f} ({r['error']:+.0%})", f"{r['responses_per_s']:.1f}")
+        brings = f"{base['step_s'] / r['step_s']:.2f}x"
+        lines.append((name, *cells, brings, f"{r['reward']:.3f}", each, f"{r['staleness']:.2f}"))
+    print(table(head, lines))
+    fast = rows[f"ahead, bound {BOUND}"]
+    return {
+        "good": all(abs(r["error"]) <= 0.15 for r in rows.values()),
+        "brings": round(base["step_s"] / fast["step_s"], 2),
+        "same_reward": same(base["rewards"], fast["rewards"]),
+        "costs": asdict(costs),
+        "rows": rows,
+    }
+
+
+def measured_rollout(jobs: Sequence[Job], bound: int | None) -> dict[str, Any]:
+    """Means over seeds, of the steps in which the pipeline is full."""
+    seconds = []
+    for job in jobs:
+        ends = job.series("seconds")
+        full = full_steps(len(ends), bound)
+        seconds.append((ends[full.stop - 1] - ends[full.start - 1]) / (full.stop - full.start))
+    step_s = statistics.fmean(seconds)
+    final = [statistics.fmean(job.series("reward")[-LAST:]) for job in jobs]
+    behind = [statistics.fmean(job.series("staleness_head")) for job in jobs]
+    return {
+        "step_s": round(step_s, 3),
+        "responses_per_s": round(PROMPTS * GROUP / step_s, 2),
+        "rewards": [round(x, 4) for x in final],
+        "reward": round(statistics.fmean(final), 4),
+        "staleness": round(statistics.fmean(behind), 3),
+        "curves": [[(row["seconds"], row["reward"]) for row in job.records()] for job in jobs],
+    }
+
+
+def predicted(costs: Costs, job: Job, bound: int | None, steps: int) -> Report:
+    """What the simulator says of the same prompts, in the order in which they were drawn."""
+    work = Work(
+        batch_prompts=PROMPTS,
+        group=GROUP,
+        steps=steps,
+        prompt_tokens=6,
+        lengths=Tail(TOKENS),
+        reward_s=reward_seconds(job, steps),
+        reward_workers=WORKERS,
+    )
+    return simulate(costs, work, Plan(bound))
+
+
+def reward_seconds(job: Job, steps: int) -> tuple[float, ...]:
+    """Of each prompt that a run draws."""
+    from realign.config import compose
+    from realign.config.assemble import build_experiment
+    from realign.runtime import LocalRuntime
+
+    drawn = [word for word in job.words if not word.startswith(("rollout", "runtime"))]
+    runtime = LocalRuntime(build_experiment(compose([*drawn, "checkpoint=null"])))
+    try:
+        batches = [runtime.batch(number) for number in range(1, steps + 1)]
+        decode = runtime.models["actor"].tokenizer.decode
+        prompts = [decode(ids) for batch in batches for ids in batch.sequences("prompt_ids")]
+    finally:
+        runtime.close()
+    spent: dict[str, Any] = {}
+    exec(REWARD.format(sigma=SIGMA, tokens=TOKENS), spent)
+    return tuple(spent["seconds"](prompt) for prompt in prompts)
+
+
+def same(one: Sequence[float], other: Sequence[float]) -> bool | None:
+    """Whether two means differ by less than two standard errors of their difference; None: one seed tells nothing."""
+    if len(one) < 2 or len(other) < 2:
+        return None
+    error = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
+    return abs(statistics.fmean(one) - statistics.fmean(other)) <= 2 * error + 0.01

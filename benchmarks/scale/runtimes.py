@@ -1,0 +1,82 @@
+"""The same experiment in several runtimes: weights, throughput, hops."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.jobs import TORCHRUN, Job
+from benchmarks.report import table
+from benchmarks.scale.task import ON_RAY, common
+
+PROMPTS, GROUP = 16, 8
+LIMIT = 2e-4
+"""Largest difference of final weights that is rounding: Adam divides by gradients that may be near 0."""
+
+
+def runtime_words(task: Path, steps: int) -> list[str]:
+    """GRPO with a reference: the actor and a second role that can live elsewhere."""
+    return [
+        *common(task, steps, "at_once"),
+        f"models.actor.path={task / 'larger'}",
+        "models.actor.optimizer.lr=1e-3",
+        f"batch_prompts={PROMPTS}",
+        f"interfaces.actor.generation.n={GROUP}",
+        "graph.kl=true",
+        "interfaces.actor.kl={place: loss, estimator: k3}",
+        "interfaces.reward.workers=0",
+    ]
+
+
+def runtime_jobs(folder: Path, words: Sequence[str]) -> dict[str, Job]:
+    """The same experiment in each runtime."""
+    return {
+        "one process": Job(folder / "local", words),
+        "torchrun, 2 FSDP ranks": Job(folder / "torchrun", words, TORCHRUN),
+        "Ray, actor | reference": Job(folder / "ray", [*words, *ON_RAY]),
+        "Ray, actor on 2 ranks": Job(folder / "ray2", [*words, "runtime=ray", "runtime.placement.actor.devices=2"]),
+    }
+
+
+def runtimes(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, Any]:
+    """Weights, throughput and hops of each runtime."""
+    jobs = runtime_jobs(folder, runtime_words(task, int(words["steps"])))
+    base = jobs["one process"].run()
+    rows = {name: measured_runtime(job if job is base else job.run(), base) for name, job in jobs.items()}
+    head = ("runtime", "s/step", "responses/s", "x one process", "hop, ms", "calls", "most differing weight")
+    print(
+        table(
+            head,
+            [
+                (
+                    name,
+                    f"{r['step_s']:.3f}",
+                    f"{r['responses_per_s']:.0f}",
+                    f"{rows['one process']['step_s'] / r['step_s']:.2f}",
+                    f"{1000 * r['hop_s']:.1f}" if r["calls"] else "-",
+                    str(r["calls"]) if r["calls"] else "-",
+                    f"{r['difference']:.1e}" if r["difference"] else "0",
+                )
+                for name, r in rows.items()
+            ],
+        )
+    )
+    one_rank, several = rows["Ray, actor | reference"], ("torchrun, 2 FSDP ranks", "Ray, actor on 2 ranks")
+    good = one_rank["difference"] == 0 and all(rows[name]["difference"] <= LIMIT for name in several)
+    return {"good": good, "rows": rows}
+
+
+def measured_runtime(job: Job, base: Job) -> dict[str, Any]:
+    """Medians over the steps after the first two."""
+    rows = job.records()[2:]
+    step_s = statistics.median(row["step_s"] for row in rows)
+    hops = [[value for name, value in row.items() if name.endswith("_wait_s")] for row in rows]
+    return {
+        "step_s": round(step_s, 4),
+        "responses_per_s": round(PROMPTS * GROUP / step_s, 1),
+        "hop_s": round(statistics.median(statistics.fmean(h) for h in hops), 5) if hops[0] else 0.0,
+        "calls": len(hops[0]),
+        "difference": job.largest_difference(base),
+    }

@@ -1,0 +1,156 @@
+"""An agent with a tool, in one file: products of large numbers, which a tiny model cannot compute, but can ask for.
+
+Run it from the folder above (a few minutes on a CPU):
+
+    python examples/calculator_agent.py [--seed 0] [--output-dir runs/calculator_agent]
+
+A conversation is `347*86? calc 347*86 = 29842 answer 29842`, in which the calculator wrote `= 29842`. In most of the
+demonstrations somebody answers at once, with a number that comes to mind. So the policy starts with few right answers,
+and learns from the reward alone that asking first is worth it, and to copy without a slip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from realign.api import GenerationConfig
+from realign.api.environment import Response
+from realign.data import PromptData, SupervisedData
+from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
+from realign.engines import SharedModel, TransformersModel
+from realign.engines.optim import OptimizerSpec
+from realign.interfaces import environment, sft
+from realign.interfaces.environment import EnvironmentInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
+from realign.runtime.curves import Panel, draw_curves
+
+CALLS = 0.3
+"""Fraction of the demonstrations that use the calculator."""
+PANELS = (
+    Panel("right answers", {"reward": "training", "eval/reward": "held out"}),
+    Panel("turns in an episode", {"turns": "training", "eval/turns": "held out"}),
+    Panel("entropy (nats per token)", {"entropy": "training"}),
+)
+
+
+class Calculator:
+    """An environment: a question, a calculator, and the judgement of the answer."""
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
+        """Take the answer from the row; the prompt is the question."""
+        self.answer: str = row["answer"]
+        return "", {}
+
+    async def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Compute what is asked for; anything else is an answer, and the end."""
+        if asked := re.fullmatch(r"calc (\d{1,6})\*(\d{1,6})", response.text):
+            return f"= {int(asked[1]) * int(asked[2])}\n", 0.0, False, False, {}
+        return "", float(response.text == f"answer {self.answer}"), True, False, {}
+
+
+def question(rng: random.Random) -> dict[str, str]:
+    """A row: three digits times two."""
+    a, b = rng.randint(100, 999), rng.randint(10, 99)
+    return {"prompt": f"{a}*{b}?", "answer": str(a * b)}
+
+
+def demonstration(rng: random.Random) -> list[dict[str, str]]:
+    """One row for each turn of somebody who asks the calculator, or trusts in luck."""
+    row = question(rng)
+    prompt, answer = row["prompt"], row["answer"]
+    if rng.random() >= CALLS:
+        return [{"prompt": prompt, "response": f"answer {rng.randint(1000, 99999)}"}]
+    call = f"calc {prompt[:-1]}"
+    read = f"{prompt}{call}{EOS}= {answer}\n"  # what the policy reads then: its turns end with an end token
+    return [{"prompt": prompt, "response": call}, {"prompt": read, "response": f"answer {answer}"}]
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Write the model, the demonstrations, and questions to practise and to judge by."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / "demonstrations.jsonl", (row for _ in range(6000) for row in demonstration(rng)))
+    write_rows(folder / "questions.jsonl", (question(rng) for _ in range(2000)))
+    write_rows(folder / "held_out.jsonl", (question(rng) for _ in range(200)))
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    words = ["calc ", "answer ", "= ", "\n", "*", "?", *"0123456789"]
+    split = pre_tokenizers.Split(Regex(r"calc |answer |= |[\s\S]"), "isolated")
+    build_tokenizer(words, split=split, decoder=decoders.Fuse()).save_pretrained(folder / "model")
+    build_model("llama", 2 + len(words), seed=seed).save_pretrained(folder / "model")
+
+
+def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:
+    """SFT on the demonstrations, then GRPO against the environment."""
+    task = folder / "task"
+    start = Experiment(
+        name="calculator_agent_sft",
+        steps=sft_steps,
+        batch_prompts=64,
+        seed=seed,
+        graph=sft.dataflow(),
+        interfaces={"actor": sft.SFTInterface()},
+        models={"actor": TransformersModel(str(task / "model"), optimizer=OptimizerSpec(lr=3e-3))},
+        data=SupervisedData(str(task / "demonstrations.jsonl")),
+        output_dir=folder / "sft",
+        overwrite=True,
+    )
+
+    def agent(sampler: GenerationConfig) -> EnvironmentInterface:
+        return EnvironmentInterface(f"{__file__}:Calculator", generation=sampler, max_turns=3, max_episode_tokens=48)
+
+    sampler = GenerationConfig(n=8, max_new_tokens=10)
+    learn = Experiment(
+        name="calculator_agent",
+        steps=steps,
+        batch_prompts=16,
+        seed=seed,
+        graph=environment.dataflow(),
+        interfaces={"actor": GRPOActorInterface(generation=sampler), "agent": agent(sampler)},
+        models={
+            "actor": TransformersModel(str(folder / "sft" / "final" / "actor"), optimizer=OptimizerSpec(lr=2e-4)),
+            "agent": SharedModel(of="actor"),
+        },
+        data=PromptData(str(task / "questions.jsonl")),
+        evaluation=EpisodeEvaluation(
+            PromptData(str(task / "held_out.jsonl")),
+            every_steps=10,
+            episodes=agent(GenerationConfig(max_new_tokens=10)),
+        ),
+        output_dir=folder / "grpo",
+        overwrite=True,
+    )
+    return start, learn
+
+
+def main(arguments: Sequence[str] | None = None) -> RunResult:
+    """Learn; the last line of stdout is one JSON object."""
+    parser = argparse.ArgumentParser(description="Learn to ask a calculator.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/calculator_agent"))
+    parser.add_argument("--sft-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=60)
+    given = parser.parse_args(arguments)
+    console = Console()
+    prepare(given.output_dir / "task", given.seed)
+    start, learn = experiments(given.output_dir, given.seed, given.sft_steps, given.steps)
+    run(start, console=console)
+    result = run(learn, console=console)
+    title = "Calculator agent: products of a three-digit and a two-digit number"
+    picture = draw_curves({"GRPO": result.history}, given.output_dir / "curves.png", title=title, panels=PANELS)
+    right = result.series("eval/reward")
+    print(json.dumps({"right_before": right[0], "right_after": right[-1], "curves": str(picture)}))
+    return result
+
+
+if __name__ == "__main__":
+    main()

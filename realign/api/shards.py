@@ -1,0 +1,101 @@
+"""Cutting a batch over data-parallel ranks: whole prompts, balanced by tokens, and the way back."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from realign.api.data import SequenceSample
+from realign.api.lengths import IntArray, Lengths
+from realign.api.packing import some
+
+
+def shard(data: SequenceSample, n: int, key: str) -> Shards:
+    """Give each prompt, with all of its sequences, to one of `n` ranks, so that their tokens come out even.
+
+    The prompts go, longest first, to the rank that has the fewest tokens so far (Graham 1969, doi:10.1137/0117039):
+    two ranks differ by one prompt's tokens at most. The cut is a pure function of the lengths of `key`.
+
+    Args:
+        data: the batch.
+        n: number of ranks; with more ranks than prompts, some get none.
+        key: whose tokens count: "input_ids", or "prompt_ids" before there are any.
+
+    Raises:
+        ValueError: `n` is below 1, or there is no such packed key.
+    """
+    if n < 1:
+        raise ValueError(f"a batch is cut over at least 1 rank, found {n}")
+    if key not in data.lengths:
+        raise ValueError(f"no packed key {key!r} to cut by; there are {sorted(data.lengths)}")
+    plan = _plan(data.lengths[key].per_prompt, n)
+    return Shards(data, key, plan, tuple(data.take(prompts) for prompts in plan))
+
+
+def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
+    """For each rank, the ascending positions of its prompts."""
+    heap = [(0, 0, rank) for rank in range(n)]  # tokens, prompts (so that those without tokens spread too), rank
+    ranks = np.zeros(len(tokens), dtype=np.int64)
+    for prompt in np.argsort(-tokens, kind="stable").tolist():
+        load, prompts, ranks[prompt] = heap[0]
+        heapq.heapreplace(heap, (load + int(tokens[prompt]), prompts + 1, int(ranks[prompt])))
+    return tuple(np.flatnonzero(ranks == rank) for rank in range(n))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Shards(Sequence[SequenceSample]):
+    """The parts of a batch, one for each rank, and the way back to its order.
+
+    Attributes:
+        whole: the batch that was cut.
+        key: whose tokens were counted.
+        plan: for each rank, the ascending positions of its prompts.
+        parts: for each rank, its prompts with all keys and metadata; a part may be of no prompts.
+    """
+
+    whole: SequenceSample
+    key: str
+    plan: tuple[IntArray, ...]
+    parts: tuple[SequenceSample, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.parts[index]
+
+    def __iter__(self) -> Iterator[SequenceSample]:
+        return iter(self.parts)
+
+    def __repr__(self) -> str:
+        return f"Shards(tokens of {self.key!r}: {[part.lengths[self.key].total for part in self.parts]})"
+
+    def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
+        """Put results, one sample per rank with the prompts of its part, back into the order of the whole.
+
+        Args:
+            parts: in rank order, samples of the same keys, cut in any way; of a part without sequences, perhaps none.
+
+        Raises:
+            ValueError: a result is of other prompts than its part, or lacks a key that others have.
+        """
+        if len(parts) != len(self.parts):
+            raise ValueError(f"restore got {len(parts)} results of {len(self.parts)} ranks")
+        for rank, (found, asked) in enumerate(zip(parts, self.parts, strict=True)):
+            if found.ids != asked.ids:
+                raise ValueError(f"restore got ids {some(found.ids)} of rank {rank}, whose part has {some(asked.ids)}")
+        known = next((part for part in parts if part.keys), parts[0])
+        pairs = zip(parts, self.parts, strict=True)
+        full = [_nothing_like(known, a.ids) if not (a.keys or len(b.lengths[self.key].flat)) else a for a, b in pairs]
+        return SequenceSample.gather(full).take(np.argsort(np.concatenate(self.plan)))
+
+
+def _nothing_like(known: SequenceSample, ids: tuple[Hashable, ...]) -> SequenceSample:
+    """Prompts without sequences, of the keys of another sample."""
+    lengths = Lengths(np.zeros(len(ids), dtype=np.int64), np.zeros(0, dtype=np.int64))
+    metadata = {} if ids else dict.fromkeys(known.metadata, ())
+    return SequenceSample(ids, {k: x[:0] for k, x in known.data.items()}, dict.fromkeys(known.data, lengths), metadata)

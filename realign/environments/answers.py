@@ -1,0 +1,76 @@
+"""What an environment may return: `reset` and `step` are checked here, and become plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from realign.environments.turns import shortened
+
+LARGEST = torch.finfo(torch.float32).max
+"""Reward: sequences keep it in fp32."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment said, checked: the tokens that the policy reads, and the values of its turn."""
+
+    tokens: Sequence[int] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether no turn follows."""
+        return self.terminated or self.truncated
+
+
+def begun(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+    """Check what `reset` returned.
+
+    Args:
+        found: observation, info.
+        tokens: of the observation.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], Mapping):
+        raise ValueError(f"reset returned {shortened(found)}, expected 2 values: observation, info (a dict)")
+    return Step(tokens(found[0]))
+
+
+def five_values(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+    """Check what `step` returned.
+
+    Args:
+        found: observation, reward, terminated, truncated, info.
+        tokens: of an observation that another turn follows.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    if not isinstance(found, tuple | list) or len(found) != 5:
+        size = f"{len(found)} values" if isinstance(found, tuple | list) else shortened(found)
+        raise ValueError(f"step returned {size}, expected 5: observation, reward, terminated, truncated, info")
+    observation, reward, terminated, truncated, _ = found
+    ends = []
+    for name, value in (("terminated", terminated), ("truncated", truncated)):
+        value = _plain(value)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {shortened(value)}, expected True or False")
+        ends.append(value)
+    number = _plain(reward)
+    if not isinstance(number, int | float) or not abs(number) <= LARGEST:
+        raise ValueError(f"the reward is {shortened(reward)}, expected a number that is finite in float32")
+    over = any(ends)
+    return Step(() if over else tokens(observation), float(number), ends[0], ends[1] and not ends[0])
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of numpy and torch as Python's own."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value

@@ -1,0 +1,307 @@
+"""Rollouts that are conversations with an environment: any algorithm of the graph learns from them unchanged.
+
+`with_environment` puts a call of the role `agent`, which shares the actor's model, in the place where the actor
+samples and a reward judges. Reads `prompt_ids` and `row`; writes what sampling writes, one sequence per episode, and
+`rewards` [S] (with `dense` also `dense_rewards` [T]) and `turns` [S].
+
+Token in, token out: a sequence is the prompt, and then by turns what was sampled and what the environment said, each
+token as it was sampled or encoded once. `prompt_mask` holds given tokens (prompt and observations), `loss_mask` sampled
+ones only; on given tokens `logprobs` are 0 and `versions` -1. Credit passes over observations as if they were not
+there. An episode whose environment fails has no reward (NaN) and leaves the loss and its group's statistics.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    GenerationConfig,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    SequenceSample,
+    derive_seed,
+)
+from realign.api.environment import Environment, Response
+from realign.environments import Answer, Episode, Failures, Limits, TurnWriter, Worlds, load_environment
+from realign.interfaces import decoupled_ppo, ppo
+
+SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
+AGENT = "agent"
+"""The role that converses."""
+
+
+@dataclass
+class EnvironmentInterface(ModelInterface):
+    """A policy in conversation. `generation.n` episodes for each prompt, all at the same time."""
+
+    length_setting: ClassVar[str] = "max_episode_tokens"
+
+    environment: str
+    """The class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`); an instance
+    is made for every episode."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How a turn is sampled (`${interfaces.actor.generation}`): `n` is episodes per prompt, `max_new_tokens` tokens of
+    a turn."""
+    max_turns: int = 8
+    """Turns of the policy after which an episode that is not over is cut off (`truncated`)."""
+    max_episode_tokens: int = 1024
+    """Tokens after the prompt, sampled and observed. A turn begins only if it can be of full length within them;
+    otherwise the episode is cut off."""
+    dense: bool = False
+    """Write the reward of each turn at its last sampled token (`dense_rewards`, with `graph.dense`), not their sum."""
+    chat: bool = False
+    """Write observations by the tokenizer's chat template; false: text as it is."""
+    role: str = "tool"
+    """Under `chat`, of the message that an observation of plain text becomes."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as those of the data."""
+    same_seed: bool = False
+    """Give all episodes of a prompt one seed: where the seed decides how an episode begins, a group is compared from
+    one beginning. false: each has its own."""
+    timeout_s: float = 30.0
+    """Seconds that one call of an environment may take."""
+    concurrency: int = 64
+    """Calls of environments under way at a time."""
+    max_failed_fraction: float = 0.5
+    """The run stops when the environment fails in more than this fraction of a batch's episodes."""
+
+    def __post_init__(self) -> None:
+        tokens = self.generation.max_new_tokens
+        checks = {
+            "max_turns": (self.max_turns >= 1, "at least 1"),
+            "max_episode_tokens": (
+                self.max_episode_tokens >= tokens,
+                f"at least generation.max_new_tokens={tokens}, which one turn may take",
+            ),
+            "timeout_s": (0 < self.timeout_s < math.inf, "a positive number of seconds"),
+            "concurrency": (self.concurrency >= 1, "at least 1"),
+            "max_failed_fraction": (0 <= self.max_failed_fraction <= 1, "from 0 to 1"),
+        }
+        for name, (ok, valid) in checks.items():
+            if not ok:
+                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        if not self.chat and (self.template_options or self.role != "tool"):
+            raise ValueError("role and template_options belong to chat=true, and have no effect without it")
+        self._make: Callable[[], Environment] | None = None
+        self._failures = Failures(self.environment, self.max_failed_fraction)
+
+    @property
+    def longest_response(self) -> int:
+        """See `ModelInterface`: those of a whole episode."""
+        return self.max_episode_tokens
+
+    def open(self) -> None:
+        """Find the environment.
+
+        Raises:
+            ValueError: there is no such class, or it is no environment.
+        """
+        self._opened()
+
+    def _opened(self) -> Callable[[], Environment]:
+        if self._make is None:
+            self._make = load_environment(self.environment, self.arguments)
+        return self._make
+
+    def needed_outputs(self) -> frozenset[str]:
+        """Log-probs: it samples."""
+        return frozenset({"logprobs"})
+
+    def written_outputs(self, method: str) -> frozenset[str] | None:
+        """What sampling writes, and rewards."""
+        return frozenset(written(self.dense)) if method == "generate" else None
+
+    def check(self, rpc: RPC) -> None:
+        """Refuse sampling under which the ratios of a loss would be wrong."""
+        if distorted := self.generation.distorted():
+            raise ValueError(
+                f"generation.{distorted[0]} changes the sampled distribution, and the ratios of a loss would be wrong; "
+                "use neutral settings for training (evaluation may use any)"
+            )
+
+    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """Hold `generation.n` episodes for each prompt.
+
+        Raises:
+            EnvironmentFailure: the environment failed in too many of them.
+        """
+        n, rows = self.generation.n, data.metadata["row"]
+        prompts = list(zip(data.ids, data.sequences("prompt_ids"), rows, strict=True))
+        episodes = [Episode(f"{i}/{j}", ids.cpu()) for i, ids, _ in prompts for j in range(n)]
+        starts = [(row, self._seed(model, str(i), j)) for i, _, row in prompts for j in range(n)]
+        writer = TurnWriter(model.tokenizer, self.chat, self.role, self.template_options)
+        limits = Limits(self.timeout_s, self.concurrency)
+        seed = model.call_seed("generate")
+        with Worlds(self.environment, self._opened(), writer, limits) as worlds:
+            self._take(episodes, model.lead(partial(worlds.reset, starts)))
+            for turn in range(self.max_turns):
+                live = {place: episode for place, episode in enumerate(episodes) if not episode.over}
+                if not live:
+                    break
+                said = self._speak(model, live, turn, derive_seed(seed, "turn", turn))
+                self._take(live.values(), model.lead(partial(worlds.step, said)))
+        self._failures.check([e.failure for e in episodes if e.failure], len(episodes))
+        if not any(e.turn_ends or e.failure for e in episodes):
+            warnings.warn(
+                f"environment {self.environment}: no episode had a turn: what reset says leaves no room for one of "
+                f"generation.max_new_tokens={self.generation.max_new_tokens} within "
+                f"max_episode_tokens={self.max_episode_tokens}",
+                stacklevel=2,
+            )
+        return packed(data, episodes, dense=self.dense)
+
+    def _seed(self, model: Model, prompt: str, episode: int) -> int:
+        """Of an environment."""
+        seed = model.call_seed("environments")
+        return derive_seed(seed, prompt) if self.same_seed else derive_seed(seed, prompt, episode)
+
+    def _speak(self, model: Model, episodes: Mapping[int, Episode], turn: int, seed: int) -> dict[int, Response]:
+        """Sample one turn of each, in one call of the engine."""
+        contexts = SequenceSample.from_sequences(
+            [f"{e.name}/turn{turn}" for e in episodes.values()], {"prompt_ids": [[e.ids] for e in episodes.values()]}
+        )
+        out = model.machine.generate(contexts, replace(self.generation, n=1), seed=seed).to("cpu")
+        keys = ("input_ids", "logprobs", "versions") if "versions" in out else ("input_ids", "logprobs")
+        columns = zip(*(out.sequences(key) for key in keys), strict=True)
+        said = {}
+        for (place, episode), column, cut in zip(episodes.items(), columns, out["truncated"].tolist(), strict=True):
+            ids, logprobs, *versions = (x[len(episode.ids) :] for x in column)
+            episode.say(ids, logprobs, versions[0] if versions else torch.full_like(ids, model.version))
+            text = model.tokenizer.decode(ids, skip_special_tokens=True)
+            said[place] = Response(text, tuple(ids.tolist()), turn, cut)
+        return said
+
+    def _take(self, episodes: Iterable[Episode], answers: Sequence[Answer]) -> None:
+        """Take what the environments said, and end the episodes after which no turn can follow."""
+        room = self.max_episode_tokens - self.generation.max_new_tokens
+        for episode, answer in zip(episodes, answers, strict=True):
+            step = answer.step
+            if step is None:
+                episode.end(failure=answer.failure)
+                continue
+            if episode.turn_ends:  # no reward comes with the beginning
+                episode.rewards.append(step.reward)
+            if step.over:
+                episode.end(truncated=step.truncated)
+            elif len(episode.turn_ends) == self.max_turns or episode.response_tokens + len(step.tokens) > room:
+                episode.end(truncated=True)
+            else:
+                episode.observe(step.tokens)
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """Rows of the table that is shown at launch."""
+        tokens = f"{self.generation.max_new_tokens:,} tokens each, {self.max_episode_tokens:,} tokens in all"
+        return {"environment": self.environment, "episode": f"up to {self.max_turns} turns of up to {tokens}"}
+
+
+def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) -> SequenceSample:
+    """The episodes as sequences of their prompts, equally many for each, with every key that a graph may read.
+
+    Args:
+        data: the prompts; the result is on the device of theirs.
+        episodes: those of the first prompt first.
+        dense: the rewards are those of turns.
+    """
+    n = len(episodes) // len(data)
+
+    def nested(values: Sequence[Any]) -> list[list[Any]]:
+        return [list(values[i : i + n]) for i in range(0, len(values), n)]
+
+    out = SequenceSample.from_sequences(data.ids, {"input_ids": nested([e.ids for e in episodes])})
+    sampled_T = torch.cat([e.sampled for e in episodes])
+    out = out.with_tokens(
+        prompt_mask=~sampled_T,
+        loss_mask=sampled_T,
+        logprobs=torch.cat([e.logprobs for e in episodes]),
+        versions=torch.cat([e.versions for e in episodes]),
+    )
+    rewards_S = torch.tensor([e.reward for e in episodes])
+    if dense:
+        out = out.with_tokens(dense_rewards=torch.cat([e.dense_rewards() for e in episodes]))
+        rewards_S = rewards_S.where(rewards_S.isnan(), 0)  # it only says whether there is a verdict
+    out = out.with_sequences(
+        rewards=rewards_S,
+        truncated=torch.tensor([e.truncated for e in episodes]),
+        turns=torch.tensor([len(e.turn_ends) for e in episodes]),
+    )
+    return out.to(data["prompt_ids"].device)
+
+
+def written(dense: bool) -> tuple[str, ...]:
+    """The keys that a conversation writes."""
+    return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns")
+
+
+def with_environment(graph: DataflowGraph) -> DataflowGraph:
+    """The same algorithm, on conversations: the role `agent` samples and is rewarded, instead of actor and reward.
+
+    The call that writes `rewards` goes, and that which samples is made by `agent`; all others stay as they are.
+
+    Raises:
+        ValueError: the graph samples or judges by more than one call, or a call needs another judge.
+    """
+    sampling = [rpc for rpc in graph.rpcs if rpc.method == "generate"]
+    judging = [rpc for rpc in graph.rpcs if "rewards" in rpc.outputs]
+    if len(sampling) != 1 or len(judging) != 1:
+        raise ValueError(
+            "an environment takes the place of one call that samples and one that writes rewards; the graph has "
+            f"{len(sampling)} and {len(judging)}: {', '.join(r.name for r in (*sampling, *judging)) or 'none'}"
+        )
+    outputs = written("dense_rewards" in judging[0].outputs)
+    agent = RPC(f"{AGENT}_gen", AGENT, "generate", inputs=("prompt_ids", "row"), outputs=outputs)
+    kept = [rpc for rpc in graph.rpcs if rpc not in (sampling[0], judging[0])]
+    read = {key for rpc in kept for key in rpc.inputs}
+    results = dict.fromkeys((*graph.results, *(key for key in outputs if key not in read)))
+    dataset_keys = dict.fromkeys((*graph.dataset_keys, "prompt_ids", "row"))
+    return DataflowGraph((agent, *kept), dataset_keys=tuple(dataset_keys), results=tuple(results))
+
+
+class Algorithm(StrEnum):
+    """Whose graph an environment is put into."""
+
+    grpo = "grpo"
+    """That of GRPO, and of PPO without a critic."""
+    ppo = "ppo"
+    """That of PPO."""
+    decoupled_ppo = "decoupled_ppo"
+    """That of decoupled PPO: proximal log-probs are computed in any case."""
+
+
+def dataflow(
+    *,
+    algorithm: Algorithm = Algorithm.grpo,
+    kl: bool = False,
+    recompute: bool = False,
+    critic: ppo.CriticPlace = ppo.CriticPlace.none,
+    dense: bool = False,
+    ptx: bool = False,
+) -> DataflowGraph:
+    """The graph of an algorithm whose rollouts are conversations.
+
+    Args:
+        algorithm: grpo | ppo | decoupled_ppo.
+        kl: see `ppo.dataflow`, also for the others.
+        recompute: ratios are taken against recomputed log-probs, of grpo and ppo.
+        critic: none | own | shared.
+        dense: each turn has a reward of its own.
+        ptx: pretraining text.
+    """
+    if Algorithm(algorithm) is Algorithm.decoupled_ppo:
+        return with_environment(decoupled_ppo.dataflow(kl=kl, critic=critic, dense=dense, ptx=ptx))
+    return with_environment(ppo.dataflow(kl=kl, recompute=recompute, critic=critic, dense=dense, ptx=ptx))
+
+
+__all__ = ["Algorithm", "EnvironmentInterface", "dataflow", "with_environment"]

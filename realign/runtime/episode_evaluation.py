@@ -1,0 +1,53 @@
+"""`EpisodeEvaluation`: conversations with an environment on held-out rows; no part of the training graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from realign.api import MicroBatchSpec, ModelInterface, SequenceSample, Stats, derive_seed, merge_stats, stat_values
+from realign.interfaces.environment import EnvironmentInterface
+from realign.runtime.evaluation import SEQUENCE_METRICS, sequence_stats
+from realign.runtime.evaluator import Evaluator
+
+if TYPE_CHECKING:
+    from realign.runtime.local import LocalRuntime
+
+
+@dataclass
+class EpisodeEvaluation(Evaluator):
+    """What to converse with, and how to sample."""
+
+    episodes: EnvironmentInterface = field(kw_only=True)
+    """The environment, its limits, and the sampler of turns: any settings, since nothing trains on them."""
+
+    @property
+    def judges(self) -> dict[str, ModelInterface]:
+        """See `Evaluator`."""
+        return {"episodes": self.episodes}
+
+    @property
+    def longest_response(self) -> int:
+        """See `Evaluator`."""
+        return self.episodes.longest_response
+
+    def metric_names(self) -> frozenset[str] | None:
+        """See `Evaluator`."""
+        return frozenset(f"eval/{name}" for name in (*SEQUENCE_METRICS, "turns"))
+
+    def describe(self) -> str:
+        """See `Evaluator`."""
+        return f"{self.episodes.generation.n} episodes per row, {self.episodes.generation.describe()}"
+
+    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+        """See `Evaluator`."""
+        model = runtime.models[self.role]
+        stats: list[Stats] = []
+        first: SequenceSample | None = None
+        for number, rows in enumerate(self.batches(dataset)):
+            player = replace(model, seed=derive_seed(model.seed, "evaluation", number))
+            judged = self.episodes.generate(player, rows, MicroBatchSpec())
+            first = first or judged
+            stats.append(sequence_stats(judged))
+        assert first is not None
+        return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first

@@ -1,0 +1,129 @@
+"""`RayEngine`: a `PipelinableEngine` whose network is in the worker processes of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
+from realign.api.data import TOKENS
+from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.shards import Shards, shard
+from realign.engines.shared import Forward
+from realign.engines.stepping import step_weight
+from realign.runtime.ray.groups import WorkerGroup
+from realign.runtime.ray.host import Loaded
+from realign.runtime.ray.worker import HOOK
+
+PROMPTS = "prompt_ids"
+
+
+class RayEngine:
+    """Sends each rank its prompts, of a batch that is whole here, and puts results back in order.
+
+    Functions that interfaces give along are made anew in the workers: what they write there is lost.
+    """
+
+    def __init__(self, name: str, group: WorkerGroup, ranks: Sequence[Loaded]) -> None:
+        """Of the role `name`, which the ranks of `group` have loaded."""
+        self.name = name
+        self.group = group
+        self.trainable = ranks[0].trainable
+        self.outputs = ranks[0].outputs
+        self.positions = ranks[0].positions
+        self._data_ranks = ranks[0].data_ranks
+        self._data_rank_of = [loaded.data_rank for loaded in ranks]
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`."""
+        return self._cut("forward", data, TOKENS, mb_spec, HOOK, hook=post_hook)
+
+    def reference(self, layers: int | None = None) -> Forward:
+        """See `TransformersEngine.reference`: the copies are made, and stay, in the workers."""
+        self._tell("reference", layers)
+
+        def score(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+            return self.group.ask(self.name, "score", [(data, mb_spec, HOOK, layers)], post_hook)[0]
+
+        return score
+
+    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        """See `loss_evaluation.measured`."""
+        given = [(part, mb_spec, HOOK) for part in self._shards(data, TOKENS)]
+        return merge_stats(self._ask("measure", given, loss_fn))
+
+    def train_batch(
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
+    ) -> Stats:
+        """See `PipelinableEngine.train_batch`. One hop, or two with `step_if`, which is asked here."""
+        weight = step_weight(data, loss_weight_fn)
+        if float(weight) == 0:
+            return self._tell("skip", "zero_weight_steps")
+        given = [(part, mb_spec, HOOK, weight) for part in self._shards(data, TOKENS)]
+        if step_if is None:
+            halves = self._ask("train", given, loss_fn)
+            return {**merge_stats(own for own, _ in halves), **halves[0][1]}
+        with self.group.busy:  # nothing comes between the halves
+            stats = merge_stats(self._ask("accumulate", given, loss_fn))
+            return {**stats, **self._tell("apply", weight, not step_if(stats))}
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `PipelinableEngine.generate`."""
+        return self._cut("generate", data, PROMPTS, config, seed)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The identity: whoever asks has the whole batch."""
+        return x
+
+    def start_step(self, version: int) -> None:
+        """See `PipelinableEngine.start_step`."""
+        self._tell("start_step", version)
+
+    def save(self, path: Path) -> None:
+        """See `PipelinableEngine.save`; on the machine of the first rank, whose disk should be that of all."""
+        self._tell("save", Path(path).absolute())
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PipelinableEngine.state_dict`."""
+        return self._tell("state_dict")
+
+    def fixed_weights(self) -> dict[str, Any]:
+        """See `PipelinableEngine.fixed_weights`."""
+        return self._tell("fixed_weights")
+
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """See `PipelinableEngine.load_state_dict`."""
+        self._tell("load_state_dict", state, weights_only)
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `PipelinableEngine.weights`."""
+        return self._tell("weights")
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """See `PipelinableEngine.load_weights`."""
+        self._tell("load_weights", weights, mix)
+
+    def _tell(self, verb: str, *arguments: Any) -> Any:
+        """The same for all ranks; what the first one answers."""
+        return self.group.ask(self.name, verb, [arguments])[0]
+
+    def _cut(self, verb: str, data: SequenceSample, key: str, *arguments: Any, hook: Any = None) -> SequenceSample:
+        """Give each rank its part, and put the results together."""
+        parts = self._shards(data, key)
+        return parts.restore(self._ask(verb, [(part, *arguments) for part in parts], hook))
+
+    def _shards(self, data: SequenceSample, key: str) -> Shards:
+        return shard(data, self._data_ranks, key)
+
+    def _ask(self, verb: str, of_parts: Sequence[tuple[Any, ...]], hook: Any = None) -> list[Any]:
+        """Ask with the arguments for each part of a batch; one answer for each."""
+        answers = self.group.ask(self.name, verb, [of_parts[part] for part in self._data_rank_of], hook)
+        return [answers[self._data_rank_of.index(part)] for part in range(self._data_ranks)]

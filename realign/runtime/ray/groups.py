@@ -1,0 +1,211 @@
+"""`WorkerGroup`: the processes that hold the same roles, as the driver sees them."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from realign.runtime.backend import RuntimeSpec, WorkerLost
+from realign.runtime.placement import Group
+from realign.runtime.ray.hops import current_hops
+from realign.runtime.ray.host import Loaded
+from realign.runtime.ray.wire import from_wire, shapes_of, to_wire
+from realign.runtime.ray.worker import Failure, Reply, Setup, Worker
+
+GRACE_S = 5.0
+"""Seconds after the error of one rank in which another one may turn out to have died, and to be its cause."""
+
+
+class RemoteError(Exception):
+    """Something went wrong in a worker that nobody raised on purpose; the message is its traceback there."""
+
+
+class WorkerGroup:
+    """Worker processes of one `Group`, one for each rank. All of them are asked the same thing at the same time."""
+
+    def __init__(self, group: Group, spec: RuntimeSpec, room: PlacementGroup, setup: Setup, *, gpu: bool) -> None:
+        """Start the processes, each in its bundle of `room`; `ready` waits for them.
+
+        With `setup.callers` above 1 they are no ranks, but workers that do not know each other, and are asked one by
+        one, from many threads.
+        """
+        self.group = group
+        self._alone = setup.callers == 1
+        self.busy = threading.RLock()
+        """Whoever holds it may ask: ranks have to meet each other's collectives in one order."""
+        self._limit_s = 60 * spec.rpc_timeout_minutes
+        self._warned: dict[Any, Any] = {}
+        self._ended_by: BaseException | None = None
+        self.pids: list[int] = []
+        """Process ids of the ranks, once they are `ready`."""
+        actor = ray.remote(Worker)
+        self._workers: list[Any] = [
+            actor.options(
+                num_cpus=1,
+                num_gpus=int(gpu),
+                max_restarts=0,  # a worker that came back would have lost its state, and a call made twice
+                max_task_retries=0,
+                max_concurrency=setup.callers,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank),
+            ).remote(rank, group.devices, setup)
+            for rank in range(group.devices)
+        ]
+
+    def __len__(self) -> int:
+        """The number of ranks."""
+        return len(self._workers)
+
+    def ready(self) -> None:
+        """Wait until all processes are there, and have met if there are several."""
+        self.pids = self._gathered([worker.pid.remote() for worker in self._workers], "start")
+        if len(self) > 1 and self._alone:
+            point = self._gathered([self._workers[0].meeting_point.remote()], "start")[0]
+            self._values([worker.join.remote(point, self._limit_s / 60) for worker in self._workers], "join")
+
+    def load(self, specs: Mapping[str, Any], seed: int) -> dict[str, list[Loaded]]:
+        """Load the models of these roles; for each, what every rank has."""
+        loaded: list[dict[str, Loaded]] = self._load((dict(specs), seed, self.group.offload))
+        return {role: [of_rank[role] for of_rank in loaded] for role in specs}
+
+    def load_copies(self, specs: Mapping[str, Any], seed: int, *, recompute: bool) -> None:
+        """Load copies of the models of these roles in every process, see `Host.load_copies`."""
+        self._load((dict(specs), seed, recompute))
+
+    def _load(self, arguments: tuple[Any, ...]) -> list[Any]:
+        pickled = _pickled(arguments, f"models.{self.group.name}")
+        return self._values([worker.load.remote(pickled) for worker in self._workers], "load")
+
+    def ask(
+        self, role: str, verb: str, parts: Sequence[tuple[Any, ...]], hook: Any = None, *, only: int | None = None
+    ) -> list[Any]:
+        """Ask every rank for a verb of `Host`.
+
+        Args:
+            role: whose model is meant.
+            verb: its name.
+            parts: the arguments of each rank; one entry is for all.
+            hook: a function that takes the place of `HOOK` in them.
+            only: ask this one alone.
+
+        Returns:
+            The results in the order of the ranks. Tensors in them are to be read, not written.
+
+        Raises:
+            ValueError: the hook cannot be sent to another process; or what the worker raised on purpose.
+            WorkerLost: a worker has died.
+            RemoteError: a worker met an error; the message has its traceback.
+            RuntimeError: a rank did not answer in time.
+            BaseException: what has ended the group while another thread asked it.
+        """
+        started = time.perf_counter()
+        pickled = None if hook is None else _pickled(hook, f"models.{role}: what its interface gives to {verb}")
+        asked = self._workers if only is None else [self._workers[only]]
+        sent = [to_wire(part) for part in parts]
+        if len(sent) == 1 and len(asked) > 1:
+            sent = [ray.put(sent[0])] * len(asked)
+        with self.busy if self._alone else nullcontext():
+            refs = [worker.ask.remote(role, verb, x, pickled) for worker, x in zip(asked, sent, strict=True)]
+            replies = self._replies(refs, f"{role}: {verb}", parts)
+        values = [from_wire(reply.value) for reply in replies]
+        if (hops := current_hops()) is not None:
+            hops.seconds += time.perf_counter() - started - max(reply.seconds for reply in replies)
+        return values
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for worker in self._workers:
+            with suppress(RayError, ValueError):  # it is gone already
+                ray.kill(worker, no_restart=True)
+
+    def _values(self, refs: list[Any], what: str) -> list[Any]:
+        return [reply.value for reply in self._replies(refs, what)]
+
+    def _replies(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = ()) -> list[Reply]:
+        replies: list[Reply] = self._gathered(refs, what, parts)
+        for warned in (warned for reply in replies for warned in reply.warned):
+            warnings.warn_explicit(
+                warned.text, warned.category, warned.filename, warned.line, self.__module__, self._warned
+            )
+        return replies
+
+    def _gathered(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+        """What all ranks answer. An error of one of several ends the group: others may wait for that one forever."""
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        answers: dict[int, Any] = {}
+        pending, deadline = list(refs), time.monotonic() + self._limit_s
+        try:
+            while pending:
+                done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+                if not done:
+                    raise self._hang(what, [rank_of[ref] for ref in pending], parts)
+                for ref in done:
+                    answers[rank_of[ref]] = answer = self._answer(ref, what, rank_of[ref])
+                    if isinstance(answer, Reply) and answer.failure is not None:
+                        self._look_for_the_dead(pending, what, rank_of)
+                        raise self._error(answer.failure, what, rank_of[ref])
+        except BaseException as error:
+            if pending or len(self) > 1:
+                self._ended_by = error
+                self.kill()
+            raise
+        return [answers[rank] for rank in range(len(refs))]
+
+    def _answer(self, ref: Any, what: str, rank: int) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:  # outside of what a worker answers for: arguments that cannot be unpickled
+            raise RemoteError(f"{self._where(what, rank)} failed:\n{error}") from None
+        except RayError as error:
+            if self._ended_by is not None:  # it did not die: another thread has ended the group
+                raise self._ended_by from None
+            first = next(iter(str(error).strip().splitlines()), "")
+            raise WorkerLost(
+                f"{self._where(what, rank)}: the worker has died ({type(error).__name__}: {first})"
+            ) from error
+
+    def _look_for_the_dead(self, pending: list[Any], what: str, rank_of: Mapping[Any, int]) -> None:
+        """A rank that dies makes others fail in their collectives, perhaps sooner than its own death is known."""
+        if not pending:
+            return
+        for ref in ray.wait(pending, num_returns=len(pending), timeout=GRACE_S)[0]:
+            self._answer(ref, what, rank_of[ref])
+
+    def _error(self, failure: Failure, what: str, rank: int) -> Exception:
+        there = RemoteError(f"{self._where(what, rank)} failed:\n\n{failure.traceback}")
+        if failure.error is None:
+            return there
+        error: Exception = pickle.loads(failure.error)
+        error.__cause__ = there
+        return error
+
+    def _hang(self, what: str, ranks: list[int], parts: Sequence[tuple[Any, ...]]) -> RuntimeError:
+        shapes = [shapes_of(part) for part in parts]
+        given = "; ".join(f"rank {rank}: {shapes[min(rank, len(shapes) - 1)]}" for rank in ranks if any(shapes))
+        return RuntimeError(
+            f"{self._where(what)}: no answer of rank {', '.join(map(str, ranks))} for {self._limit_s / 60:g} minutes "
+            f"(runtime.rpc_timeout_minutes){': ' if given else ''}{given}"
+        )
+
+    def _where(self, what: str, rank: int | None = None) -> str:
+        hops = current_hops()
+        call = f"RPC {hops.name!r}, " if hops is not None else ""
+        of = f" on rank {rank} of {len(self)}" if rank is not None and len(self) > 1 else ""
+        return f"{call}{what}{of} (workers of {' + '.join(self.group.roles)})"
+
+
+def _pickled(x: Any, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(x)
+    except Exception as error:
+        raise ValueError(f"{what} cannot be sent to a worker: {type(error).__name__}: {error}") from error

@@ -1,0 +1,191 @@
+"""What one rank of a worker group holds, and what it can be asked to do with it. It knows nothing of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
+from realign.api.model import LossFn, PostHook
+from realign.engines.offload import Offload
+from realign.engines.parts import whole
+from realign.runtime.ahead import PolicyCopy, load_copy
+from realign.runtime.loss_evaluation import measured
+from realign.runtime.models import load_own
+from realign.runtime.ray.wire import mapped
+
+WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
+"""Verbs to which all ranks have the same answer, a large one, so that one of them gives it."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the driver has to know of a role whose model another process holds."""
+
+    trainable: bool
+    outputs: frozenset[str]
+    positions: int | None
+    data_ranks: int
+    """Parts into which a batch is cut."""
+    data_rank: int
+    """Which of them this rank is given; ranks that divide layers among them are given the same."""
+    tokenizer: Any
+    saved: Mapping[str, Any]
+    saved_views: Mapping[str, Mapping[str, Any]]
+
+
+class Host:
+    """The models of a group, on one of its ranks. Each verb is a collective: all ranks are asked the same at once.
+
+    A verb that takes a `part` is given this rank's prompts of the batch, and gives back what belongs to them.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        """Of rank `rank` in a group of `size`."""
+        self._rank = rank
+        self._size = size
+        self._models: dict[str, Model] = {}
+        self._references: dict[tuple[str, int | None], Callable[..., SequenceSample]] = {}
+        self._away: dict[str, Offload] = {}
+        self._copies: dict[str, PolicyCopy] = {}
+
+    def load(self, specs: Mapping[str, Any], seed: int, offload: frozenset[str]) -> dict[str, Loaded]:
+        """Load the models of these roles; those of `offload` wait on the host until they are called."""
+        found = {}
+        for role, model in load_own(specs, seed).items():
+            self._models[role] = model
+            engine: Any = model.machine
+            if role in offload:
+                self._away[role] = Offload(engine.resident)
+                self._away[role].leave()
+            found[role] = Loaded(
+                engine.trainable,
+                engine.outputs,
+                getattr(engine, "positions", None),
+                getattr(engine, "data_ranks", 1),
+                getattr(engine, "data_rank", 0),
+                model.tokenizer,
+                model.saved,
+                model.saved_views,
+            )
+        return found
+
+    def load_copies(self, specs: Mapping[str, Any], seed: int, recompute: bool) -> None:
+        """Load copies of the models of these roles, which `sample` for many callers at once (rollout=async)."""
+        for role, spec in specs.items():
+            self._copies[role] = load_copy(role, spec, seed, recompute=recompute)
+
+    def sample(self, role: str, data: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
+        """See `PolicyCopy.generate`; from any thread."""
+        return self._copies[role].generate(data, config, seed=seed)
+
+    def update(self, role: str, weights: Mapping[str, Tensor], version: int) -> None:
+        """See `PolicyCopy.update`."""
+        self._copies[role].update(weights, version)
+
+    def ask(self, role: str, verb: str, arguments: tuple[Any, ...]) -> Any:
+        """Call the method `verb` for a role."""
+        with self._present(role, stays=verb == "accumulate"):  # its gradient is used by the next verb, `apply`
+            return getattr(self, verb)(role, *arguments)
+
+    @contextmanager
+    def _present(self, role: str, *, stays: bool) -> Iterator[None]:
+        away = self._away.get(role)
+        if away is not None:
+            away.come_back()
+        yield
+        if away is not None and not stays:
+            away.leave()
+
+    def _engine(self, role: str) -> Any:
+        return self._models[role].machine
+
+    def _method(self, role: str, name: str) -> Any:
+        """The engine's method for a whole batch, which is what a group of one rank is given, or for a rank's part."""
+        return getattr(self._engine(role), name if self._size == 1 else f"{name}_part")
+
+    def forward(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`."""
+        return self._method(role, "forward")(part, mb_spec, hook)
+
+    def reference(self, role: str, layers: int | None) -> None:
+        """Keep the policy as it is now, for `score`."""
+        self._references[role, layers] = self._engine(role).reference(layers)
+
+    def score(
+        self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook, layers: int | None
+    ) -> SequenceSample:
+        """`forward` of the policy as it was when `reference` was called; `part` is the whole batch on every rank."""
+        return self._references[role, layers](part, mb_spec, hook)
+
+    def measure(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        """The loss and its metrics, without a gradient."""
+        return measured(self._method(role, "forward"), part, mb_spec, loss_fn)
+
+    def generate(self, role: str, part: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
+        """See `PipelinableEngine.generate`."""
+        return self._method(role, "generate")(part, config, seed=seed)
+
+    def accumulate(
+        self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
+    ) -> Stats:
+        """The first half of an optimizer step: the gradient, and the metrics of this part."""
+        return self._engine(role).accumulate(part, mb_spec, loss_fn, weight)
+
+    def apply(self, role: str, weight: Tensor, vetoed: bool) -> Stats:
+        """The second half: the step itself, with the metrics of the whole batch."""
+        return self._engine(role).apply(weight, vetoed=vetoed)
+
+    def train(
+        self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
+    ) -> tuple[Stats, Stats]:
+        """Both halves."""
+        return self.accumulate(role, part, mb_spec, loss_fn, weight), self.apply(role, weight, False)
+
+    def skip(self, role: str, reason: str) -> Stats:
+        """Count a step that is not made."""
+        return self._engine(role).skip(reason)
+
+    def start_step(self, role: str, version: int) -> None:
+        """See `PipelinableEngine.start_step`."""
+        self._engine(role).start_step(version)
+
+    def save(self, role: str, path: Path) -> None:
+        """See `PipelinableEngine.save`."""
+        self._engine(role).save(path)
+
+    def state_dict(self, role: str) -> Any:
+        """See `PipelinableEngine.state_dict`."""
+        return self._whole(self._engine(role).state_dict())
+
+    def fixed_weights(self, role: str) -> Any:
+        """See `PipelinableEngine.fixed_weights`."""
+        return self._whole(self._engine(role).fixed_weights())
+
+    def _whole(self, tree: Any) -> Any:
+        """A tree whose tensors, of which each rank has a part, are whole on rank 0, one after the other."""
+        if self._size == 1:
+            return tree
+
+        def gathered(x: Tensor) -> Tensor:
+            found = whole(x)
+            return found.cpu() if self._rank == 0 else found.new_empty(0)
+
+        return mapped(tree, gathered)
+
+    def load_state_dict(self, role: str, state: Mapping[str, Any], weights_only: bool) -> None:
+        """See `PipelinableEngine.load_state_dict`."""
+        self._engine(role).load_state_dict(state, weights_only=weights_only)
+
+    def weights(self, role: str) -> dict[str, Tensor]:
+        """See `PipelinableEngine.weights`."""
+        return self._engine(role).weights()
+
+    def load_weights(self, role: str, weights: Mapping[str, Tensor], mix: float) -> None:
+        """See `PipelinableEngine.load_weights`."""
+        self._engine(role).load_weights(weights, mix)

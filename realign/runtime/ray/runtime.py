@@ -1,0 +1,188 @@
+"""`RayRuntime`: the driver's loop of `LocalRuntime`, with the models in the processes of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from realign.api import RPC, Model, SequenceSample
+from realign.runtime.ahead import MOST_CALLS, PolicyCopy, sampled_roles
+from realign.runtime.backend import WorkerLost
+from realign.runtime.experiment import Experiment, ModelSpec
+from realign.runtime.local import LocalRuntime, Made
+from realign.runtime.models import load_models
+from realign.runtime.placement import ROLLOUT, Group, plan_groups
+from realign.runtime.ray.copies import RemoteCopy
+from realign.runtime.ray.engine import RayEngine
+from realign.runtime.ray.groups import WorkerGroup
+from realign.runtime.ray.hops import counted_hops
+from realign.runtime.ray.host import Loaded
+from realign.runtime.ray.worker import Setup
+from realign.runtime.rollout import OnUpdate, RolloutMode
+
+
+class RayRuntime(LocalRuntime):
+    """Loads models into worker groups, and makes calls that do not wait for each other at the same time.
+
+    To be used inside of `cluster.connected`.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        """Start the workers, and load models and data."""
+        self._workers = ExitStack()
+        self._threads = ThreadPoolExecutor(len(experiment.graph.rpcs), thread_name_prefix="rpc")
+        self._waits: dict[str, float] = {}
+        self._rollout: WorkerGroup | None = None
+        super().__init__(experiment)
+
+    def _load_models(self) -> dict[str, Model]:
+        return load_models(self.experiment, self._load_own)
+
+    def _load_own(self, specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
+        """Start a group for the roles that share processes, and have it load them; all groups at the same time."""
+        ahead = sampled_roles(self.experiment)
+        copied = {role: specs[role] for role in ahead} if self.experiment.rollout.mode is RolloutMode.async_ else {}
+        groups: list[WorkerGroup] = []
+        for group in plan_groups(self.experiment):
+            if group.name != ROLLOUT:
+                groups.append(self._started(group, {role: specs[role] for role in group.roles}, seed))
+            elif copied:
+                self._rollout = self._started(group, copied, seed, callers=MOST_CALLS)
+                groups.append(self._rollout)
+        list(self._threads.map(WorkerGroup.ready, groups))
+
+        def load(group: WorkerGroup) -> list[Model]:
+            if group is self._rollout:
+                recompute = self.experiment.rollout.on_update is OnUpdate.recompute
+                group.load_copies(copied, seed, recompute=recompute)
+                return []
+            loaded = group.load({role: specs[role] for role in group.group.roles}, seed)
+            return [_model(role, group, ranks, seed) for role, ranks in loaded.items()]
+
+        models = {model.name: model for loaded in self._threads.map(load, groups) for model in loaded}
+        return {role: models[role] for role in specs}
+
+    def _policy_copies(self) -> dict[str, PolicyCopy]:
+        assert self._rollout is not None or not sampled_roles(self.experiment)
+        return {role: RemoteCopy(role, self._rollout) for role in sampled_roles(self.experiment) if self._rollout}
+
+    def _started(self, group: Group, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
+        """Processes for the models of `specs`, which are on their way."""
+        spec = self.experiment.runtime
+        gpu = _wants_gpu(list(specs.values()))
+        room = reserve(group, spec.placement_timeout_s, gpu=gpu)
+        self._workers.callback(remove_placement_group, room)
+        threads = torch.get_num_threads() if callers > 1 else max(1, torch.get_num_threads() // group.devices)
+        setup = Setup(os.getcwd(), tuple(sys.path), threads, seed, callers)
+        workers = WorkerGroup(group, spec, room, setup, gpu=gpu)
+        self._workers.callback(workers.kill)
+        return workers
+
+    def _calls(
+        self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
+    ) -> SequenceSample:
+        """See `LocalRuntime._calls`; each call is made as soon as those that it waits for are done.
+
+        Results are taken in the order of the graph, whichever call ends first. The calls of one role are made one after
+        another, since its interface may keep state.
+        """
+        waits_for = _dependencies(rpcs, self.experiment.graph.edges)
+        made: dict[str, Made] = {}
+        running: dict[Future[Made], RPC] = {}
+
+        def known() -> SequenceSample:
+            """The batch with all keys that are there, in the order in which `LocalRuntime` would have added them."""
+            whole = batch
+            for rpc in rpcs:
+                if rpc.name in made and rpc.outputs:
+                    whole = whole.merge(made[rpc.name].batch.select(rpc.outputs))
+            return whole
+
+        while len(made) < len(rpcs):
+            started = {rpc.name for rpc in running.values()} | made.keys()
+            ready = [rpc for rpc in rpcs if rpc.name not in started and waits_for[rpc.name] <= made.keys()]
+            if len(ready) == 1 and not running:  # in this thread: a breakpoint in an interface just works
+                made[ready[0].name] = self._call(ready[0], known(), draw)
+                continue
+            running |= {self._threads.submit(self._call, rpc, known(), draw): rpc for rpc in ready}
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            for future in sorted(done, key=lambda f: isinstance(f.exception(), WorkerLost)):  # an error ends its group
+                made[running.pop(future).name] = future.result()
+        for rpc in rpcs:
+            self._note(rpc, made[rpc.name], values)
+        return known()
+
+    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> Made:
+        with counted_hops(rpc.name) as hops:
+            made = super()._call(rpc, batch, draw)
+        self._waits[rpc.name] = hops.seconds
+        return made
+
+    def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
+        super()._note(rpc, made, values)
+        if self.models[rpc.model].engine is not None:
+            key = f"time/{rpc.name}_wait_s"
+            values[key] = values.get(key, 0.0) + self._waits[rpc.name]
+
+    def close(self) -> None:
+        """End the workers, and release what the interfaces hold."""
+        try:
+            self._workers.close()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            super().close()
+
+
+def reserve(group: Group, timeout_s: float, *, gpu: bool) -> PlacementGroup:
+    """Room in the cluster for all processes of a group, as near to each other as can be.
+
+    Raises:
+        ValueError: there is none within `timeout_s`; says what was asked for, and what the cluster has.
+    """
+    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpu else {})
+    room = placement_group([bundle] * group.devices, strategy="PACK")
+    if room.wait(timeout_s):
+        return room
+    remove_placement_group(room)
+    asked = ", ".join(f"{n * group.devices:g} {name}" for name, n in bundle.items())
+    total, free = ray.cluster_resources(), ray.available_resources()
+    has = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in ("CPU", "GPU"))
+    raise ValueError(
+        f"runtime.placement.{group.name}: no room for {group.describe()} within {timeout_s:g} s "
+        f"(runtime.placement_timeout_s): it needs {asked}, and the cluster has {has}"
+    )
+
+
+def _wants_gpu(specs: Sequence[Any]) -> bool:
+    """Whether a process that holds these models gets a GPU."""
+    devices = [getattr(spec, "device", "cpu") for spec in specs]
+    if any(device.startswith("cuda") for device in devices):
+        return True
+    return "auto" in devices and ray.cluster_resources().get("GPU", 0) > 0
+
+
+def _model(role: str, group: WorkerGroup, ranks: Sequence[Loaded], seed: int) -> Model:
+    first = ranks[0]
+    engine = RayEngine(role, group, ranks)
+    return Model(role, engine, first.tokenizer, seed, saved=first.saved, saved_views=first.saved_views)
+
+
+def _dependencies(rpcs: Sequence[RPC], edges: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
+    """For each call those among `rpcs` that it waits for: by the graph, and the one before it of the same role."""
+    names = {rpc.name for rpc in rpcs}
+    found: dict[str, set[str]] = {}
+    last_of: dict[str, str] = {}
+    for rpc in rpcs:
+        found[rpc.name] = edges[rpc.name].keys() & names
+        if rpc.model in last_of:
+            found[rpc.name].add(last_of[rpc.model])
+        last_of[rpc.model] = rpc.name
+    return found

@@ -1,0 +1,118 @@
+"""What travels between processes: trees whose tensors are numpy arrays, which Ray maps without a copy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from realign.api import Lengths, SequenceSample
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """A tensor on its way."""
+
+    data: npt.NDArray[Any]
+    dtype: str
+    """Of the tensor, by its name in torch; numpy has no bfloat16, say, whose bits travel as integers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A `SequenceSample` on its way."""
+
+    ids: tuple[Hashable, ...]
+    data: Mapping[str, Array]
+    cuts: tuple[Lengths, ...]
+    cut_of: Mapping[str, int]
+    """Which of `cuts` each key has: equal lengths travel once."""
+    metadata: Mapping[str, tuple[Any, ...]]
+
+
+def to_wire(tree: Any) -> Any:
+    """`tree` with an `Array` for each tensor and a `Batch` for each sample, in mappings, lists and (named) tuples."""
+    return mapped(tree, _array, _batch)
+
+
+def _batch(sample: SequenceSample) -> Batch:
+    cuts = tuple({id(cut): cut for cut in sample.lengths.values()}.values())
+    index = {id(cut): i for i, cut in enumerate(cuts)}
+    data = {key: _array(x) for key, x in sample.data.items()}
+    cut_of = {key: index[id(cut)] for key, cut in sample.lengths.items()}
+    return Batch(sample.ids, data, cuts, cut_of, dict(sample.metadata))
+
+
+def from_wire(tree: Any) -> Any:
+    """What `to_wire` was given. Its tensors share the memory of the arrays: they are to be read, not written."""
+    if isinstance(tree, Array):
+        return _tensor(tree)
+    if isinstance(tree, Batch):
+        data = {key: _tensor(x) for key, x in tree.data.items()}
+        lengths = {key: tree.cuts[i] for key, i in tree.cut_of.items()}
+        return SequenceSample(tree.ids, data, lengths, tree.metadata)
+    return _inside(tree, from_wire)
+
+
+def mapped(
+    tree: Any, of_tensor: Callable[[Tensor], Any], of_sample: Callable[[SequenceSample], Any] = lambda sample: sample
+) -> Any:
+    """`tree` with other things for its tensors and samples."""
+    if isinstance(tree, Tensor):
+        return of_tensor(tree)
+    if isinstance(tree, SequenceSample):
+        return of_sample(tree)
+    return _inside(tree, lambda inner: mapped(inner, of_tensor, of_sample))
+
+
+def shapes_of(tree: Any) -> str:
+    """The keys and shapes of the samples in a tree, for people."""
+    if isinstance(tree, SequenceSample):
+        return f"{len(tree)} prompts, " + ", ".join(f"{key} {list(x.shape)}" for key, x in tree.data.items())
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return "; ".join(filter(None, map(shapes_of, inner)))
+
+
+def _inside(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A mapping, list or tuple with its items changed; anything else as it is."""
+    if isinstance(tree, Mapping):
+        return {key: change(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(change, tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(change, tree))
+    return tree
+
+
+def _array(x: Tensor) -> Array:
+    host = x.detach().cpu().contiguous()
+    name = str(x.dtype).removeprefix("torch.")
+    try:
+        return Array(host.numpy(), name)
+    except TypeError:  # a dtype that numpy does not have
+        bits = {1: torch.uint8, 2: torch.int16}[x.itemsize]
+        return Array(host.view(bits).numpy(), name)
+
+
+def _tensor(array: Array) -> Tensor:
+    _accept_read_only()
+    x = torch.from_numpy(array.data)
+    dtype: torch.dtype = getattr(torch, array.dtype)
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+@cache
+def _accept_read_only() -> None:
+    """Let torch give its warning about arrays that cannot be written, which it gives once in a process, to nobody."""
+    array = np.zeros(1)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(array)

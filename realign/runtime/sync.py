@@ -1,0 +1,67 @@
+"""Weights that a role takes from a trained one at the end of a step (`Sync`), whatever engines the two have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from realign.api import Model, Sync
+from realign.engines.weights import check_weights
+from realign.runtime.trees import hash_of
+
+VERIFIED = 2
+"""How many of the first copies are compared, for each role, in each process."""
+
+
+class WeightSync:
+    """The syncs of a run.
+
+    A copy (weight 1) is verified the first times: the sha256 of all weights of both roles must be the same. Of a
+    mixture there is nothing to compare with.
+    """
+
+    def __init__(self, syncs: Mapping[str, Sync], models: Mapping[str, Model]) -> None:
+        """Compare the weights of the roles, which are loaded.
+
+        Raises:
+            ValueError: names the roles and the weight, if they have others.
+        """
+        self.syncs = syncs
+        self._models = models
+        self._verified = dict.fromkeys(syncs, 0)
+        for role, sync in syncs.items():
+            shapes = {name: x.shape for name, x in models[role].machine.weights().items()}
+            try:
+                check_weights(role, shapes, models[sync.of].machine.weights(), sync.weight)
+            except ValueError as error:
+                raise ValueError(f"sync.{role}.of={sync.of}: {error}; both must be of one architecture") from error
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Make the syncs that are due when the calls of a step are made.
+
+        Returns:
+            `time/sync_<role>_s` of each role that has new weights, and the version of them, `sync/<role>_version`.
+
+        Raises:
+            RuntimeError: a copy differs from what was copied; names the role.
+        """
+        values = {}
+        for role, sync in self.syncs.items():
+            if step % sync.every_steps:
+                continue
+            started = time.perf_counter()
+            source, target = self._models[sync.of], self._models[role]
+            weights = source.machine.weights()
+            target.machine.load_weights(weights, sync.weight)
+            target.move_to(source.version)
+            if sync.weight == 1 and self._verified[role] < VERIFIED:
+                self._verified[role] += 1
+                given, taken = (hash_of(dict(sorted(x.items()))) for x in (weights, target.machine.weights()))
+                if given != taken:
+                    raise RuntimeError(
+                        f"sync.{role}: after the copy in step {step} the weights of role {role!r} (sha256 "
+                        f"{taken[:12]}) are not those of {sync.of!r} (sha256 {given[:12]})"
+                    )
+            values[f"time/sync_{role}_s"] = time.perf_counter() - started
+            values[f"sync/{role}_version"] = float(target.version)
+        return values

@@ -1,0 +1,88 @@
+"""What a command line says of an error, and the exit code that it ends with."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from realign.config.errors import ConfigError, explain, one_line
+from realign.mistakes import raised_on_purpose
+
+BUG, USER_ERROR, INTERRUPTED = 1, 2, 130
+
+
+def guarded(action: Callable[[], int | None], debug: bool) -> int:
+    """Run `action`; tell a user's mistake in one line on stderr, and leave everything else to Python.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return action() or 0
+    except BrokenPipeError:
+        # Whoever read our output has enough of it; without this Python would complain again when it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USER_ERROR
+    except (Exception, KeyboardInterrupt) as error:
+        text, code = described(error, debug)
+        if code == BUG:
+            raise
+        sys.stderr.write(f"{text}\n")
+        return code
+
+
+@contextmanager
+def plain_warnings(debug: bool) -> Iterator[None]:
+    """For people, a warning is one line, told once; with `debug` it keeps its place in the code."""
+    before, told = warnings.formatwarning, set[str]()
+
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if category is not UserWarning:
+            return before(message, category, filename, lineno, line)
+        text = f"warning: {one_line(message)}\n"
+        again = text in told
+        told.add(text)
+        return "" if again else text
+
+    if not debug:
+        warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def described(error: BaseException, debug: bool) -> tuple[str, int]:
+    """What people are shown of an error, and the exit code: of a bug, or with `debug`, its traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted", getattr(error, "exit_code", INTERRUPTED)
+    message = user_message(error) if isinstance(error, Exception) and not debug else None
+    if message is None:
+        return "".join(traceback.format_exception(error)).rstrip(), BUG
+    return f"error: {message}", USER_ERROR
+
+
+def user_message(error: Exception) -> str | None:
+    """One line for an error that realign or Hydra raised on purpose, or that the disk did; None for a bug."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, OSError):
+        return one_line(error)
+    kinds = (ValueError, RuntimeError, ArithmeticError, ImportError)
+    if isinstance(error, kinds) and raised_on_purpose(error):
+        return one_line(error)
+    home = type(error).__module__.split(".")[0]
+    if raised_on_purpose(error, "submitit") and home == "builtins":
+        return one_line(error)  # there is no Slurm here, say
+    if home == "submitit":  # a job of a sweep that failed: the message ends with what the job said last
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"{lines[0]}: {lines[-1]}"
+    if home in ("hydra", "omegaconf", "yaml"):
+        return explain(error)
+    return None

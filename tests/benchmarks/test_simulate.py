@@ -1,0 +1,138 @@
+"""Schedules small enough to follow by hand, and what must hold for any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.costs import Costs
+from benchmarks.plans import Plan, Tail, Work
+from benchmarks.simulate import simulate
+
+COSTS = Costs(decode_step_s=1.0, train_step_s=4.0, sync_s=1.0)
+ONE = Work(batch_prompts=1, group=1, steps=4, prompt_tokens=0, lengths=Tail(3), reward_s=Tail(2.0))
+
+
+@pytest.mark.parametrize(
+    ("plan", "ends"),
+    [
+        # 3 steps of decoding, 2 s of judging, 4 s of training, 1 s of new weights, one after the other
+        (Plan(), [10.0, 20.0, 30.0, 40.0]),
+        # the same; the new weights come before the next prompt
+        (Plan(max_staleness=0), [9.0, 19.0, 29.0, 39.0]),
+        # 0 and 1 are sampled together until 3 and judged until 5; 0 trains until 9, 1 until 13; 2 is sampled from 10 to
+        # 13 under version 1, judged until 15 and trained until 19; 3 is sampled from 14 to 17 and judged until 19
+        (Plan(max_staleness=1), [9.0, 13.0, 19.0, 23.0]),
+        # 0, 1 and 2 are ready at 5, and 3, sampled from 10 to 13, at 15: training never waits again
+        (Plan(max_staleness=2), [9.0, 13.0, 17.0, 21.0]),
+        (Plan(max_staleness=1, switch_s=0.5), [10.0, 15.0, 21.0, 26.0]),
+    ],
+)
+def test_one_prompt_and_two_workers_by_hand(plan, ends):
+    assert simulate(COSTS, ONE, plan).ends == pytest.approx(ends)
+
+
+def test_versions_at_the_head_and_at_the_tail_by_hand():
+    """Sampling takes 6 s, training 4 s: the weights change while 2 is sampled, which is then read anew."""
+    costs = replace(COSTS, prefill_token_s=0.5)
+    work = replace(ONE, lengths=Tail(6), reward_s=Tail(0.0), steps=3, prompt_tokens=2)
+    report = simulate(costs, work, Plan(max_staleness=1))
+    # 0 and 1: 2 s to read both prompts, 6 to sample; 0 trains from 8 to 12. 2 is read from 13 to 14. 1 trains until 16,
+    # when 2 has 2 tokens: 1 s for the weights and 2 s to read 4 tokens, so that it goes on at 19 and ends at 23
+    assert report.ends == pytest.approx([12.0, 16.0, 27.0])
+    assert [(t.prompt, t.step, t.head, t.tail) for t in report.trained] == [(0, 1, 0, 0), (1, 2, 0, 0), (2, 3, 1, 2)]
+    assert report.full == slice(2, 3)
+    assert report.staleness() == {"head": 1.0, "tail": 0.0, "max": 1.0}
+    assert report.step_s == pytest.approx(11.0)
+    assert report.tokens_per_s == pytest.approx(6 / 11)
+    kept = simulate(costs, work, Plan(max_staleness=1, recompute=False))
+    assert kept.ends == pytest.approx([12.0, 16.0, 25.0])
+
+
+def test_rows_and_context_make_a_step_longer_by_hand():
+    costs = Costs(decode_step_s=1.0, decode_row_s=0.25, decode_context_s=0.125, train_step_s=1.0, train_token_s=0.5)
+    work = Work(batch_prompts=1, group=2, steps=1, prompt_tokens=2, lengths=Tail(2))
+    report = simulate(costs, work, Plan())
+    # two rows: 1.5 s a step, and 0.125 s for each of 4 tokens, then of 6: 2 s and 2.25 s, where the two tokens that a
+    # step adds count half of it: (4 + 6) / 2 and (6 + 8) / 2 tokens would be exact for ever smaller steps
+    sampling = 2 * 1.5 + 0.125 * (4 * 2 + 2 * 2 * 2 / 2)
+    assert report.ends == pytest.approx([sampling + 1 + 0.5 * 8])
+
+
+def test_a_slot_is_waited_for_by_hand():
+    work = Work(batch_prompts=2, group=2, steps=1, prompt_tokens=0, lengths=Tail(3))
+    assert simulate(COSTS, work, Plan(slots=2)).ends == pytest.approx([3 + 3 + 4 + 1])
+    assert simulate(COSTS, work, Plan(slots=2, engines=2)).ends == pytest.approx([3 + 4 + 1])
+
+
+def test_reward_workers_are_waited_for_by_hand():
+    work = Work(
+        batch_prompts=2, group=1, steps=1, prompt_tokens=0, lengths=Tail(3), reward_s=(2.0, 5.0), reward_workers=1
+    )
+    assert simulate(COSTS, work, Plan()).ends == pytest.approx([3 + 7 + 4 + 1])
+    assert simulate(COSTS, replace(work, reward_workers=2), Plan()).ends == pytest.approx([3 + 5 + 4 + 1])
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Costs, Work, Plan]:
+    work = Work(
+        batch_prompts=draw(st.integers(1, 5)),
+        group=draw(st.integers(1, 3)),
+        steps=draw(st.integers(1, 5)),
+        prompt_tokens=draw(st.integers(0, 9)),
+        lengths=Tail(draw(st.floats(1, 50)), draw(st.floats(0, 1.5)), 100),
+        reward_s=Tail(draw(st.floats(0, 20)), draw(st.floats(0, 1.5))),
+        reward_workers=draw(st.none() | st.integers(1, 4)),
+        seed=draw(st.integers(0, 9)),
+    )
+    cost = st.floats(0, 2)
+    costs = Costs(draw(st.floats(0.01, 1)), draw(cost), draw(cost), draw(cost), draw(cost), draw(cost), draw(cost))
+    plan = Plan(
+        draw(st.none() | st.integers(0, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.booleans())
+    )
+    return costs, work, plan
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_every_prompt_is_trained_once_and_none_is_older_than_the_bound(run):
+    costs, work, plan = run
+    report = simulate(costs, work, plan)
+    assert sorted(t.prompt for t in report.trained) == list(range(work.batch_prompts * work.steps))
+    assert report.ends == sorted(report.ends)
+    bound = plan.max_staleness or 0
+    for t in report.trained:
+        assert 0 <= t.head <= t.tail <= t.step - 1 <= t.head + bound
+    assert sum(report.response_tokens) == sum(sum(work.tokens_of(t.prompt)) for t in report.trained)
+    assert simulate(costs, work, plan).ends == report.ends
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_of_what_helps_makes_no_run_longer(seed):
+    work = Work(16, 4, 8, 100, Tail(400, 0.8, 2000), Tail(5.0, 1.0), seed=seed)
+    costs = Costs(0.02, 1e-4, 1e-8, 1e-5, 1.0, 1e-4, 0.5)
+
+    def seconds(plan: Plan, **faster: float) -> float:
+        return simulate(replace(costs, **faster), work, plan).ends[-1]
+
+    by_staleness = [seconds(Plan(max_staleness=k, engines=2)) for k in (0, 1, 2, 4, 8)]
+    assert by_staleness == sorted(by_staleness, reverse=True)
+    by_engines = [seconds(Plan(max_staleness=1, engines=n)) for n in (1, 2, 4, 8)]
+    assert by_engines == sorted(by_engines, reverse=True)
+    plan = Plan(max_staleness=2, engines=2)
+    assert seconds(plan, train_token_s=5e-5) <= seconds(plan)
+    assert seconds(plan, sync_s=0.0) <= seconds(plan)
+    assert seconds(Plan(max_staleness=2, engines=2, recompute=False)) <= seconds(plan)
+    # no schedule trains faster than its trainer, or than one that waits for everything
+    report = simulate(costs, work, plan)
+    assert report.training_s <= report.ends[-1] <= seconds(Plan(engines=2))
+
+
+def test_a_tail_has_its_mean_and_is_a_function_of_its_names():
+    values = Tail(2.0, 1.0).draw(20000, "x")
+    assert values[:5] == Tail(2.0, 1.0).draw(5, "x") != Tail(2.0, 1.0).draw(5, "y")
+    assert sum(values) / len(values) == pytest.approx(2.0, rel=0.05)
+    assert max(Tail(2.0, 1.0, most=3.0).draw(1000, "x")) == 3.0

@@ -1,0 +1,51 @@
+"""Runs a function in a group of processes of torch.distributed: gloo over loopback, met through a file."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: int = 120) -> list[Any]:
+    """What `function(*arguments)` returns on each of `size` ranks, each a process of its own.
+
+    Starting them takes seconds: let one call do much.
+
+    Args:
+        size: number of ranks.
+        function: of a module that the processes can import; inside, `realign.engines.ranks.current()` knows the rank.
+        arguments: of the function.
+        seconds: that a collective may wait for a rank that does not come.
+
+    Raises:
+        AssertionError: with the traceback of the lowest rank that raised.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        mp.spawn(_rank, (size, folder, seconds, function, arguments), nprocs=size)
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        # of several, the cause is the one that is no complaint about another rank
+        assert not errors, min(errors, key=lambda text: any(said in text for said in ("gloo", "Connection")))
+        return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(size)]
+
+
+def _rank(rank: int, size: int, folder: Path, seconds: int, function: Any, arguments: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=limit)
+    try:
+        torch.save(function(*arguments), folder / f"{rank}.result")
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,290 @@
+"""What the ranks of a sharded engine are asked to do, and one process with them; each returns numbers to compare."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
+from realign.engines import LoRA, OptimizerSpec, Schedule, Sharding, TransformersModel, ValueHead
+from realign.engines.parts import whole_tree
+from realign.engines.ranks import current
+from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.dpo import DPOInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.reference import ReferenceInterface
+from realign.interfaces.sft import SFTInterface
+from realign.runtime.checkpoints import CheckpointWriter, list_checkpoints
+from realign.runtime.trees import hash_of
+from realign.testing import random_batch, random_preferences
+from tests.tiny import random_sample, save_tiny
+
+STEP = OptimizerSpec(lr=1e-3, eps=1e-6, weight_decay=0.1, grad_clip=0.5, schedule=Schedule("linear", total=40))
+BUDGET = MicroBatchSpec(max_tokens_per_microbatch=40)
+PAIRS = MicroBatchSpec(max_tokens_per_microbatch=130)
+LENGTHS = ((9, 4, 6), (30,), (3, 5), (8, 2, 2, 1), (17, 2))
+FAMILIES = {"llama": {}, "gpt2": {}, "qwen2": {}, "qwen3": {}, "critic": {"family": "llama", "head": "value"}}
+
+
+def write_models(folder: Path) -> None:
+    """The models that the scenarios read: an untied one, a tied one, a critic."""
+    for name, settings in FAMILIES.items():
+        save_tiny(folder / name, **{"family": name, "vocab_size": 97, **settings})
+
+
+def load(folder: Path, name: str = "llama", **settings: Any) -> Model:
+    settings.setdefault("optimizer", STEP)
+    return TransformersModel(str(folder / name), device="cpu", **settings).load("actor", seed=0)
+
+
+def batch(step: int, *, preferences: bool = False) -> SequenceSample:
+    """Uneven prompts of random tokens with every key; not the same in any two steps."""
+    make = random_preferences if preferences else random_batch
+    data = make(step, n_prompts=7, max_tokens=30, vocabulary=90)
+    floats = {k: x.float() for k, x in data.data.items() if x.dtype == torch.float64}
+    return SequenceSample(data.ids, {**data.data, **floats}, data.lengths, data.metadata)
+
+
+def train(
+    model: Model, interface: ModelInterface, batches: list[SequenceSample], spec: MicroBatchSpec = BUDGET
+) -> dict[str, Any]:
+    """Metrics of each step, and the weights after the last."""
+    metrics = []
+    for data in batches:
+        metrics.append(stat_values(interface.train_step(model, data, spec)))
+        model.advance()
+    return {"metrics": metrics, "weights": weights_now(model)}
+
+
+def weights_now(model: Model) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in model.machine.weights().items()}
+
+
+def sft(folder: Path) -> dict[str, Any]:
+    return train(load(folder, "gpt2"), SFTInterface(n_minibatches=2), [batch(step) for step in range(4)])
+
+
+def grpo(folder: Path) -> dict[str, Any]:
+    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
+    batches = [data.select(data.keys - set(drop)) for data in map(batch, range(4))]
+    return train(load(folder), GRPOActorInterface(n_minibatches=2), batches)
+
+
+def ppo(folder: Path) -> dict[str, Any]:
+    """Policy and critic of their own; advantages are whitened over the whole batch."""
+    actor, critic = load(folder), load(folder, "critic", head="value")
+    policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
+    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
+    found: dict[str, Any] = {"metrics": [], "advantages": []}
+    for data in map(batch, range(4)):
+        data = data.select(data.keys - set(drop))
+        data = data.merge(judge.inference(critic, data, BUDGET).select(["values"]))
+        data = data.merge(policy.credit(actor, data, BUDGET).select(["advantages", "returns"]))
+        found["advantages"].append(data["advantages"])
+        for model, interface in ((actor, policy), (critic, judge)):
+            found["metrics"].append(stat_values(interface.train_step(model, data, BUDGET)))
+            model.advance()
+    return found | {"weights": {**actor.machine.weights(), **_named("critic", critic.machine.weights())}}
+
+
+def dpo(folder: Path) -> dict[str, Any]:
+    batches = [batch(step, preferences=True) for step in range(4)]
+    return train(load(folder), DPOInterface(n_minibatches=2), batches, PAIRS)
+
+
+def joint_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
+    mask_T = data["loss_mask"]
+    values_T = output.values() * mask_T
+    return -output.logprobs(where_T=mask_T).sum() + values_T.square().sum(), {"value": (values_T.sum(), mask_T.sum())}
+
+
+def plain_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
+    logprobs_T = output.logprobs(where_T=data["loss_mask"])
+    return -logprobs_T.sum(), {"nll": (-logprobs_T.sum(), data["loss_mask"].sum())}
+
+
+def weight(data: SequenceSample) -> Tensor:
+    return data["loss_mask"].sum()
+
+
+def steps(model: Model, loss: Any = plain_loss, n: int = 2) -> dict[str, Any]:
+    metrics = []
+    for step in range(n):
+        data = random_sample(LENGTHS, seed=step)
+        metrics.append(stat_values(model.machine.train_batch(data, BUDGET, loss, weight)))
+    return {"metrics": metrics, "weights": weights_now(model)}
+
+
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "value head": ({"value_head": ValueHead(hidden="mlp", init="normal")}, joint_loss),
+    "value branch": ({"value_head": ValueHead(layers=1, init="normal")}, joint_loss),
+    "unused head": ({"value_head": ValueHead(init="normal")}, plain_loss),
+    "lora": ({"lora": LoRA(rank=4)}, plain_loss),
+    "trained layers": ({"trained_layers": 1}, plain_loss),
+    "checkpointing": ({"gradient_checkpointing": True}, plain_loss),
+    "plain rows": ({"shared_prompts": "off", "sharding": Sharding(reshard=False, keep_rollout=False)}, plain_loss),
+    "tied": ({"name": "gpt2"}, plain_loss),
+}
+"""Each kind of network, what may be trained of it, and a loss."""
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {kind: steps(load(folder, **given), loss) for kind, (given, loss) in KINDS.items()}
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """Trap D9: five long texts on one rank, five short ones on the next, on the third none."""
+    long, short = random_sample([(60,)] * 5), random_sample([(5,)] * 5, seed=1)
+    short = SequenceSample(tuple(f"s{i}" for i in short.ids), short.data, short.lengths)
+    whole, spec, machine = SequenceSample.gather([long, short]), MicroBatchSpec(100), load(folder).machine
+    rank, size = current().rank, current().size
+    part = whole if size == 1 else [long, short, whole.take([])][rank]
+    counts = stat_values(machine.accumulate(part, spec, plain_loss, weight(whole)))
+    found = {"n": counts["n_microbatches"], **stat_values(machine.apply(weight(whole)))}
+    # one prompt for all ranks, then one of which nothing trains, then nothing at all
+    one = random_sample([(7, 9)])
+    nothing = one.with_tokens(loss_mask=torch.zeros_like(one["loss_mask"]))
+    few = [one, SequenceSample.gather([one, _renamed(nothing)]), nothing]
+    found["few"] = [stat_values(machine.train_batch(data, BUDGET, plain_loss, weight)) for data in few]
+    return found
+
+
+def calls(folder: Path) -> dict[str, Any]:
+    """Scores and samples, before and after a step; a mixture of weights; the adapters' base; a hash of frozen ones."""
+    model = load(folder)
+    machine, data = model.machine, random_sample(LENGTHS)
+    prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9, 2, 3)]}
+    sampled = SequenceSample.from_sequences(["a", "b", "c", "d", "e"], prompts)
+    found: dict[str, Any] = {"logprobs": [], "tokens": [], "sampled": []}
+    for step in range(2):
+        found["logprobs"].append(ReferenceInterface().inference(model, data, BUDGET)["logprobs"])
+        rollout = machine.generate(sampled, GenerationConfig(n=3, max_new_tokens=6), seed=step)
+        found["tokens"].append(rollout["input_ids"])
+        found["sampled"].append(rollout["logprobs"])
+        machine.train_batch(data, BUDGET, plain_loss, weight)
+    machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
+    found["mixed"] = weights_now(model)
+    adapted = load(folder, lora=LoRA(rank=4)).machine
+    adapted.train_batch(data, BUDGET, plain_loss, weight)
+    score = adapted.reference()
+    found["base"] = score(data, BUDGET, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
+    found["frozen"] = hash_of(load(folder, optimizer=None).machine.fixed_weights())  # a resumed run compares it
+    return found
+
+
+def divided(folder: Path) -> dict[str, Any]:
+    """Layers that two ranks compute together (one process: alone), a checkpoint of them, and samples."""
+    found: dict[str, Any] = {}
+    for family in ("llama", "qwen2", "qwen3"):
+        model = load(folder, family, sharding=Sharding(tensor_parallel=2))
+        state = copy.deepcopy(whole_tree(model.machine.state_dict()))
+        found[family] = steps(model)
+        model.machine.load_state_dict(state)
+        prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})
+        rollout = model.machine.generate(prompts, GenerationConfig(n=2, max_new_tokens=4), seed=1)
+        found[family] |= {"tokens": rollout["input_ids"], "state": state["module"]}
+    return found
+
+
+def low(folder: Path) -> dict[str, Any]:
+    """Products in bfloat16, with a critic's values: what is computed, and that the weights stay fp32."""
+    model = load(folder, dtype="bfloat16", value_head=ValueHead(init="normal"))
+    found = steps(model, joint_loss)
+    return {"metrics": found["metrics"], "dtypes": {str(x.dtype) for x in found["weights"].values()}}
+
+
+KEPT = {"value_head": ValueHead(hidden="mlp", init="normal"), "ema_decay": 0.5}
+
+
+def kept(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
+    """A run that writes a checkpoint midway, and saves; runs that go on from it and from those of other numbers."""
+    model = load(folder, "gpt2", **KEPT)
+    steps(model, joint_loss)
+    writer = CheckpointWriter(own, 2, current())
+    writer.write(2, {"engine": model.machine.state_dict(), "number": torch.tensor(3.5)})
+    writer.close()
+    problems = writer.failed()
+    found = {"problems": problems, "end": going_on(model)}
+    model.machine.save(own / "saved")
+    current().barrier()
+    for name, path in {"own": own, **others}.items():
+        found[name] = going_on(restored(folder, path))
+    return found
+
+
+def restored(folder: Path, path: Path) -> Model:
+    """The model of a fresh run that takes the one checkpoint in a folder."""
+    (checkpoint,) = list_checkpoints(path)
+    tree = checkpoint.read()
+    assert float(tree["number"]) == 3.5
+    model = load(folder, "gpt2", **KEPT)
+    model.machine.load_state_dict(tree["engine"])
+    return model
+
+
+def going_on(model: Model) -> dict[str, Any]:
+    """Metrics of the next steps, the weights after them, and what is averaged."""
+    found = steps(model, joint_loss)
+    average = whole_tree(model.machine.state_dict()["ema"]["average"])
+    return found | {"average": average}
+
+
+def mistakes(folder: Path) -> dict[str, str]:
+    """Messages of what is refused, on this rank."""
+    machine, rank = load(folder).machine, current().rank
+    data = random_sample([(5 + rank,), (7,)])
+
+    def nan(output: Any, part: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
+        bad = torch.nan if "p3" in part.ids else 1.0
+        return output.logprobs().sum() * bad, {}
+
+    whole = random_sample([(6,)] * 6)
+    state = whole_tree(machine.state_dict())
+    other = state | {"module": {name: x[:, :1] if x.ndim == 2 else x for name, x in state["module"].items()}}
+    attempts = {
+        "batch": lambda: machine.train_batch(data, BUDGET, plain_loss, weight),
+        "reference": lambda: machine.reference(),
+        "shape": lambda: machine.load_state_dict(other),
+        "step": lambda: machine.apply(torch.tensor(1.0)),
+        "tensor parallel": lambda: load(folder, sharding=Sharding(tensor_parallel=7)),
+        "plan": lambda: load(folder, "gpt2", sharding=Sharding(tensor_parallel=current().size)),
+        "adapters": lambda: load(folder, lora=LoRA(rank=4), sharding=Sharding(tensor_parallel=current().size)),
+        "offload": lambda: load(folder, sharding=Sharding(offload=True)),
+        "nan": lambda: load(folder, max_nonfinite_in_a_row=1).machine.train_batch(whole, BUDGET, nan, weight),
+    }
+    return {name: _message(attempt) for name, attempt in attempts.items()}
+
+
+def _message(attempt: Any) -> str:
+    try:
+        attempt()
+    except (ValueError, FloatingPointError) as error:
+        return str(error)
+    return ""
+
+
+def _named(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": x for name, x in weights.items()}
+
+
+def _renamed(data: SequenceSample) -> SequenceSample:
+    return SequenceSample(tuple(f"other {i}" for i in data.ids), data.data, data.lengths)
+
+
+def scenarios(folder: Path) -> dict[str, Any]:
+    """Those that are the same on any number of ranks."""
+    return {f.__name__: f(folder) for f in (sft, grpo, ppo, dpo, settings, uneven, calls)}
+
+
+def of_a_group(folder: Path) -> dict[str, Any]:
+    """All that a rank of a group is asked; `folder` has a checkpoint of one process in `of 1`."""
+    own = folder / f"of {current().size}"
+    more = {"low": low(folder), "kept": kept(folder, own, {"of 1": folder / "of 1"}), "mistakes": mistakes(folder)}
+    if current().size == 2:
+        more["divided"] = divided(folder)
+    return {**scenarios(folder), **more, "dropout": load(folder, dropout=True).machine.dropout_seed()}

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from realign.environments.turns import TurnWriter, parted
+from tests.tiny import TEXT, tiny_tokenizer
+
+EOS = 2
+
+
+def ids(text: str) -> list[int]:
+    """Of text in the tiny tokenizer; a full stop is the end token."""
+    return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
+
+
+def writer(template: str = "", **changes) -> TurnWriter:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template or None
+    return TurnWriter(tokenizer, chat=bool(template), **changes)
+
+
+def test_trap_a13_plain_text_gets_no_start_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    assert tokenizer("ab")["input_ids"] == [1, *ids("ab")]
+    assert TurnWriter(tokenizer).between("ab", ids("x.")) == ids("ab")
+    assert TurnWriter(tokenizer).opening("ab") == ids("ab")
+    assert TurnWriter(tokenizer).between("", ids("x.")) == []
+
+
+CHAT = (
+    "{% for m in messages %}({{ m.role }}:{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}({% endif %}"
+)
+BARE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A {% endif %}"
+
+
+def test_text_becomes_one_message_of_the_role_behind_the_end_of_the_answer():
+    assert writer(CHAT).between("7", ids("x.")) == ids("\n(tool:7.\n(")
+    assert writer(CHAT, role="user").between("7", ids("xy")) == ids(".\n(user:7.\n(")
+
+
+def test_a_template_without_end_tokens_ends_an_answer_by_its_own_text():
+    assert writer(BARE).between("7", ids("x")) == ids("\ntool 7\nA ")
+    assert writer(BARE).between("7", ids("x\n")) == ids("tool 7\nA ")
+    assert writer(BARE).between("7", ids("x.")) == ids("\ntool 7\nA ")
+
+
+def test_the_words_of_an_observation_are_no_part_of_the_search_for_the_answer():
+    chat = writer("the {{ messages[0].content }} answer question " + CHAT)
+    assert chat.between("answer", ids("x.")) == ids("\n(tool:answer.\n(")
+
+
+def test_options_reach_the_template():
+    chat = writer("{{ messages[-2].content }}{{ mark }}{{ messages[-1].content }}", options={"mark": "!"})
+    assert chat.between("7", ids("x.")) == ids("!7")
+
+
+def test_a_template_that_hides_the_answer_is_refused():
+    with pytest.raises(ValueError, match="does not show what the assistant said"):
+        writer("{{ messages[-1].content }}").between("7", [])
+
+
+def test_the_kinds_of_observations():
+    messages = [{"role": "tool", "content": "7"}]
+    assert parted("ab") == ("ab", None, [])
+    assert parted(np.array([3, 4])) == ("", [3, 4], [])
+    assert parted((3, 4)) == ("", [3, 4], [])
+    assert parted([]) == ("", [], [])
+    assert parted(messages) == ("", None, messages)
+    for odd in (None, 3, [3, "a"], [True], [{"role": "tool"}], {"role": "tool", "content": "7"}, b"ab"):
+        with pytest.raises(ValueError, match=r"the observation is .*, expected text, a list of token ids"):
+            parted(odd)

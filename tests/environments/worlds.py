@@ -1,0 +1,113 @@
+"""Environments that tests converse with; each misbehaves in its own way if the row says so."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from typing import ClassVar
+
+
+class Tool:
+    """Says what the row's script says, turn by turn; a script holds what `step` returns."""
+
+    made: ClassVar[list[Tool]] = []
+    """All of this test, in the order of their making; the test clears it."""
+
+    def __init__(self, tag: str = "") -> None:
+        self.tag, self.heard, self.closed, self.seed = tag, [], 0, None
+        Tool.made.append(self)
+
+    async def reset(self, row, *, seed):
+        self.script, self.seed = list(row["script"]), seed
+        return row.get("opening", ""), {}
+
+    async def step(self, response):
+        self.heard.append(response)
+        return self.script[response.turn]
+
+    async def close(self):
+        self.closed += 1
+
+
+class Bad:
+    """Fails in the way that the row names, in `reset` or in `step`."""
+
+    closed = 0
+
+    def reset(self, row, *, seed):
+        self.how = row["how"]
+        if self.how == "reset":
+            raise KeyError("no such page")
+        return ("", {}) if self.how != "one value" else ""
+
+    async def step(self, response):
+        if self.how == "raise":
+            raise RuntimeError("the tool broke")
+        if self.how == "exit":
+            sys.exit(3)
+        if self.how == "cancel":
+            raise asyncio.CancelledError
+        if self.how == "hang":
+            await asyncio.sleep(60)
+        return {
+            "good": ("", 1.0, True, False, {}),
+            "four": ("", 1.0, True, {}),
+            "nan": ("", float("nan"), True, False, {}),
+            "huge": ("", 10**400, True, False, {}),
+            "half a character": ("\ud800", 1.0, False, False, {}),
+            "text": ("", "1", True, False, {}),
+            "ends": ("", 1.0, "yes", False, {}),
+            "observation": (3.5, 1.0, False, False, {}),
+            "unknown": ([5, 97], 1.0, False, False, {}),
+            "negative": ([-1], 1.0, False, False, {}),
+            "messages": ([{"role": "tool", "content": "x"}], 1.0, False, False, {}),
+        }[self.how]
+
+    def close(self):
+        Bad.closed += 1
+        if self.how == "good":
+            raise OSError("cannot close")
+
+
+class Plain:
+    """Plain functions, which would take 0.2 s each if they ran one after another."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def reset(self, row):
+        return "", {}
+
+    def step(self, response):
+        Plain.threads.add(threading.get_ident())
+        time.sleep(0.2)
+        return "", 1.0, True, False, {}
+
+
+class Stuck:
+    """A plain function that does not come back in time."""
+
+    def reset(self, row):
+        time.sleep(5)
+        return "", {}
+
+    def step(self, response):
+        raise AssertionError("never asked")
+
+
+class NoStep:
+    def reset(self, row):
+        return "", {}
+
+
+class OddStep:
+    def reset(self, row):
+        return "", {}
+
+    def step(self):
+        return None
+
+
+def function(row):
+    return row

@@ -1,0 +1,459 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
+from realign.environments import EnvironmentFailure
+from realign.interfaces import decoupled_ppo, grpo, ppo, raft
+from realign.interfaces.environment import EnvironmentInterface, dataflow, with_environment
+from realign.rewards.tally import Tally
+from realign.testing import BigramEngine
+from tests.environments.worlds import Bad, Plain, Tool
+from tests.tiny import TEXT, tiny_tokenizer
+
+TOOL = "tests.environments.worlds:Tool"
+BAD = "tests.environments.worlds:Bad"
+EOS = 2
+GO_ON, WON = ("", 0.0, False, False, {}), ("", 1.0, True, False, {})
+
+
+def ids(text: str) -> list[int]:
+    """Of text in the tiny tokenizer; a full stop is the end token."""
+    return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
+
+
+class Scripted:
+    """An engine that says what it is told to, by the name of the call's prompt; log-prob -0.1 - place / 100."""
+
+    def __init__(self, lines: dict[str, str], versions: bool = False) -> None:
+        self.lines, self.versions = lines, versions
+        self.contexts: list[dict[str, list[int]]] = []
+        self.seeds: list[int] = []
+
+    def generate(self, data, config, *, seed):
+        assert config.n == 1
+        self.seeds.append(seed)
+        prompts = {i: x.tolist() for i, x in zip(data.ids, data.sequences("prompt_ids"), strict=True)}
+        self.contexts.append(prompts)
+        said = {i: ids(self.lines[i]) for i in prompts}
+        out = SequenceSample.from_sequences(data.ids, {"input_ids": [[prompts[i] + said[i]] for i in data.ids]})
+        given = [[[True] * len(prompts[i]) + [False] * len(said[i])] for i in data.ids]
+        logprobs = [[[0.0] * len(prompts[i]) + [-0.1 - k / 100 for k in range(len(said[i]))]] for i in data.ids]
+        out = out.with_tokens(prompt_mask=given, logprobs=logprobs).with_sequences(
+            truncated=torch.tensor([said[i][-1] != EOS for i in data.ids])
+        )
+        if self.versions:
+            turn = int(data.ids[0][-1])
+            out = out.with_tokens(versions=torch.where(out["prompt_mask"], -1, 40 + turn).int())
+        return out.with_tokens(loss_mask=~out["prompt_mask"])
+
+
+def batch(rows: dict[str, dict], prompt: str = "ab") -> SequenceSample:
+    data = SequenceSample.from_sequences(list(rows), {"prompt_ids": [[ids(prompt)] for _ in rows]})
+    return data.with_metadata(row=list(rows.values()))
+
+
+def settings(environment: str = TOOL, **changes) -> EnvironmentInterface:
+    defaults = {"generation": GenerationConfig(max_new_tokens=8), "max_turns": 5, "max_episode_tokens": 40}
+    return EnvironmentInterface(environment, **(defaults | changes))
+
+
+def hold(interface: EnvironmentInterface, engine, data: SequenceSample, tokenizer=None, **model) -> SequenceSample:
+    Tool.made.clear()
+    player = Model("agent", engine, tokenizer or tiny_tokenizer(), **model)
+    return interface.generate(player, data, MicroBatchSpec())
+
+
+def lists(out: SequenceSample, key: str) -> list[list]:
+    return [x.tolist() for x in out.sequences(key)]
+
+
+# --- one conversation, token by token ---
+
+
+def test_trap_a11_a_conversation_is_one_sequence_whose_sampled_tokens_alone_train():
+    row = {"script": [("7\n", 0.25, False, False, {}), ("no", 0.5, False, False, {}), WON], "opening": "c"}
+    engine = Scripted({"q/0/turn0": "x.", "q/0/turn1": "yz", "q/0/turn2": "w."})
+    out = hold(settings(), engine, batch({"q": row}), version=3)
+    assert lists(out, "input_ids") == [ids("abc") + ids("x.") + ids("7\n") + ids("yz") + ids("no") + ids("w.")]
+    sampled = [0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert lists(out, "loss_mask") == [[bool(x) for x in sampled]]
+    assert lists(out, "prompt_mask") == [[not x for x in sampled]]
+    assert lists(out, "versions") == [[3 if x else -1 for x in sampled]]
+    per_turn = [-0.1, -0.11]
+    expected = [0, 0, 0, *per_turn, 0, 0, *per_turn, 0, 0, *per_turn]
+    assert lists(out, "logprobs")[0] == pytest.approx(expected)
+    assert (out["rewards"].tolist(), out["truncated"].tolist(), out["turns"].tolist()) == ([1.75], [False], [3])
+    assert out.keys == {*settings().written_outputs("generate")}
+
+
+def test_the_environment_hears_text_and_the_very_tokens():
+    row = {"script": [GO_ON, WON]}
+    hold(settings(), Scripted({"q/0/turn0": "hi.", "q/0/turn1": "so"}), batch({"q": row}))
+    (world,) = Tool.made
+    heard = [(r.text, list(r.token_ids), r.turn, r.truncated) for r in world.heard]
+    assert heard == [("hi", ids("hi."), 0, False), ("so", ids("so"), 1, True)]
+    assert world.closed == 1
+
+
+def test_trap_a12_sampled_tokens_are_never_encoded_again():
+    """A sampler may cut text otherwise than the tokenizer does; what trains is what it sampled."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["hello"])
+    assert tokenizer("hello", add_special_tokens=False)["input_ids"] == [97]
+    row = {"script": [("hello", 0.0, False, False, {}), WON]}
+    engine = Scripted({"q/0/turn0": "hello.", "q/0/turn1": "hello."})
+    out = hold(settings(), engine, batch({"q": row}), tokenizer)
+    assert lists(out, "input_ids") == [ids("ab") + ids("hello.") + [97] + ids("hello.")]
+    assert engine.contexts[1]["q/0/turn1"] == ids("ab") + ids("hello.") + [97]
+
+
+def test_an_observation_of_token_ids_is_taken_as_it_is():
+    row = {"script": [([5, 6], 0.0, False, False, {}), (torch.tensor([9]), 0.0, False, False, {}), WON]}
+    out = hold(settings(), Scripted({f"q/0/turn{k}": "x." for k in range(3)}), batch({"q": row}))
+    assert lists(out, "input_ids") == [ids("ab") + ids("x.") + [5, 6] + ids("x.") + [9] + ids("x.")]
+
+
+# --- the chat template ---
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}(user {% endif %}={{ m.content }}="
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<eos>\n{% endif %}"
+    "{% else %}({{ m.role }} {{ m.content }}<eos>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}(assistant {% endif %}"
+)
+
+
+def chat_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_trap_a11_two_consecutive_tool_messages_are_one_turn_of_the_template():
+    messages = [{"role": "tool", "content": "7"}, {"role": "tool", "content": "8"}]
+    row = {"script": [(messages, 0.0, False, False, {}), ("9", 0.0, False, False, {}), WON]}
+    engine = Scripted({"q/0/turn0": "x.", "q/0/turn1": "yz", "q/0/turn2": "w."})
+    prompt = "(user q.\n(assistant "
+    data = SequenceSample.from_sequences(["q"], {"prompt_ids": [[ids(prompt)]]}).with_metadata(row=[row])
+    out = hold(settings(chat=True, max_episode_tokens=90), engine, data, chat_tokenizer())
+    golden = [
+        (True, prompt),
+        (False, "x."),  # ends with the template's end token, which is not written twice
+        (True, "\n(user =7==8=.\n(assistant "),
+        (False, "yz"),  # cut off: the template's end of the turn is given
+        (True, ".\n(user =9=.\n(assistant "),
+        (False, "w."),
+    ]
+    assert lists(out, "input_ids") == [[i for _, text in golden for i in ids(text)]]
+    assert lists(out, "prompt_mask") == [[given for given, text in golden for _ in text]]
+    assert lists(out, "loss_mask") == [[not given for given, text in golden for _ in text]]
+
+
+def test_what_a_template_cannot_write_is_said():
+    with pytest.raises(ValueError, match="chat=true, but the tokenizer has no chat template"):
+        hold(settings(chat=True), Scripted({}), batch({"q": {"script": []}}))
+    strict = chat_tokenizer()
+    strict.chat_template = "{{ raise_exception('tools are not for me') }}"
+    row = {"script": [("7", 0.0, False, False, {})]}
+    with pytest.raises(EnvironmentFailure, match="the chat template failed: TemplateError: tools are not for me"):
+        hold(settings(chat=True), Scripted({"q/0/turn0": "x."}), batch({"q": row}), strict)
+    with pytest.raises(EnvironmentFailure, match="has closed the prompt before reset is asked"):
+        hold(settings(chat=True), Scripted({}), batch({"q": {"script": [], "opening": "c"}}), chat_tokenizer())
+
+
+# --- how episodes end ---
+
+
+def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
+    never = [("7", 0.0, False, False, {})] * 9
+    rows = {
+        "won": {"script": [WON]},
+        "cut": {"script": [GO_ON, ("", 0.5, False, True, {})]},
+        "both": {"script": [("", 0.5, True, True, {})]},
+        "turns": {"script": never},
+        "tokens": {"script": [("0123456789", 0.25, False, False, {})] * 9},
+    }
+    lines = {f"{name}/0/turn{k}": "xyz." for name in rows for k in range(3)}
+    engine = Scripted(lines)
+    interface = settings(max_turns=3, max_episode_tokens=24, generation=GenerationConfig(max_new_tokens=8))
+    out = hold(interface, engine, batch(rows))
+    assert out["truncated"].tolist() == [False, True, False, True, True]
+    assert out["turns"].tolist() == [1, 2, 1, 3, 2]
+    assert out["rewards"].tolist() == [1.0, 0.5, 0.5, 0.0, 0.5]
+    after = [len(x) - 2 for x in lists(out, "input_ids")]
+    # 4 sampled and 10 observed leave room for 8 of 24; with 4 and 10 more there is none, and they are not read
+    assert after == [4, 8, 4, 4 + 1 + 4 + 1 + 4, 4 + 10 + 4]
+    assert max(after) <= interface.longest_response == 24
+    assert [len(c) for c in engine.contexts] == [5, 3, 1]  # all that live take their turn in one call
+    assert [world.closed for world in Tool.made] == [1] * 5
+
+
+def test_an_opening_that_leaves_no_room_ends_the_episode_before_it_begins():
+    row = {"script": [], "opening": "0123456789"}
+    with pytest.warns(UserWarning, match=r"no episode had a turn: .*max_new_tokens=8 within max_episode_tokens=12"):
+        out = hold(settings(max_episode_tokens=12), Scripted({}), batch({"q": row}))
+    assert (lists(out, "input_ids"), out["truncated"].tolist()) == ([ids("ab")], [True])
+    assert (out["rewards"].tolist(), out["rewards"].dtype) == ([0.0], torch.float32)
+
+
+# --- rewards ---
+
+
+def test_dense_rewards_stand_at_the_last_sampled_token_of_each_turn():
+    row = {"script": [("77", 0.25, False, False, {}), ("", -1.0, True, False, {})]}
+    engine = Scripted({"q/0/turn0": "xy.", "q/0/turn1": "z."})
+    out = hold(settings(dense=True), engine, batch({"q": row}))
+    assert lists(out, "dense_rewards") == [[0, 0, 0, 0, 0.25, 0, 0, 0, -1.0]]
+    assert out["rewards"].tolist() == [0.0]
+
+
+def test_trap_c3_credit_passes_over_observations():
+    """r = [0, 0, 1] on mask = [1, 0, 1] with gamma 0.5: returns [0.5, ., 1], as without the observation."""
+    row = {"script": [("7", 0.0, False, False, {}), WON]}
+    out = hold(settings(), Scripted({"q/0/turn0": "x", "q/0/turn1": "y"}), batch({"q": row}, prompt="a"))
+    actor = ppo.PPOActorInterface(gamma=0.5, lam=1.0)
+    credited = actor.credit(Model("actor", BigramEngine()), out, MicroBatchSpec())
+    assert credited["loss_mask"].tolist() == [False, True, False, True]
+    assert credited["returns"][[1, 3]].tolist() == [0.5, 1.0]
+
+
+def test_an_algorithm_learns_nothing_from_what_was_observed():
+    """Other observations of the same length, at log-probs that no token has, change no weight of a policy."""
+    row = {"script": [("7", 0.0, False, False, {}), WON]}
+    lost = {"script": [("7", 0.0, False, False, {}), ("", 0.0, True, False, {})]}
+    lines = {f"{q}/{j}/turn{k}": "x." for q in "qr" for j in range(2) for k in range(2)}
+    out = hold(
+        settings(generation=GenerationConfig(max_new_tokens=8, n=2)), Scripted(lines), batch({"q": row, "r": lost})
+    )
+    out = out.with_sequences(rewards=torch.tensor([1.0, 0.0, 0.5, 0.0]))
+    trained = []
+    for fill in (0.0, math.nan):
+        engine = BigramEngine(vocabulary=97, seed=1)
+        dirty = out.with_tokens(logprobs=torch.where(out["loss_mask"], out["logprobs"], fill))
+        grpo.GRPOActorInterface(generation=GenerationConfig(n=2)).train_step(
+            Model("actor", engine), dirty, MicroBatchSpec()
+        )
+        trained.append(engine.logits_VV.clone())
+    assert torch.equal(*trained)
+    assert not torch.equal(trained[0], BigramEngine(vocabulary=97, seed=1).logits_VV)
+
+
+# --- failures ---
+
+
+def test_an_environment_that_fails_costs_its_own_episode_the_reward(caplog):
+    hows = ["good", "raise", "exit", "cancel", "reset"]
+    rows = {how: {"how": how} for how in hows}
+    engine = Scripted({f"{how}/0/turn0": "x." for how in hows})
+    Bad.closed = 0
+    interface = settings(BAD, max_failed_fraction=0.8)
+    out = hold(interface, engine, batch(rows))
+    assert out["rewards"].isnan().tolist() == [False, True, True, True, True]
+    assert out["truncated"].tolist() == [False] * 5
+    assert lists(out, "input_ids")[4] == ids("ab")  # it had not begun
+    assert Bad.closed == 5
+    assert caplog.text.count("failed in an episode") == 1
+    assert 'raise RuntimeError("the tool broke")' in caplog.text
+    assert "cannot close" in caplog.text
+    caplog.clear()
+    hold(interface, engine, batch(rows))
+    assert "failed in an episode" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("four", r"step returned 4 values, expected 5: observation, reward"),
+        ("nan", r"the reward is nan \(float\), expected a number that is finite in float32"),
+        ("huge", r"the reward is 1000+\.\.\. \(int\), expected a number that is finite"),
+        ("half a character", r"the tokenizer refuses '.ud800' \(str\)"),
+        ("text", r"the reward is '1' \(str\)"),
+        ("ends", r"terminated is 'yes' \(str\), expected True or False"),
+        ("observation", r"the observation is 3\.5 \(float\), expected text, a list of token ids"),
+        ("unknown", r"token id 97 is unknown: the tokenizer has ids 0 to 96"),
+        ("negative", r"token id -1 is unknown"),
+        ("messages", r"chat messages need chat=true"),
+        ("one value", r"reset returned '' \(str\), expected 2 values"),
+    ],
+)
+def test_an_answer_that_is_none_names_the_class_and_what_was_found(how, found):
+    with pytest.raises(EnvironmentFailure, match=rf"ValueError: environment {BAD}: {found}"):
+        hold(settings(BAD), Scripted({"q/0/turn0": "x."}), batch({"q": {"how": how}}))
+
+
+def test_too_many_failures_end_the_run_with_the_first_traceback():
+    rows = {how: {"how": how} for how in ("good", "raise", "raise2", "raise3")}
+    rows |= {"raise2": {"how": "raise"}, "raise3": {"how": "raise"}}
+    engine = Scripted({f"{how}/0/turn0": "x." for how in rows})
+    with pytest.raises(EnvironmentFailure, match=r"failed in 3 of 4 episodes \(3 times RuntimeError: the tool broke\)"):
+        hold(settings(BAD), engine, batch(rows))
+    out = hold(settings(BAD, max_failed_fraction=0.75), engine, batch(rows))
+    assert out["rewards"].isnan().sum() == 3
+
+
+def test_failures_of_the_parts_of_a_batch_count_together():
+    """Where a batch is sampled prompt by prompt, one bad row is not taken for all of the batch."""
+    engine = Scripted({"q/0/turn0": "x."})
+    interface, tally = settings(BAD), Tally(parts=4)
+    with tally.counting():
+        for how in ("raise", "good", "raise"):
+            hold(interface, engine, batch({"q": {"how": how}}))
+        with pytest.raises(EnvironmentFailure, match="failed in 3 of 4 episodes"):
+            hold(interface, engine, batch({"q": {"how": "raise"}}))
+
+
+def test_an_environment_that_hangs_is_left_behind():
+    engine = Scripted({"q/0/turn0": "x.", "r/0/turn0": "x."})
+    interface = settings(BAD, timeout_s=0.2)
+    out = hold(interface, engine, batch({"q": {"how": "hang"}, "r": {"how": "good"}}))
+    assert out["rewards"].isnan().tolist() == [True, False]
+    with pytest.raises(EnvironmentFailure, match=r"1 times no answer within timeout_s=0\.2"):
+        hold(settings("tests.environments.worlds:Stuck", timeout_s=0.2), engine, batch({"q": {}}))
+
+
+def test_plain_functions_run_in_threads_beside_each_other():
+    rows = {f"q{i}": {} for i in range(6)}
+    engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
+    Plain.threads.clear()
+    out = hold(settings("tests.environments.worlds:Plain", concurrency=3), engine, batch(rows))
+    assert out["rewards"].tolist() == [1.0] * 6
+    assert len(Plain.threads) >= 2
+
+
+def test_it_can_be_called_where_an_event_loop_runs():
+    async def notebook():
+        return hold(settings(), Scripted({"q/0/turn0": "x."}), batch({"q": {"script": [WON]}}))
+
+    assert asyncio.run(notebook())["rewards"].tolist() == [1.0]
+
+
+# --- seeds ---
+
+
+def seeds(interface: EnvironmentInterface, order: list[str], **model) -> dict[tuple[str, int], int]:
+    n = interface.generation.n
+    lines = {f"{q}/{j}/turn0": "x." for q in order for j in range(n)}
+    hold(interface, Scripted(lines), batch({q: {"script": [WON]} for q in order}), **model)
+    return {(q, j): Tool.made[i * n + j].seed for i, q in enumerate(order) for j in range(n)}
+
+
+def test_seeds_follow_from_call_prompt_and_episode_not_from_the_batch():
+    two = settings(generation=GenerationConfig(n=2, max_new_tokens=8))
+    found = seeds(two, ["q", "r"], seed=5)
+    assert len(set(found.values())) == 4
+    assert {key: seed for key, seed in seeds(two, ["z", "r"], seed=5).items() if key[0] == "r"} == {
+        ("r", 0): found["r", 0],
+        ("r", 1): found["r", 1],
+    }
+    assert set(seeds(two, ["q", "r"], seed=6).values()).isdisjoint(found.values())
+    assert set(seeds(two, ["q", "r"], seed=5, version=1).values()).isdisjoint(found.values())
+    shared = seeds(replace(two, same_seed=True), ["q", "r"], seed=5)
+    assert (len(set(shared.values())), shared["q", 0]) == (2, shared["q", 1])
+
+
+def test_turns_have_random_numbers_and_names_of_their_own():
+    engine = Scripted({f"q/{j}/turn{k}": "x." for j in range(2) for k in range(2)})
+    two = settings(generation=GenerationConfig(n=2, max_new_tokens=8))
+    hold(two, engine, batch({"q": {"script": [GO_ON, WON]}}))
+    assert len(set(engine.seeds)) == 2
+    assert [sorted(c) for c in engine.contexts] == [["q/0/turn0", "q/1/turn0"], ["q/0/turn1", "q/1/turn1"]]
+
+
+def test_versions_of_the_engine_are_kept():
+    engine = Scripted({"q/0/turn0": "x.", "q/0/turn1": "y."}, versions=True)
+    out = hold(settings(), engine, batch({"q": {"script": [("7", 0.0, False, False, {}), WON]}}), version=3)
+    assert lists(out, "versions") == [[-1, -1, 40, 40, -1, 41, 41]]
+
+
+def test_of_several_processes_one_asks_and_all_hear_the_same():
+    """The leading process asks; another is handed what came of that, and makes no environment."""
+    rows = {"q": {"script": [("7", 0.5, False, False, {}), WON]}, "r": {"script": [WON]}}
+    lines = {"q/0/turn0": "x.", "q/0/turn1": "y.", "r/0/turn0": "z."}
+    heard = []
+
+    def leading(call):
+        heard.append(call())
+        return heard[-1]
+
+    first = hold(settings(), Scripted(lines), batch(rows), lead=leading)
+    assert len(Tool.made) == 2
+    second = hold(settings(), Scripted(lines), batch(rows), lead=lambda call: pickle.loads(pickle.dumps(heard.pop(0))))
+    assert Tool.made == []
+    assert all(torch.equal(first[key], second[key]) for key in first.keys)
+
+
+# --- the graph ---
+
+
+def test_the_graph_is_that_of_the_algorithm_with_one_call_instead_of_two():
+    graph = dataflow()
+    assert [(r.name, r.model, r.method) for r in graph.rpcs] == [
+        ("agent_gen", "agent", "generate"),
+        ("actor_train", "actor", "train_step"),
+    ]
+    assert graph.rpcs[0].outputs == (
+        "input_ids",
+        "prompt_mask",
+        "loss_mask",
+        "logprobs",
+        "versions",
+        "truncated",
+        "rewards",
+        "turns",
+    )
+    assert graph.rpcs[1] == grpo.dataflow().rpcs[-1]
+    assert graph.unread() == []
+    assert [r.name for r in graph.leading_to("rewards")] == ["agent_gen"]
+
+
+def test_flags_and_other_algorithms_are_those_of_their_graphs():
+    decoupled = dataflow(algorithm="decoupled_ppo", kl=True, critic="own", dense=True)
+    expected = decoupled_ppo.dataflow(kl=True, critic="own", dense=True)
+    assert [r.name for r in decoupled.rpcs[1:]] == [r.name for r in expected.rpcs[2:]]
+    assert "dense_rewards" in decoupled.rpcs[0].outputs
+    assert [r.name for r in dataflow(algorithm="ppo", recompute=True).rpcs] == ["agent_gen", "actor_inf", "actor_train"]
+    best_of = with_environment(raft.dataflow())
+    assert {"logprobs", "versions", "turns"} <= set(best_of.results)
+    with pytest.raises(ValueError, match="one call that samples and one that writes rewards; the graph has 2 and 1"):
+        with_environment(ppo.dataflow(greedy_baseline=True))
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"max_turns": 0}, "max_turns must be at least 1, found 0"),
+        ({"max_episode_tokens": 7}, "max_episode_tokens must be at least generation.max_new_tokens=8"),
+        ({"timeout_s": 0.0}, "timeout_s must be a positive number of seconds"),
+        ({"concurrency": 0}, "concurrency must be at least 1"),
+        ({"max_failed_fraction": 1.5}, "max_failed_fraction must be from 0 to 1"),
+        ({"role": "user"}, "role and template_options belong to chat=true"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, found):
+    with pytest.raises(ValueError, match=found):
+        settings(**changes)
+
+
+def test_sampling_under_which_ratios_would_be_wrong_is_refused_in_training():
+    greedy = settings(generation=GenerationConfig(greedy=True, max_new_tokens=8))
+    with pytest.raises(ValueError, match=r"generation\.greedy=True changes the sampled distribution"):
+        greedy.check(dataflow().rpcs[0])
+
+
+def test_the_launch_table_says_what_an_episode_is():
+    assert settings().describe(4) == {
+        "environment": TOOL,
+        "episode": "up to 5 turns of up to 8 tokens each, 40 tokens in all",
+    }

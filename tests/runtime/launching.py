@@ -1,0 +1,105 @@
+"""Several processes of one run, started as torchrun starts them, or by it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from realign.config.folders import experiments_dir
+
+CHECKOUT = experiments_dir().parent
+MARK = "REALIGN_TEST_MARK"
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Ranks:
+    """`python -m realign` as two ranks, without torchrun, so that each has an exit code of its own."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.mark = secrets.token_hex(8)
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "realign", *words],
+                cwd=folder,
+                env={**environment(folder, self.mark), **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+
+    def wait_for(self, path: Path, lines: int) -> None:
+        """Until the file has so many lines; what the ranks say if one ends before."""
+        deadline = time.monotonic() + 200
+        while not path.exists() or len(path.read_bytes().splitlines()) < lines:
+            assert all(process.poll() is None for process in self.processes), self.ended()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def ended(self, seconds: float = 200) -> tuple[list[int], list[str]]:
+        """Exit code and stderr of each rank, once all have ended."""
+        try:
+            said = [process.communicate(timeout=seconds)[1] for process in self.processes]
+        finally:
+            end(self.mark)
+        return [process.returncode for process in self.processes], said
+
+
+def torchrun(
+    folder: Path, *words: str, options: Sequence[str] = ()
+) -> tuple[subprocess.CompletedProcess[str], list[int]]:
+    """`torchrun -m realign` with two processes; with it, the ids of processes that it left behind, which are ended."""
+    mark = secrets.token_hex(8)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    done = subprocess.run(
+        [*start, *options, "-m", "realign", *words],
+        cwd=folder,
+        env=environment(folder, mark),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done, end(mark)
+
+
+def environment(folder: Path, mark: str) -> dict[str, str]:
+    """Of a process that finds the tests and the modules in `folder`, by one thread, and is known by its mark."""
+    path = f"{CHECKOUT}{os.pathsep}{folder}"
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", MARK: mark}
+
+
+def end(mark: str) -> list[int]:
+    """End the processes with this mark, and return their ids."""
+    found: Sequence[int] = marked(mark)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    return list(found)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes with this mark."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # it has ended, or is somebody else's
+                continue
+    return found

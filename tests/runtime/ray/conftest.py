@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.runtime.ray import connected
+from tests.runtime import test_state
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[None]:
+    """One Ray cluster for all tests of this folder."""
+    with connected(None, processes=6):
+        yield
+
+
+@pytest.fixture(scope="package")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data of the runs of `test_state`."""
+    return test_state.save_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The same sums here and in the workers, however many cores there are, and no more threads than cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec, stat_values
+from realign.engines import TransformersModel
+from realign.engines.optim import OptimizerSpec
+from realign.runtime.loss_evaluation import LOSS_SUM
+from realign.runtime.ray import host as host_module
+from realign.runtime.ray.host import Host
+from tests.tiny import random_sample
+
+SPEC, DATA = MicroBatchSpec(), random_sample([[6, 5], [7]])
+WEIGHT = torch.tensor(4.0)
+
+
+def loss(output, mb):
+    return -output.logprobs().sum(), {"kl": (torch.tensor(2.0), torch.tensor(1.0))}
+
+
+def scored(output, mb):
+    return mb.with_tokens(scored=output.logprobs())
+
+
+@pytest.fixture
+def specs(files):
+    path = str(files / "llama")
+    return {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-2), trained_layers=1)}
+
+
+def test_two_halves_are_one_step(specs):
+    one, two = Host(0, 1), Host(0, 1)
+    for host in (one, two):
+        loaded = host.load(specs, 3, frozenset())["actor"]
+    assert (loaded.trainable, loaded.positions, loaded.data_ranks, loaded.data_rank) == (True, 128, 1, 0)
+    part, whole = one.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))
+    assert stat_values(part)["tokens"] == 18
+    assert two.ask("actor", "accumulate", (DATA, SPEC, loss, WEIGHT)).keys() == part.keys()
+    assert stat_values(two.ask("actor", "apply", (WEIGHT, False))) == stat_values(whole)
+    ours, theirs = (host.ask("actor", "weights", ()) for host in (one, two))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_reference_stays_and_the_loss_is_measured_without_a_step(specs):
+    host = Host(0, 1)
+    host.load(specs, 3, frozenset())
+    host.ask("actor", "reference", (1,))
+    before = host.ask("actor", "forward", (DATA, SPEC, scored))["scored"]
+    measured = host.ask("actor", "measure", (DATA, SPEC, loss))
+    torch.testing.assert_close(measured[LOSS_SUM].value.float(), -before.sum())
+    host.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))
+    assert not torch.equal(host.ask("actor", "forward", (DATA, SPEC, scored))["scored"], before)
+    torch.testing.assert_close(host.ask("actor", "score", (DATA, SPEC, scored, 1))["scored"], before)
+
+
+def test_an_offloaded_role_is_on_its_device_during_its_calls_and_between_the_halves_of_a_step(specs, monkeypatch):
+    events = []
+
+    class Recorded:
+        def __init__(self, resident):
+            events.append(len(list(resident())))
+
+        def leave(self):
+            events.append("leave")
+
+        def come_back(self):
+            events.append("back")
+
+    monkeypatch.setattr(host_module, "Offload", Recorded)
+    host = Host(0, 1)
+    host.load(specs | {"ref": TransformersModel(specs["actor"].path)}, 3, frozenset({"actor"}))
+    assert events[0] > 0
+    assert events[1:] == ["leave"]
+    del events[:]
+    host.ask("actor", "forward", (DATA, SPEC, scored))
+    host.ask("ref", "forward", (DATA, SPEC, scored))
+    assert events == ["back", "leave"]
+    del events[:]
+    host.ask("actor", "accumulate", (DATA, SPEC, loss, WEIGHT))
+    assert events == ["back"]
+    host.ask("actor", "apply", (WEIGHT, False))
+    assert events == ["back", "back", "leave"]

@@ -1,0 +1,66 @@
+"""Workers that are killed: the run goes on from its last checkpoint, and ends where it would have ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+
+from realign.runtime import CheckpointSpec, RuntimeSpec, run
+from realign.runtime.ray.groups import WorkerGroup
+from tests.runtime.ray.test_runtime import state
+from tests.runtime.test_state import assert_same_tree, experiment, start_anywhere, started, untimed
+
+pytestmark = pytest.mark.usefixtures("cluster")
+SYNCED, OFTEN = "synced reference", CheckpointSpec(every_steps=2)
+
+
+class Killing:
+    """Kills the worker of a verb, the n-th time that it is asked for, in the middle of it if it trains."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *deaths: tuple[str, str, int]) -> None:
+        self.left = list(deaths)
+        self.asked: dict[tuple[str, str], int] = {}
+        ask = WorkerGroup.ask
+
+        def watched(group: WorkerGroup, role: str, verb: str, parts, hook=None):
+            n = self.asked[role, verb] = self.asked.get((role, verb), 0) + 1
+            if (role, verb, n) in self.left:
+                self.left.remove((role, verb, n))
+                if verb in ("train", "accumulate"):
+                    hook = die
+                else:
+                    os.kill(group.pids[-1], signal.SIGKILL)
+            return ask(group, role, verb, parts, hook)
+
+        monkeypatch.setattr(WorkerGroup, "ask", watched)
+
+
+def die(output, mb):
+    output.logprobs()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_whose_workers_are_killed_ends_with_the_same_bits(files, tmp_path, monkeypatch):
+    """At the first rollout, while weights are handed over, and in the middle of an optimizer step."""
+    started(files, tmp_path / "calm", SYNCED, checkpoint=OFTEN)
+    deaths = [("actor", "generate", 1), ("ref", "load_weights", 2), ("actor", "accumulate", 10)]
+    killing = Killing(monkeypatch, *deaths)
+    start_anywhere()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        result = run(experiment(files, tmp_path / "killed", SYNCED, runtime=RuntimeSpec("ray"), checkpoint=OFTEN))
+    assert killing.left == []
+    told = [re.sub(r".*; the run ", "", str(w.message)) for w in caught if "recovery" in str(w.message)]
+    assert told == [f"goes on after step {step} (recovery {i} of at most 3)" for i, step in enumerate((0, 0, 2), 1)]
+    assert any("RPC 'actor_gen', actor: generate" in str(w.message) for w in caught)
+    assert_same_tree(state(tmp_path / "killed"), state(tmp_path / "calm"))
+    kept = untimed(tmp_path / "killed" / "metrics.jsonl")
+    assert kept == untimed(tmp_path / "calm" / "metrics.jsonl")
+    assert [record["step"] for record in result.history] == list(range(6))
+    saved = Path("final", "actor", "model.safetensors")
+    assert (tmp_path / "killed" / saved).read_bytes() == (tmp_path / "calm" / saved).read_bytes()

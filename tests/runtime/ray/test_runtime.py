@@ -1,0 +1,197 @@
+"""The same experiment with runtime=ray: what one process computes, and what goes wrong in a worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from realign.api import MicroBatchSpec, Sum, stat_values
+from realign.engines import TransformersModel
+from realign.engines.optim import OptimizerSpec
+from realign.runtime import RolloutSpec, RuntimeSpec
+from realign.runtime.backend import open_runtime
+from realign.runtime.checkpoints import list_checkpoints
+from realign.runtime.loss_evaluation import ForwardOnly
+from realign.runtime.models import load_own
+from realign.runtime.placement import Group
+from realign.runtime.ray.groups import RemoteError, WorkerGroup
+from realign.runtime.ray.runtime import RayRuntime, reserve
+from realign.runtime.ray.worker import HOOK, Setup
+from realign.runtime.state import seed_random
+from tests.runtime.test_local import BigramModel
+from tests.runtime.test_state import assert_same_tree, experiment, started, untimed
+from tests.tiny import random_sample
+
+pytestmark = pytest.mark.usefixtures("cluster")
+DATA = random_sample([[6, 5], [7]])
+WORDS = DATA.with_tokens(input_ids=DATA["input_ids"] % 11)
+"""Of the bigram model."""
+
+
+def state(out: Path) -> Any:
+    """The last checkpoint, but for what says where and when it was written."""
+    found = list_checkpoints(out / "checkpoints")[-1].read()
+    found["saves"].pop("known")
+    return {key: x for key, x in found.items() if key not in ("records", "config", "environment")}
+
+
+def test_a_run_is_that_of_one_process_bit_for_bit(files, tmp_path):
+    """PPO with a critic in a process of its own, a reference beside the actor, and everything that keeps a state."""
+    for kind in ("local", "ray"):
+        started(files, tmp_path / kind, "ppo", runtime=RuntimeSpec(kind), steps=3)
+    assert_same_tree(state(tmp_path / "ray"), state(tmp_path / "local"))
+    ours, theirs = (untimed(tmp_path / kind / "metrics.jsonl") for kind in ("ray", "local"))
+    assert ours == theirs
+
+
+def loss(output, mb):
+    return -output.logprobs().sum(), {"prompts": Sum(torch.tensor(float(len(mb))))}
+
+
+def broken(output, mb):
+    """Goes wrong in a worker, on the rank that is given prompt `p1`."""
+    if "p1" in mb.ids:
+        raise ArithmeticError("a bug of the user")
+    return loss(output, mb)
+
+
+def weight(data):
+    return torch.tensor(3.0)
+
+
+def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(files, tmp_path):
+    """Group statistics and KL of whole batches, a reference in the same processes, weights out and in."""
+    made = {}
+    for kind in ("local", "ray"):
+        runtime = RuntimeSpec(kind, placement={"actor": {"devices": 2}} if kind == "ray" else {})
+        path = str(files / "llama")
+        models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3)), "ref": TransformersModel(path)}
+        e = experiment(files, tmp_path / kind, "grpo", evaluation=None, models=models, runtime=runtime)
+        seed_random(e.seed)  # its reward draws from the global generators
+        with closing(open_runtime(e)) as opened:
+            (values, first), (_, second) = opened.step(1), opened.step(2)
+            engine = opened.models["actor"].machine
+            measured = ForwardOnly("actor", "actor", engine).train_batch(DATA, MicroBatchSpec(), loss, weight)
+            made[kind] = [first, second], engine.weights(), engine.state_dict(), stat_values(measured)
+            if kind == "ray":
+                opened.models["ref"].machine.load_weights(engine.weights())
+                assert engine.group is opened.models["ref"].machine.group
+                engine.load_state_dict(engine.state_dict())
+                assert 0 < values["time/actor_gen_wait_s"] <= values["time/actor_gen_s"]
+                assert "time/reward_inf_wait_s" not in values
+                begun = time.monotonic()
+                with pytest.raises(RemoteError, match=r"(?s)actor: train on rank \d of 2.*a bug of the user"):
+                    engine.train_batch(DATA, MicroBatchSpec(), broken, weight)
+                assert time.monotonic() - begun < 30
+    for ours, theirs in zip(made["ray"][0], made["local"][0], strict=True):
+        assert ours.ids == theirs.ids
+        assert torch.equal(ours["input_ids"], theirs["input_ids"])
+    for ours, theirs in zip(made["ray"][1:], made["local"][1:], strict=True):
+        assert_close(ours, theirs)
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key, x in theirs.items():
+            assert_close(ours[key], x)
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+    elif isinstance(theirs, list):
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a, b)
+    else:
+        assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def group(cluster, files):
+    """One process, in the folder `files`, with a bigram model as `actor`."""
+    room = reserve(Group(("actor",)), 60, gpu=False)
+    setup = Setup(str(files), (), threads=1, seed=0)
+    made = WorkerGroup(Group(("actor",)), RuntimeSpec("ray"), room, setup, gpu=False)
+    made.ready()
+    made.load({"actor": BigramModel()}, 0)
+    yield made
+    made.kill()
+    ray.util.remove_placement_group(room)
+
+
+def test_what_a_worker_says(group, files, recwarn):
+    def hook(output, mb):
+        warnings.warn(f"in {os.getcwd()}", UserWarning, stacklevel=1)
+        return mb.with_tokens(scored=output.logprobs())
+
+    found = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], hook)[0]
+    assert found["scored"].shape == WORDS["input_ids"].shape
+    assert [str(w.message) for w in recwarn if w.category is UserWarning] == [f"in {files}"]
+    with pytest.raises(ValueError, match=r"what its interface gives to forward cannot be sent to a worker"):
+        group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], threading.Lock().acquire)
+
+    def on_purpose(output, mb):
+        return mb.select(["no such key"])
+
+    with pytest.raises(ValueError, match="no packed key 'no such key'") as caught:
+        group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], on_purpose)
+    assert "in on_purpose" in str(caught.value.__cause__)
+
+
+def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
+    def forever(output, mb):
+        time.sleep(60)
+
+    monkeypatch.setattr(group, "_limit_s", 2.0)
+    message = r"actor: forward \(workers of actor\): no answer of rank 0 for .* minutes .*: rank 0: 2 prompts, input_"
+    with pytest.raises(RuntimeError, match=message):
+        group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], forever)
+
+
+def test_a_cluster_without_room_is_told_what_was_asked(files, tmp_path):
+    runtime = RuntimeSpec("ray", placement={"actor": {"devices": 500}}, placement_timeout_s=1)
+    e = experiment(files, tmp_path, "raft", runtime=runtime)
+    message = r"actor: no room for actor on 500 devices within 1 s .* it needs 500 CPU, and the cluster has \d+ CPU"
+    with pytest.raises(ValueError, match=message):
+        open_runtime(e)
+
+
+def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, tmp_path, monkeypatch):
+    """The reward and the reference of GRPO; keys stand in the order of the graph, whichever call ended first."""
+    meeting = threading.Barrier(2, timeout=60)
+    made: list[str] = []
+
+    def call(self: RayRuntime, rpc: Any, batch: Any, draw: int = 0) -> Any:
+        if rpc.name in ("reward_inf", "ref_inf"):
+            meeting.wait()
+        made.append(rpc.name)
+        return original(self, rpc, batch, draw)
+
+    original = RayRuntime._call
+    monkeypatch.setattr(RayRuntime, "_call", call)
+    monkeypatch.setattr(RayRuntime, "_load_own", lambda self, specs, seed: load_own(specs, seed))
+    e = experiment(files, tmp_path, "grpo", evaluation=None, runtime=RuntimeSpec("ray"))
+    with closing(open_runtime(e)) as opened:
+        _, batch = opened.step(1)
+    assert {"reward_inf", "ref_inf"} < set(made)
+    assert made[-1] == "actor_train"
+    assert list(batch.data)[-2:] == ["ref_logprobs", "prox_logprobs"]
+
+
+def test_sampling_ahead_on_its_own_workers_with_no_staleness_is_the_same_bit_for_bit(files, tmp_path):
+    for kind in ("local", "ray"):
+        ahead = {"rollout": RolloutSpec("async", max_staleness=0)} if kind == "ray" else {}
+        started(files, tmp_path / kind, "raft", runtime=RuntimeSpec(kind), steps=2, **ahead)
+    ours, theirs = (state(tmp_path / kind)["models"]["actor"]["engine"] for kind in ("ray", "local"))
+    assert_same_tree(ours | {"fused": True}, theirs)  # the model that trains has not sampled
+    values = untimed(tmp_path / "ray" / "metrics.jsonl")[-1]
+    assert (values["rollout/version_lag"], values["rollout/running_prompts"]) == (0, 0)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from realign.runtime import CheckpointSpec, Experiment, RuntimeSpec
+from realign.runtime.backend import WorkerLost
+from realign.runtime.recovery import Attempts
+from tests.runtime.test_local import experiment
+
+LOST = WorkerLost("RPC 'actor_gen', actor: generate: the worker has died")
+
+
+def on_ray(tmp_path, **changes) -> Experiment:
+    settings = {"runtime": RuntimeSpec("ray", max_recoveries=1), "checkpoint": CheckpointSpec(every_steps=1)}
+    return experiment(tmp_path, **settings | changes)
+
+
+def checkpointed(e: Experiment, step: int) -> None:
+    (e.output_dir / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_with_fresh_interfaces(tmp_path):
+    e = on_ray(tmp_path)
+    attempts = Attempts(e)
+    assert attempts.experiment is e
+    e.interfaces["reward"].shuffle = True  # as a state that the attempt has left
+    attempts.began()
+    checkpointed(e, 4)
+    with pytest.warns(UserWarning, match=r"has died; the run goes on after step 4 \(recovery 1 of at most 1\)"):
+        attempts.recover(LOST)
+    assert attempts.experiment.resume == "auto"
+    assert attempts.experiment.interfaces["reward"].shuffle is False
+    with pytest.raises(WorkerLost, match=re.escape("gone on 1 times (runtime.max_recoveries); go on with resume=auto")):
+        attempts.recover(LOST)
+
+
+def test_what_an_earlier_run_left_is_not_gone_on_with(tmp_path):
+    e = on_ray(tmp_path, overwrite=True)
+    checkpointed(e, 9)
+    attempts = Attempts(e)
+    with pytest.warns(UserWarning, match=r"the run starts again \(recovery 1 of at most 1\)"):
+        attempts.recover(LOST)  # before the folder is its own
+    assert attempts.experiment.resume is None
+
+
+@pytest.mark.parametrize("changes", [{"checkpoint": None}, {"runtime": RuntimeSpec("ray", max_recoveries=0)}])
+def test_a_run_that_cannot_go_on_says_why(tmp_path, changes):
+    why = "checkpoint=null" if "checkpoint" in changes else "gone on 0 times"
+    with pytest.raises(WorkerLost, match=f"has died; the run .*{why}"):
+        Attempts(on_ray(tmp_path, **changes)).recover(LOST)

@@ -1,0 +1,35 @@
+"""Sweeps whose runs are jobs: Slurm's launcher, by its executor of this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from realign.config.folders import experiments_dir
+from tests.config_parts import write_experiment
+
+CHECKOUT = experiments_dir().parent
+
+
+def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    words = ["-m", "--config-dir=conf", "experiment=bigram", "steps=1", "hydra/launcher=submitit_local", *overrides]
+    command = [sys.executable, "-m", "realign", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_the_runs_of_a_sweep_are_jobs_with_folders_of_their_own(tmp_path):
+    write_experiment(tmp_path / "conf")
+    done = sweep(tmp_path, "interfaces.actor.epochs=1,2")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs" / "bigram").glob("sweep_*")
+    found = [yaml.safe_load((folder / str(i) / "config.yaml").read_text()) for i in range(2)]
+    assert [config["interfaces"]["actor"]["epochs"] for config in found] == [1, 2]
+    assert all((folder / str(i) / "final" / "actor").is_dir() for i in range(2))
+    assert len(list((folder / ".submitit").glob("*/*_log.err"))) == 2
