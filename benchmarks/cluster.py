@@ -6,7 +6,6 @@ meant for comparing placements, whose differences come from who waits for whom, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -219,8 +218,3 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def median_tokens(work: Work) -> float:
-    """Of the responses, before the limit."""
-    return work.lengths.mean * math.exp(-(work.lengths.sigma**2) / 2)

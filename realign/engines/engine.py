@@ -187,8 +187,11 @@ class TransformersEngine:
             moved = part.to(self.device)
             return added(post_hook(run(part, moved, layout), moved), moved)
 
-        results = list(side_by_side(compute, passes, passes.lanes))
-        whole = passes.batches.restore(results).to(data[TOKENS].device)
+        return self._restored_to(data[TOKENS].device, passes, list(side_by_side(compute, passes, passes.lanes)))
+
+    def _restored_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
+        """The results of all passes as one sample, there for whoever reads it."""
+        whole = passes.batches.restore(results).to(device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
         return whole

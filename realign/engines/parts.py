@@ -40,17 +40,6 @@ def whole(x: Tensor) -> Tensor:
     return found
 
 
-def whole_tree(tree: Any) -> Any:
-    """A tree of dicts, lists and tuples with its tensors whole, on the host; where there are parts, a collective."""
-    if isinstance(tree, Tensor):
-        return whole(tree.detach()).cpu()
-    if isinstance(tree, Mapping):
-        return {key: whole_tree(x) for key, x in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(whole_tree(x) for x in tree)
-    return tree
-
-
 def part_of(x: Tensor, like: DTensor) -> Tensor:
     """This rank's slice of a whole tensor, cut as `like` is: a view.
 

@@ -116,10 +116,7 @@ class ShardedEngine(TransformersEngine):
             self.network.rest()
         if not len(part):
             return SequenceSample(())
-        found = passes.batches.restore(results).to(part[TOKENS].device)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
-        return found
+        return self._restored_to(part[TOKENS].device, passes, results)
 
     def train_batch(
         self,
@@ -224,9 +221,11 @@ class ShardedEngine(TransformersEngine):
         Raises:
             ValueError: names the ranks that differ.
         """
-        text = repr((method, data.ids, sorted((k, n.nested()) for k, n in data.lengths.items())))
-        found = self._ranks.gather(hashlib.sha256(text.encode()).hexdigest())
-        if differing := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+        digest = hashlib.sha256(repr((method, data.ids)).encode())
+        for name, lengths in sorted(data.lengths.items()):
+            digest.update(name.encode() + lengths.counts.tobytes() + lengths.flat.tobytes())
+        found = self._ranks.gather(digest.hexdigest())
+        if differing := [rank for rank, given in enumerate(found) if given != found[0]]:
             raise ValueError(
                 f"model {self.name!r}: rank {differing[0]} was given another batch than rank 0, or another call than "
                 f"{method}; interfaces, rewards and data must give every rank the same"

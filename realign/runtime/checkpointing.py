@@ -49,23 +49,22 @@ class RunCheckpoints:
 
     def begin(self) -> None:
         """Write one before the first step: where models are saved, there is something to go on from."""
-        if self._spec is not None:
-            self._write(0)
         if self._writer is not None:
+            self._write(self._writer, 0)
             self._writer.close()
 
     def after_step(self, step: int, *, now: bool) -> None:
         """Write one if it is due, or `now`, or if this is the best step so far."""
         now = now or self._saves.best_step == step
-        if self._spec is None:
+        if self._spec is None or self._writer is None:
             return
         if self._ranks.broadcast(now or self._spec.due(step, time.monotonic() - self._last)):
-            self._write(step)
+            self._write(self._writer, step)
 
     def finish(self, step: int) -> None:
         """Write the last one: that it is there says that the run is done, with its models saved."""
-        if self._spec is not None:
-            self._write(step)
+        if self._writer is not None:
+            self._write(self._writer, step)
 
     def metrics(self) -> dict[str, float]:
         """`time/checkpoint_s`, once, when one was written before the step that has just been made."""
@@ -82,7 +81,7 @@ class RunCheckpoints:
             self._writer.close()
         return self._take_problems()
 
-    def _write(self, step: int) -> None:
+    def _write(self, writer: CheckpointWriter, step: int) -> None:
         started = time.perf_counter()
         _warn_of(self._take_problems())
         try:
@@ -90,8 +89,7 @@ class RunCheckpoints:
             state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict()}
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces
-            if self._writer is not None:
-                self._writer.write(step, state, best=self._saves.best_step)
+            writer.write(step, state, best=self._saves.best_step)
         except (OSError, ValueError) as error:  # a full disk; a value of an interface that cannot be kept
             self._problems.append(f"the checkpoint of step {step} was not written: {error}")
         self._last = time.monotonic()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.engines import LoRA, OptimizerSpec, Schedule, Sharding, TransformersModel, ValueHead
-from realign.engines.parts import whole_tree
+from realign.engines.parts import whole
 from realign.engines.ranks import current
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
@@ -20,6 +20,7 @@ from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime.checkpoints import CheckpointWriter, list_checkpoints
+from realign.runtime.ray.wire import mapped
 from realign.runtime.trees import hash_of
 from realign.testing import random_batch, random_preferences
 from tests.tiny import random_sample, save_tiny
@@ -59,6 +60,11 @@ def train(
         metrics.append(stat_values(interface.train_step(model, data, spec)))
         model.advance()
     return {"metrics": metrics, "weights": weights_now(model)}
+
+
+def whole_tree(tree: Any) -> Any:
+    """With its tensors whole, on the host; a collective."""
+    return mapped(tree, lambda x: whole(x.detach()).cpu())
 
 
 def weights_now(model: Model) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realign.engines import Sharding
-from realign.engines.parts import read_parts, read_saved, whole, whole_tree, write_parts
+from realign.engines.parts import read_parts, read_saved, whole, write_parts
 
 TENSORS = {"a/b": torch.arange(6.0).view(2, 3), "c": torch.tensor([True, False]), "d": torch.zeros(0, 4)}
 
@@ -40,10 +40,6 @@ def test_what_is_not_in_the_files_is_told(tmp_path: Path) -> None:
 def test_a_tensor_of_one_process_is_whole() -> None:
     x = torch.ones(2)
     assert whole(x) is x
-    tree = whole_tree({"a": [x, 1], "b": (torch.zeros(1, requires_grad=True), "text")})
-    assert tree["a"][1] == 1
-    assert tree["b"][1] == "text"
-    assert not tree["b"][0].requires_grad
 
 
 def test_a_number_of_ranks_is_at_least_one() -> None:

@@ -1,0 +1,48 @@
+"""Whether the rows of a dataset suit an experiment: their keys, their number, and the tokens a pass may hold."""
+
+from __future__ import annotations
+
+import warnings
+
+from realign.data import Dataset
+from realign.runtime.experiment import Experiment
+
+
+def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
+    """Compare what the dataset gives with what the graph expects of it, and its lengths with the token budget."""
+    if not len(dataset):
+        raise ValueError("the dataset holds no row")
+    if missing := sorted(set(experiment.graph.dataset_keys) - set(dataset.keys)):
+        raise ValueError(f"the graph reads key {missing[0]!r} of the dataset, which gives {sorted(dataset.keys)}")
+    if experiment.dynamic_sampling is not None and experiment.batch_prompts > len(dataset):
+        raise ValueError(
+            f"batch_prompts={experiment.batch_prompts}, but the dataset has {len(dataset)} rows, and under "
+            "dynamic_sampling no row is used twice in a step"
+        )
+    if experiment.prompts_at_once > len(dataset):
+        warnings.warn(
+            f"batch_prompts={experiment.prompts_at_once}, but the dataset has {len(dataset)} rows: each stands in a "
+            f"batch {experiment.prompts_at_once / len(dataset):.1f} times",
+            stacklevel=2,
+        )
+    limit = experiment.microbatch.max_tokens_per_microbatch
+    if limit is None:
+        return
+    if (text := getattr(dataset, "longest_text", 0)) > limit:
+        raise ValueError(
+            f"microbatch.max_tokens_per_microbatch={limit} cannot hold a text of data.pretraining: the longest has "
+            f"{text} tokens; raise the budget, or limit the lengths"
+        )
+    check_budget(dataset, experiment.longest_response, experiment)
+
+
+def check_budget(dataset: Dataset, response: int, experiment: Experiment) -> None:
+    """Compare the longest row, with a response of so many tokens, with the token budget."""
+    limit = experiment.microbatch.max_tokens_per_microbatch
+    report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
+    what = f" and a response up to {response}" if response else ""
+    if limit is not None and report is not None and report.longest + response > limit:
+        raise ValueError(
+            f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: the longest row has "
+            f"{report.longest} tokens{what}; raise the budget, or limit the lengths"
+        )
