@@ -196,7 +196,7 @@ class ShardedNetwork(Network):
         for (name, p), own in zip(self.sharded.items(), self._owned, strict=True):
             if p.grad is not None and counts.get(name, 1):
                 gradient = p.grad.to_local()
-                own.grad = self.grid.sum(gradient, "tp") if name in self._summed else gradient
+                own.grad = self.grid.sum(gradient, "tp").to(own.device) if name in self._summed else gradient
             p.grad = None
 
     def gradient_norm(self) -> Tensor:

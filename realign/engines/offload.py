@@ -34,8 +34,3 @@ class Offload:
         if any(device.type == "cuda" for _, device in self._away):
             torch.cuda.synchronize()  # the memory on the host may be given away
         self._away.clear()
-
-    @property
-    def away(self) -> int:
-        """Number of tensors that are on the host and belong elsewhere."""
-        return len(self._away)

@@ -47,7 +47,7 @@ def part_of(x: Tensor, like: DTensor) -> Tensor:
     """
     for dim in reversed(range(like.device_mesh.ndim)):
         placement: Any = like.placements[dim]
-        if placement.is_shard():
+        if not placement.is_replicate():  # what tensor parallel has cut, FSDP cuts by another class of placement
             chunks = x.chunk(like.device_mesh.size(dim), placement.dim)
             rank = like.device_mesh.get_local_rank(dim)
             x = chunks[rank] if rank < len(chunks) else x.narrow(placement.dim, 0, 0)

@@ -53,10 +53,6 @@ class Ranks:
         dist.all_gather_object(found, x)
         return found
 
-    def any(self, flag: bool) -> bool:
-        """Whether it holds on some rank."""
-        return any(self.gather(flag))
-
     def first(self, x: T | None) -> T | None:
         """What the first rank that has something has; None if none has."""
         return next((found for found in self.gather(x) if found is not None), None)
@@ -107,6 +103,7 @@ class Ranks:
 
 
 _MARK = "_realign_of_another_rank"
+_EVERYWHERE = ("builtins", "realign", "torch")
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -120,7 +117,9 @@ def _marked(error: Exception) -> Exception:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or its text where it could not be made again from a pickle."""
+    """The error, or its text where another process could not make it again: from a pickle, of a class it knows."""
+    if type(error).__module__.partition(".")[0] not in _EVERYWHERE:
+        return RuntimeError(f"{type(error).__name__}: {error}")
     try:
         pickle.dumps(copy.copy(error))  # a copy is made as an unpickled one is: by calling its class
         return error

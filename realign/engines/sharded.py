@@ -6,7 +6,6 @@ one process would. The methods whose names end in `_part`, and `accumulate`, are
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.engines.cores import ParallelPasses
 from realign.engines.engine import Accumulated, Forward, TransformersEngine, added, check_loss
+from realign.engines.facts import facts_of
 from realign.engines.folders import AVERAGED, save_folder
 from realign.engines.fsdp import ShardedNetwork
 from realign.engines.fusion import Fusion
@@ -219,17 +219,15 @@ class ShardedEngine(TransformersEngine):
         """The parts of the ranks; refuses a batch that is not the same on all of them, for which they would wait.
 
         Raises:
-            ValueError: names the ranks that differ.
+            ValueError: names a rank that differs, and how.
         """
-        digest = hashlib.sha256(repr((method, data.ids)).encode())
-        for name, lengths in sorted(data.lengths.items()):
-            digest.update(name.encode() + lengths.counts.tobytes() + lengths.flat.tobytes())
-        found = self._ranks.gather(digest.hexdigest())
-        if differing := [rank for rank, given in enumerate(found) if given != found[0]]:
-            raise ValueError(
-                f"model {self.name!r}: rank {differing[0]} was given another batch than rank 0, or another call than "
-                f"{method}; interfaces, rewards and data must give every rank the same"
-            )
+        found = self._ranks.gather(facts_of(method, data))
+        for rank, facts in enumerate(found):
+            if differing := found[0].difference(facts):
+                raise ValueError(
+                    f"model {self.name!r}: rank {rank} was given another batch than rank 0, or another call than "
+                    f"{method} ({differing}); interfaces, rewards and data must give every rank the same"
+                )
         return shard(data, self.data_ranks, key)
 
     def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:
@@ -259,8 +257,10 @@ class ShardedEngine(TransformersEngine):
             check_finite(self.name, gathered.module, gathered.value_head)
             save_folder(path, fill)
 
-        self._ranks.lead(write)
-        self.network.gathered.empty()
+        try:
+            self._ranks.lead(write)
+        finally:
+            self.network.gathered.empty()
 
     def state_dict(self) -> dict[str, Any]:
         """See `TransformersEngine.state_dict`. Tensors are this rank's parts (`DTensor`), whole in no place."""
@@ -370,7 +370,8 @@ class _Reader:
             return x
         part: Any = self.part(x, like)
         slice_: Tensor = part.to_local()
-        return slice_
+        # of a whole: dense, as fused optimizers read moments, and without what the other ranks have
+        return slice_ if isinstance(x, Saved) else slice_.clone(memory_format=torch.contiguous_format)
 
     def read(self) -> None:
         """Fill what was asked for."""

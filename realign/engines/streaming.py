@@ -127,7 +127,9 @@ class StreamingEngine(SharedEngine):
             self.engine.load_weights(weights)
             self.version = version
             for stream in (running.stream for running in self._running):
-                stream.update(*self._prepared(stream.reach), version, recompute=self._recompute)
+                trunk, head = self._prepared(stream.reach)
+                with self.engine.network.autocast():  # what is read again is read as it was the first time
+                    stream.update(trunk, head, version, recompute=self._recompute)
 
         self._between_steps(load)
 
@@ -235,11 +237,12 @@ class StreamingEngine(SharedEngine):
         """Give the callers whose last sequence has ended their responses."""
         stream = running.stream
         for sequence in torch.cat(stream.finished).tolist() if stream.finished else []:
-            call = running.calls.pop(sequence)
+            call = running.calls[sequence]
             call.left -= 1
             if not call.left:
                 assert call.sequences_S is not None
                 call.result.set_result(stream.take(call.sequences_S))
+            del running.calls[sequence]  # not before: an error ends the calls that stand there
         stream.finished.clear()
 
     def _prepared(self, length: int) -> tuple[Trunk, LMHead]:

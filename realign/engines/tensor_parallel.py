@@ -55,7 +55,7 @@ def split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh
 
 def _matches(path: str, name: str) -> bool:
     """Whether a path of a plan, such as `layers.*.mlp.up_proj`, is that of a part of the list of layers."""
-    pattern = re.escape(path.split(".", 1)[1]).replace(r"\*", r"\d+")
+    pattern = re.escape(path.partition(".")[2]).replace(r"\*", r"\d+")
     return re.fullmatch(pattern, name) is not None
 
 

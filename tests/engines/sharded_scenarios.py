@@ -207,9 +207,12 @@ def low(folder: Path) -> dict[str, Any]:
 KEPT = {"value_head": ValueHead(hidden="mlp", init="normal"), "ema_decay": 0.5}
 
 
-def kept(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
+def kept(
+    folder: Path, own: Path, others: dict[str, Path], family: str = "gpt2", sharding: Sharding | None = None
+) -> dict[str, Any]:
     """A run that writes a checkpoint midway, and saves; runs that go on from it and from those of other numbers."""
-    model = load(folder, "gpt2", **KEPT)
+    more = {} if sharding is None else {"sharding": sharding}
+    model = load(folder, family, **KEPT, **more)
     steps(model, joint_loss)
     writer = CheckpointWriter(own, 2, current())
     writer.write(2, {"engine": model.machine.state_dict(), "number": torch.tensor(3.5)})
@@ -219,16 +222,26 @@ def kept(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
     model.machine.save(own / "saved")
     current().barrier()
     for name, path in {"own": own, **others}.items():
-        found[name] = going_on(restored(folder, path))
+        found[name] = going_on(restored(folder, path, family, **more))
     return found
 
 
-def restored(folder: Path, path: Path) -> Model:
+def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
+    """Pairs of ranks compute layers together, and divide the batch with other pairs (one process: alone)."""
+    sharding = Sharding(tensor_parallel=2)
+    found = kept(folder, own, others, "qwen3", sharding)
+    model = load(folder, "qwen3", sharding=sharding)
+    machine = model.machine
+    machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
+    return found | {"mixed": weights_now(model)}
+
+
+def restored(folder: Path, path: Path, family: str = "gpt2", **settings: Any) -> Model:
     """The model of a fresh run that takes the one checkpoint in a folder."""
     (checkpoint,) = list_checkpoints(path)
     tree = checkpoint.read()
     assert float(tree["number"]) == 3.5
-    model = load(folder, "gpt2", **KEPT)
+    model = load(folder, family, **KEPT, **settings)
     model.machine.load_state_dict(tree["engine"])
     return model
 
@@ -244,6 +257,8 @@ def mistakes(folder: Path) -> dict[str, str]:
     """Messages of what is refused, on this rank."""
     machine, rank = load(folder).machine, current().rank
     data = random_sample([(5 + rank,), (7,)])
+    values = random_sample([(6,)] * 6).with_tokens(advantages=torch.arange(36.0) - rank)
+    masked = random_sample([(6,)] * 6).with_tokens(loss_mask=torch.arange(36) > rank)
 
     def nan(output: Any, part: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
         bad = torch.nan if "p3" in part.ids else 1.0
@@ -254,6 +269,8 @@ def mistakes(folder: Path) -> dict[str, str]:
     other = state | {"module": {name: x[:, :1] if x.ndim == 2 else x for name, x in state["module"].items()}}
     attempts = {
         "batch": lambda: machine.train_batch(data, BUDGET, plain_loss, weight),
+        "values": lambda: machine.train_batch(values, BUDGET, plain_loss, weight),
+        "mask": lambda: machine.train_batch(masked, BUDGET, plain_loss, weight),
         "reference": lambda: machine.reference(),
         "shape": lambda: machine.load_state_dict(other),
         "step": lambda: machine.apply(torch.tensor(1.0)),
@@ -290,7 +307,8 @@ def scenarios(folder: Path) -> dict[str, Any]:
 def of_a_group(folder: Path) -> dict[str, Any]:
     """All that a rank of a group is asked; `folder` has a checkpoint of one process in `of 1`."""
     own = folder / f"of {current().size}"
-    more = {"low": low(folder), "kept": kept(folder, own, {"of 1": folder / "of 1"}), "mistakes": mistakes(folder)}
+    others = {path.name: path for path in folder.glob("of *") if path != own}
+    more = {"low": low(folder), "kept": kept(folder, own, others), "mistakes": mistakes(folder)}
     if current().size == 2:
         more["divided"] = divided(folder)
     return {**scenarios(folder), **more, "dropout": load(folder, dropout=True).machine.dropout_seed()}

@@ -22,8 +22,6 @@ def test_one_process_is_its_own_leader_and_needs_nobody() -> None:
     assert (alone, alone.leader) == (Ranks(0, 1), True)
     assert alone.broadcast("x") == "x"
     assert alone.gather(3) == [3]
-    assert alone.any(True)
-    assert not alone.any(False)
     assert (alone.first(0), alone.first(None)) == (0, None)
     alone.barrier()
     assert (alone.lead(lambda: 5), alone.together(lambda: 6)) == (5, 6)
@@ -108,7 +106,6 @@ def scenario(folder: Path, ports: list[int]) -> dict[str, object]:
         "ranks": (ranks.rank, ranks.size, ranks.leader),
         "broadcast": ranks.broadcast(f"of {ranks.rank}"),
         "gather": ranks.gather(ranks.rank**2),
-        "any": (ranks.any(ranks.rank == 2), ranks.any(False)),
         "first": (ranks.first(ranks.rank or None), ranks.first(None)),
         "lead": ranks.lead(lambda: counted.append(ranks.rank) or "judged"),
         "counted": counted,
@@ -131,7 +128,6 @@ def test_three_processes_agree(tmp_path) -> None:
     assert by_name["ranks"] == [(0, 3, True), (1, 3, False), (2, 3, False)]
     assert by_name["broadcast"] == ["of 0"] * 3
     assert by_name["gather"] == [[0, 1, 4]] * 3
-    assert by_name["any"] == [(True, False)] * 3
     assert by_name["first"] == [(1, None)] * 3
     assert by_name["lead"] == ["judged"] * 3
     assert by_name["counted"] == [[0], [], []]

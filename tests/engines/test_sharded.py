@@ -95,9 +95,23 @@ def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
     wanted = alone["kept"]["end"]
     for found in ranks:
         assert found["kept"]["problems"] == []
-        for start in ("end", "own", "of 1"):  # going on; from its own checkpoint; from that of one process
+        starts = found["kept"].keys() - {"problems"}
+        assert starts >= {"end", "own", "of 1"}  # going on; from its own checkpoint; from that of one process
+        for start in starts:  # and of another group that was there before
             assert_same(found["kept"][start], wanted, start)
     assert_same(sharded_scenarios.going_on(sharded_scenarios.restored(folder, group(folder, ranks))), wanted)
+
+
+def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> None:
+    """Four ranks: as one process, and each goes on from a checkpoint of the other."""
+    one, four = folder / "crossed of 1", folder / "crossed of 4"
+    wanted = sharded_scenarios.crossed(folder, one, {})
+    for found in run_ranks(4, sharded_scenarios.crossed, folder, four, {"of 1": one}):
+        assert found["problems"] == []
+        for start in ("end", "own", "of 1"):
+            assert_same(found[start], wanted["end"], start)
+        assert_same(found["mixed"], wanted["mixed"])
+    assert_same(sharded_scenarios.going_on(sharded_scenarios.restored(folder, four, "qwen3")), wanted["end"])
 
 
 def test_a_damaged_part_of_a_checkpoint_is_found(folder: Path, ranks: list[dict[str, Any]]) -> None:
@@ -145,7 +159,12 @@ def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]])
 def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     messages = ranks[0]["mistakes"]
     assert all(found["mistakes"] == messages for found in ranks)
-    assert "rank 1 was given another batch than rank 0, or another call than train_batch" in messages["batch"]
+    assert (
+        "rank 1 was given another batch than rank 0, or another call than train_batch (other ids or lengths)"
+        in messages["batch"]
+    )
+    for name, key in (("values", "advantages"), ("mask", "loss_mask")):
+        assert f"than train_batch (other '{key}')" in messages[name]
     assert "branch=reference needs lora" in messages["reference"]
     assert messages["shape"] == "a saved tensor has shape [97, 1], and this model's [97, 64]"
     assert "apply needs a gradient" in messages["step"]

@@ -101,6 +101,37 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
     same(later, tiny_engine(model={"seed": 7}).generate(prompts(range(5)), CONFIG, seed=2), exact=True)
 
 
+def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
+    reads, began, go_on = [], threading.Event(), threading.Event()
+    read, advance = Stream._read, Stream.advance
+
+    def noting(self, texts):
+        hidden, *rest = read(self, texts)
+        reads.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return hidden, *rest
+
+    def waiting(self):
+        advance(self)
+        began.set()
+        go_on.wait(0.05)
+
+    monkeypatch.setattr(Stream, "_read", noting)
+    monkeypatch.setattr(Stream, "advance", waiting)
+    engine = StreamingEngine("actor", tiny_engine(dtype=torch.bfloat16, fused_rollout=False))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            engine.generate, prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
+        )
+        assert began.wait(60)
+        engine.update(engine.engine.weights(), 1)
+        go_on.set()
+        assert set(call.result()["versions"].tolist()) == {-1, 0, 1}
+    engine.close()
+    assert len(reads) == 2
+    assert len(set(reads)) == 1
+    assert reads[0][1]
+
+
 def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
     engine = open_engine()
     data = SequenceSample.from_sequences([0, 1], {"input_ids": [[[2, 3, 4]], [[5, 6]]]})
@@ -131,11 +162,12 @@ def test_a_bad_call_fails_alone(open_engine):
     )
 
 
-def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch):
-    def broken(self):
+@pytest.mark.parametrize(("where", "name"), [(Rollout, "_step"), (Stream, "take")])
+def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, where, name):
+    def broken(*arguments):
         raise FloatingPointError("the sky fell")
 
-    monkeypatch.setattr(Rollout, "_step", broken)
+    monkeypatch.setattr(where, name, broken)
     engine = open_engine()
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(engine.generate, prompts([i]), CONFIG, seed=1) for i in range(3)]
