@@ -35,7 +35,7 @@ from realign.engines.output import ScalarHead
 from realign.engines.stepping import Stepper, counted, single, step_weight
 from realign.engines.trunk import positions_of
 from realign.engines.value_head import ValueNetwork
-from realign.engines.weights import check_weights, mix_into, named_weights
+from realign.engines.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.functional.logprobs import LMHead
 
 
@@ -422,7 +422,7 @@ class TransformersEngine:
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         """See `PipelinableEngine.load_weights`. Moments and averages stay as they are."""
         own = self.weights()
-        check_weights(self.name, {name: x.shape for name, x in own.items()}, weights, mix)
+        check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         mix_into(own, weights, mix)
 
     def resident(self) -> Iterator[Tensor]:

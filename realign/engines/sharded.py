@@ -32,7 +32,7 @@ from realign.engines.parts import Saved, from_slice, is_part, part_of, read_part
 from realign.engines.ranks import current
 from realign.engines.sharding import Sharding
 from realign.engines.stepping import Stepper, step_weight
-from realign.engines.weights import check_weights, mix_into, named_weights
+from realign.engines.weights import check_weights, mix_into, named_weights, shapes_of
 
 
 class ShardedEngine(TransformersEngine):
@@ -289,6 +289,8 @@ class ShardedEngine(TransformersEngine):
         reader.read()
         super().load_state_dict(state, weights_only=weights_only)
         self.network.gathered.outdate()
+        if not self.sharding.keep_rollout:
+            self.network.gathered.empty()
 
     def _places(self) -> dict[int, int]:
         """From the number that the optimizer's state has for a parameter to its place among those of the network."""
@@ -328,7 +330,7 @@ class ShardedEngine(TransformersEngine):
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         """See `TransformersEngine.load_weights`."""
         own = named_weights(self.module, self.value_head)
-        check_weights(self.name, {name: x.shape for name, x in own.items()}, weights, mix)
+        check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         slices = {name: x.to_local() if is_part(x) else x for name, x in own.items()}
         mix_into(slices, {name: _slice(weights[name], x) for name, x in own.items()}, mix)
         self.network.gathered.outdate()

@@ -20,13 +20,13 @@ def named_weights(module: nn.Module, value_head: nn.Module | None) -> dict[str, 
     return {name: x.detach() for name, x in found.items() if first[id(x)] == name}
 
 
-def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[str, Tensor], mix: float) -> None:
+def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[str, Iterable[int]], mix: float) -> None:
     """Compare what is given with what there is.
 
     Args:
         role: whose weights they shall become.
         own: the shape of each of its weights.
-        given: by name.
+        given: the shape of each that is given.
         mix: the part of the mixture that is given.
 
     Raises:
@@ -39,8 +39,13 @@ def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[st
         where = "is missing in what is given" if name in own else "is unknown to it"
         raise ValueError(f"model {role!r} has other weights: {name!r} {where}")
     for name, shape in own.items():
-        if (needed := list(shape)) != (found := list(given[name].shape)):
+        if (needed := list(shape)) != (found := list(given[name])):
             raise ValueError(f"model {role!r} has other weights: {name!r} has shape {needed}, given is {found}")
+
+
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The shape of each."""
+    return {name: x.shape for name, x in weights.items()}
 
 
 @torch.no_grad()

@@ -8,13 +8,17 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from realign.environments.answers import Step
+from realign.environments.slots import Slots
 from realign.rewards.text import visible
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _OWN = {__file__, asyncio.timeouts.__file__}
 
@@ -33,8 +37,8 @@ class Limits:
 
     timeout_s: float
     """Seconds that one may take."""
-    concurrency: int
-    """So many are under way at a time."""
+    slots: Slots
+    """For those that are under way, also of other threads."""
 
 
 class Asker:
@@ -52,7 +56,7 @@ class Asker:
     def __init__(self, name: str, limits: Limits) -> None:
         self.name = name
         self.timeout_s = limits.timeout_s
-        self.slots = asyncio.Semaphore(limits.concurrency)
+        self.slots = limits.slots
 
     async def ask(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
         """Make a call and read what it returns; whatever it does, short of ending the process, becomes an `Answer`."""
@@ -101,6 +105,24 @@ async def result_of(call: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return await value if inspect.isawaitable(value) else value
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """What `asyncio.to_thread` of an environment runs in; neither a batch nor the process waits for late calls."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Start a thread for this call."""
+        found: Future[T] = Future()
+
+        def work() -> None:
+            if found.set_running_or_notify_cancel():
+                try:
+                    found.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    found.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return found
 
 
 def _described(error: BaseException) -> str:

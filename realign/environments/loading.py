@@ -31,6 +31,12 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], En
     return functools.partial(found, **arguments)
 
 
+def waits(make: Callable[[], Environment]) -> bool:
+    """Whether `reset` of what is made is a coroutine function, for which the environment is made in its event loop."""
+    made = make.func if isinstance(make, functools.partial) else make
+    return inspect.iscoroutinefunction(getattr(made, "reset", None))
+
+
 def takes_seed(reset: Callable[..., Any]) -> bool:
     """Whether `reset` wants the seed."""
     parameters = inspect.signature(reset).parameters

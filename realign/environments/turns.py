@@ -55,7 +55,8 @@ class TurnWriter:
 
         Args:
             observation: what the environment says.
-            sampled: the tokens of the turn; an end token of the template that it has already is not written again.
+            sampled: the tokens of the turn; an end token of the template that it has already is not written again. Of
+                a turn that was cut off, none.
 
         Raises:
             ValueError: it is no observation, or there is no template for messages, or that failed.

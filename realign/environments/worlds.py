@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from realign.api.environment import Environment, Response
 from realign.environments.answers import Step, begun, five_values
-from realign.environments.asking import Answer, Asker, Limits, result_of
-from realign.environments.loading import takes_seed
+from realign.environments.asking import Answer, Asker, DaemonThreads, Limits
+from realign.environments.loading import takes_seed, waits
 from realign.environments.turns import TurnWriter
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Worlds:
         self._asker = Asker(name, limits)
         self._runner = asyncio.Runner()
         self._thread = ThreadPoolExecutor(1) if _in_a_loop() else None
+        self._run(lambda: self._runner.get_loop().set_default_executor(DaemonThreads()))
         self._made: dict[int, Any] = {}
         self._told = False
 
@@ -73,17 +74,23 @@ class Worlds:
         return work() if self._thread is None else self._thread.submit(work).result()
 
     async def _reset(self, episode: int, row: Mapping[str, Any], seed: int) -> Answer:
-        async def begin() -> Any:
+        def begin() -> Any:
             world = self._made[episode] = self.make()
-            return await result_of(partial(world.reset, row, **({"seed": seed} if takes_seed(world.reset) else {})))
+            return world.reset(row, **({"seed": seed} if takes_seed(world.reset) else {}))
 
-        answer = await self._asker.ask(begin, partial(begun, tokens=self.writer.opening))
+        async def begin_here() -> Any:
+            return await begin()
+
+        # a plain one is made in the thread of its reset: what takes long there holds nobody up
+        how = begin_here if waits(self.make) else begin
+        answer = await self._asker.ask(how, partial(begun, tokens=self.writer.opening))
         if answer.step is None:
             await self._close(episode)
         return answer
 
     async def _step(self, episode: int, response: Response) -> Answer:
-        tokens = partial(self.writer.between, sampled=response.token_ids)
+        # a turn that was cut off has no end token, whatever its last token looks like
+        tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
         answer = await self._asker.ask(partial(self._made[episode].step, response), partial(five_values, tokens=tokens))
         if answer.step is None or answer.step.over:
             await self._close(episode)

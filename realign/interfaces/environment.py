@@ -33,7 +33,7 @@ from realign.api import (
     derive_seed,
 )
 from realign.api.environment import Environment, Response
-from realign.environments import Answer, Episode, Failures, Limits, TurnWriter, Worlds, load_environment
+from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
 from realign.interfaces import decoupled_ppo, ppo
 
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
@@ -74,7 +74,7 @@ class EnvironmentInterface(ModelInterface):
     timeout_s: float = 30.0
     """Seconds that one call of an environment may take."""
     concurrency: int = 64
-    """Calls of environments under way at a time."""
+    """Calls of environments under way at a time, with `rollout=async` too."""
     max_failed_fraction: float = 0.5
     """The run stops when the environment fails in more than this fraction of a batch's episodes."""
 
@@ -96,6 +96,7 @@ class EnvironmentInterface(ModelInterface):
         if not self.chat and (self.template_options or self.role != "tool"):
             raise ValueError("role and template_options belong to chat=true, and have no effect without it")
         self._make: Callable[[], Environment] | None = None
+        self._slots = Slots(self.concurrency)
         self._failures = Failures(self.environment, self.max_failed_fraction)
 
     @property
@@ -143,7 +144,7 @@ class EnvironmentInterface(ModelInterface):
         episodes = [Episode(f"{i}/{j}", ids.cpu()) for i, ids, _ in prompts for j in range(n)]
         starts = [(row, self._seed(model, str(i), j)) for i, _, row in prompts for j in range(n)]
         writer = TurnWriter(model.tokenizer, self.chat, self.role, self.template_options)
-        limits = Limits(self.timeout_s, self.concurrency)
+        limits = Limits(self.timeout_s, self._slots)
         seed = model.call_seed("generate")
         with Worlds(self.environment, self._opened(), writer, limits) as worlds:
             self._take(episodes, model.lead(partial(worlds.reset, starts)))
@@ -266,7 +267,7 @@ def with_environment(graph: DataflowGraph) -> DataflowGraph:
     read = {key for rpc in kept for key in rpc.inputs}
     results = dict.fromkeys((*graph.results, *(key for key in outputs if key not in read)))
     dataset_keys = dict.fromkeys((*graph.dataset_keys, "prompt_ids", "row"))
-    return DataflowGraph((agent, *kept), dataset_keys=tuple(dataset_keys), results=tuple(results))
+    return DataflowGraph((agent, *kept), dataset_keys=tuple(dataset_keys), results=tuple(results), sync=graph.sync)
 
 
 class Algorithm(StrEnum):

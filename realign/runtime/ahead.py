@@ -94,7 +94,7 @@ class RolloutAhead:
         self._refill = None if experiment.dynamic_sampling is None else Refill(experiment)
         parts = max(1, experiment.batch_prompts // self._prompts_per_call)
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
-        self._locks = {rpc.model: threading.Lock() for rpc in self._leading}
+        self._locks = {owner_of(experiment, rpc.model): threading.Lock() for rpc in self._leading}
         self._torch_threads = torch.get_num_threads()
         self._versions: dict[str, int] = {}  # of the models; empty before the first `take`
         self._training: list[int] = []
@@ -240,7 +240,7 @@ class RolloutAhead:
         owner = owner_of(self._experiment, rpc.model)
         if owner not in self._copies:
             # an engine serves one caller at a time; a rule that has none may judge for several
-            alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[rpc.model]
+            alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[owner]
             with alone, self._tallies[rpc.name].counting():
                 return self._make(rpc, model, batch)
         sampler = _Sampler(rpc, self._copies[owner])

@@ -69,8 +69,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
                 "data: the rows are not those of the run that wrote the checkpoint; give it the same file, or start at "
                 "the beginning of this one by resume_skip=[data]"
             )
-        runtime.prompts.load_state_dict(state["data"])
-        _restore_rollout(runtime, state.get("rollout"))
+        _restore_place(runtime, state["data"], state.get("rollout"))
     if Part.counters not in skipped:
         runtime.counters = Counters.from_state(state["counters"])
     if Part.random not in skipped:  # last: nothing above may draw from them
@@ -103,17 +102,19 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
             model.machine.start_step(model.version)
 
 
-def _restore_rollout(runtime: LocalRuntime, state: Mapping[str, Any] | None) -> None:
-    """Which prompts had begun, and were not trained on."""
-    if runtime.ahead is not None and state is not None:
-        runtime.ahead.load_state_dict(state)
+def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
+    """Where the next prompt stands, and which had begun ahead and were not trained on."""
+    place = data["drawn"] * data["batch_prompts"] if rollout is None else rollout["next_place"]
+    runtime.prompts.load_state_dict(data, place, cut=runtime.ahead is not None)
+    if runtime.ahead is not None and rollout is not None:
+        runtime.ahead.load_state_dict(rollout)
     elif runtime.ahead is not None:
-        runtime.ahead.start_at(runtime.prompts.drawn * runtime.prompts.batch_prompts)
-    elif state is not None and state["untrained"]:
+        runtime.ahead.start_at(place)
+    elif rollout is not None and rollout["untrained"]:
         raise ValueError(
-            f"data: {len(state['untrained'])} prompts had begun ahead of training when the checkpoint was written, and "
-            "with rollout=sync nothing would train on them; keep rollout=async, or start at the beginning of the data "
-            "by resume_skip=[data]"
+            f"data: {len(rollout['untrained'])} prompts had begun ahead of training when the checkpoint was written, "
+            "and with rollout=sync nothing would train on them; keep rollout=async, or start at the beginning of the "
+            "data by resume_skip=[data]"
         )
 
 

@@ -78,8 +78,13 @@ class PromptStream:
         where = {"epoch": epoch, "index": index, "seed": self.seed, "rows": len(self.dataset)}
         return {"drawn": self.drawn, "batch_prompts": self.batch_prompts, **where}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], place: int | None = None, *, cut: bool = False) -> None:
         """Go on where `state_dict` was taken, also with another number of prompts in a batch.
+
+        Args:
+            state: what it gave.
+            place: of the next prompt, where prompts were taken one by one; None: behind the batches drawn.
+            cut: prompts will be taken one by one, so that it need not be the first of a batch.
 
         Raises:
             ValueError: the dataset has another number of rows, and so another order, or no batch of this size begins
@@ -90,10 +95,10 @@ class PromptStream:
                 f"the dataset has {len(self.dataset)} rows, and had {state['rows']} when the checkpoint was written: "
                 "rows would come twice or never; resume_skip=[data] starts at its beginning"
             )
-        drawn, rest = divmod(state["drawn"] * state["batch_prompts"], self.batch_prompts)
-        if rest:
+        place = state["drawn"] * state["batch_prompts"] if place is None else place
+        if place % self.batch_prompts and not cut:
             raise ValueError(
-                f"{state['drawn']} batches of {state['batch_prompts']} prompts lie behind, which is no whole number of "
-                f"batches of {self.batch_prompts}; resume_skip=[data] starts at the beginning of the data"
+                f"{place} prompts lie behind ({state['drawn']} batches of {state['batch_prompts']}), which is no whole "
+                f"number of batches of {self.batch_prompts}; resume_skip=[data] starts at the beginning of the data"
             )
-        self.drawn = drawn
+        self.drawn = -(-place // self.batch_prompts)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from realign.api import Model, Sync
-from realign.engines.weights import check_weights
+from realign.engines.weights import check_weights, shapes_of
 from realign.runtime.trees import hash_of
 
 VERIFIED = 2
@@ -30,9 +32,9 @@ class WeightSync:
         self._models = models
         self._verified = dict.fromkeys(syncs, 0)
         for role, sync in syncs.items():
-            shapes = {name: x.shape for name, x in models[role].machine.weights().items()}
+            own, given = (shapes_of(models[name].machine.weights()) for name in (role, sync.of))  # one after the other
             try:
-                check_weights(role, shapes, models[sync.of].machine.weights(), sync.weight)
+                check_weights(role, own, given, sync.weight)
             except ValueError as error:
                 raise ValueError(f"sync.{role}.of={sync.of}: {error}; both must be of one architecture") from error
 
@@ -56,7 +58,9 @@ class WeightSync:
             target.move_to(source.version)
             if sync.weight == 1 and self._verified[role] < VERIFIED:
                 self._verified[role] += 1
-                given, taken = (hash_of(dict(sorted(x.items()))) for x in (weights, target.machine.weights()))
+                given = _digest(weights)
+                del weights  # where ranks have parts they are a whole copy, and so are the others
+                taken = _digest(target.machine.weights())
                 if given != taken:
                     raise RuntimeError(
                         f"sync.{role}: after the copy in step {step} the weights of role {role!r} (sha256 "
@@ -65,3 +69,7 @@ class WeightSync:
             values[f"time/sync_{role}_s"] = time.perf_counter() - started
             values[f"sync/{role}_version"] = float(target.version)
         return values
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    return hash_of(dict(sorted(weights.items())))

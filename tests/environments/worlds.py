@@ -96,6 +96,50 @@ class Stuck:
         raise AssertionError("never asked")
 
 
+class SlowToMake:
+    """A plain one that takes long to make, as a sandbox does."""
+
+    def __init__(self):
+        time.sleep(0.15)
+        self.thread = threading.get_ident()
+
+    def reset(self, row):
+        assert threading.get_ident() == self.thread
+        return "", {}
+
+    def step(self, response):
+        return "", 1.0, True, False, {}
+
+
+class Threaded:
+    """Waits in a thread of asyncio for what does not come in time."""
+
+    async def reset(self, row):
+        return "", {}
+
+    async def step(self, response):
+        await asyncio.to_thread(time.sleep, 5)
+
+
+class Busy:
+    """Counts how many calls are under way at a time, in all threads."""
+
+    lock = threading.Lock()
+    now = most = 0
+
+    async def reset(self, row):
+        return "", {}
+
+    async def step(self, response):
+        with Busy.lock:
+            Busy.now += 1
+            Busy.most = max(Busy.most, Busy.now)
+        await asyncio.sleep(0.02)
+        with Busy.lock:
+            Busy.now -= 1
+        return "", 1.0, True, False, {}
+
+
 class NoStep:
     def reset(self, row):
         return "", {}

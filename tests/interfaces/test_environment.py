@@ -3,18 +3,20 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync
 from realign.environments import EnvironmentFailure
 from realign.interfaces import decoupled_ppo, grpo, ppo, raft
 from realign.interfaces.environment import EnvironmentInterface, dataflow, with_environment
 from realign.rewards.tally import Tally
 from realign.testing import BigramEngine
-from tests.environments.worlds import Bad, Plain, Tool
+from tests.environments.worlds import Bad, Busy, Plain, Tool
 from tests.tiny import TEXT, tiny_tokenizer
 
 TOOL = "tests.environments.worlds:Tool"
@@ -318,6 +320,29 @@ def test_an_environment_that_hangs_is_left_behind():
     assert out["rewards"].isnan().tolist() == [True, False]
     with pytest.raises(EnvironmentFailure, match=r"1 times no answer within timeout_s=0\.2"):
         hold(settings("tests.environments.worlds:Stuck", timeout_s=0.2), engine, batch({"q": {}}))
+    started = time.monotonic()
+    with pytest.raises(EnvironmentFailure, match=r"1 times no answer within timeout_s=0\.2"):
+        hold(settings("tests.environments.worlds:Threaded", timeout_s=0.2), engine, batch({"q": {}}))
+    assert time.monotonic() - started < 4  # and not when the thread has ended, after 5 s
+
+
+def test_plain_environments_are_made_beside_each_other_in_the_threads_of_their_reset():
+    rows = {f"q{i}": {} for i in range(12)}
+    engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
+    out = hold(settings("tests.environments.worlds:SlowToMake", timeout_s=1.0), engine, batch(rows))
+    assert out["rewards"].tolist() == [1.0] * 12  # one after the other they would take 1.8 s
+
+
+def test_calls_of_several_threads_are_bounded_together():
+    Busy.now = Busy.most = 0
+    two = settings("tests.environments.worlds:Busy", concurrency=2, generation=GenerationConfig(n=4, max_new_tokens=8))
+
+    def one(q):
+        return hold(two, Scripted({f"{q}/{j}/turn0": "x." for j in range(4)}), batch({q: {}}))["rewards"].tolist()
+
+    with ThreadPoolExecutor(5) as pool:
+        assert list(pool.map(one, "abcde")) == [[1.0] * 4] * 5
+    assert (Busy.now, Busy.most) == (0, 2)
 
 
 def test_plain_functions_run_in_threads_beside_each_other():
@@ -413,6 +438,11 @@ def test_the_graph_is_that_of_the_algorithm_with_one_call_instead_of_two():
     assert graph.rpcs[1] == grpo.dataflow().rpcs[-1]
     assert graph.unread() == []
     assert [r.name for r in graph.leading_to("rewards")] == ["agent_gen"]
+
+
+def test_syncs_of_the_graph_stay():
+    graph = replace(ppo.dataflow(kl=True), sync={"ref": Sync("actor", 0.1)})
+    assert with_environment(graph).sync == graph.sync
 
 
 def test_flags_and_other_algorithms_are_those_of_their_graphs():

@@ -98,6 +98,16 @@ def test_trap_g1_a_stream_goes_on_at_the_same_row_in_any_batch_size_that_begins_
     assert rows[0][:length] == rows[1][:length]
 
 
+def test_prompts_that_are_taken_one_by_one_go_on_anywhere():
+    state = PromptStream(Rows(9), 4, 0, True, drawn=3).state_dict()
+    for batch, place, drawn in ((8, None, 2), (5, 11, 3), (4, 8, 2)):
+        stream = PromptStream(Rows(9), batch, 0, True)
+        stream.load_state_dict(state, place, cut=True)
+        assert stream.drawn == drawn  # none of which is drawn again
+    with pytest.raises(ValueError, match=r"11 prompts lie behind .* no whole number of batches of 4"):
+        PromptStream(Rows(9), 4, 0, True).load_state_dict(state, 11)
+
+
 def test_another_number_of_rows_has_another_order():
     with pytest.raises(ValueError, match="the dataset has 5 rows, and had 4 when"):
         PromptStream(Rows(5), 2, 0, True).load_state_dict(PromptStream(Rows(4), 2, 0, True).state_dict())
