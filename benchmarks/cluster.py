@@ -70,8 +70,10 @@ class Assumed:
     """Of the link, in the transfer of weights."""
     switch_s: float = 3.0
     """From training to generation on the same devices, or back: weights gathered or sharded anew, caches made."""
-    passes: float = 8.0
-    """Operations per weight and token that a training step takes: 6 to learn, 2 for the proximal log-probs."""
+    learning: float = 6.0
+    """Operations per weight and token that a training step takes."""
+    proximal: float = 2.0
+    """More of them where responses may be stale: for the proximal log-probs."""
     slots: int = 256
     """Most rows of an engine; fewer where their keys and values would not fit."""
 
@@ -106,18 +108,20 @@ def slots(device: Accelerator, network: Network, assumed: Assumed, work: Work) -
     return max(1, min(assumed.slots, int(free / (network.bytes_per_token * length))))
 
 
-def roofline(trainers: int, device: Accelerator, network: Network, assumed: Assumed) -> Costs:
-    """Costs of an engine on one device, and of training on `trainers` of them."""
+def roofline(bound: int | None, trainers: int, device: Accelerator, network: Network, assumed: Assumed) -> Costs:
+    """Costs of an engine on one device, and of training on `trainers` of them, by `Case.bound`."""
     read = device.bandwidth * assumed.bandwidth_used
     compute = device.flops * assumed.flops_used
+    operations = assumed.learning + (assumed.proximal if bound else 0.0)
+    transfer_s = assumed.sync_call_s + 2 * network.weights / (device.link * assumed.link_used)
     return Costs(
         decode_step_s=assumed.decode_call_s + 2 * network.weights / read,
         decode_row_s=2 * network.weights / compute,
         decode_context_s=network.bytes_per_token / read,
         prefill_token_s=2 * network.weights / compute,
         train_step_s=assumed.train_call_s,
-        train_token_s=assumed.passes * network.weights / (compute * trainers),
-        sync_s=assumed.sync_call_s + 2 * network.weights / (device.link * assumed.link_used),
+        train_token_s=operations * network.weights / (compute * trainers),
+        sync_s=0.0 if bound is None else transfer_s,  # weights that stay where they are: `switch_s` is of them
     )
 
 
@@ -138,7 +142,7 @@ def measure(case: Case) -> dict[str, Any]:
     bound = case.bound or 0
     steps = max(6, ROUNDS * (bound + 1)) + 1 + 2 * bound
     work = Work(**{**vars(WORK), "steps": steps})
-    costs = roofline(trainers, device, network, assumed)
+    costs = roofline(case.bound, trainers, device, network, assumed)
     plan = Plan(case.bound, engines, slots(device, network, assumed, work), switch_s=assumed.switch_s * together)
     report = simulate(costs, work, plan)
     seconds = report.ends[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,20 +40,23 @@ class RuntimeSpec:
     placement_timeout_s: float = 60.0
     """Seconds to wait until the cluster has room for all workers."""
     rpc_timeout_minutes: float = 30.0
-    """Minutes after which a call of the graph is taken to hang, on any rank; the run ends and says which."""
+    """Minutes after which a call of the graph is taken to hang, on any rank; the run ends and says which. Starting,
+    loading, evaluating and saving may take longer."""
     max_recoveries: int = 3
     """With kind=ray: how often a run goes on from its last checkpoint after a worker died."""
 
     def __post_init__(self) -> None:
         self.kind = Backend(self.kind)
         checks = {
-            "placement_timeout_s": (self.placement_timeout_s > 0, "above 0"),
-            "rpc_timeout_minutes": (self.rpc_timeout_minutes > 0, "above 0"),
+            "placement_timeout_s": (0 < self.placement_timeout_s < math.inf, "above 0, and finite"),
+            "rpc_timeout_minutes": (0 < self.rpc_timeout_minutes < math.inf, "above 0, and finite"),
             "max_recoveries": (self.max_recoveries >= 0, "at least 0"),
         }
         for name, (ok, valid) in checks.items():
             if not ok:
                 raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        if not isinstance(self.placement, str | Mapping):
+            raise ValueError(f"placement must be colocated, separate or a mapping of roles, found {self.placement!r}")
         if self.kind is Backend.local and (self.placement or self.address):
             name = "placement" if self.placement else "address"
             raise ValueError(f"{name} has no effect with kind=local; choose runtime=ray, or leave it out")
@@ -60,6 +64,10 @@ class RuntimeSpec:
 
 class WorkerLost(RuntimeError):
     """A worker process has died: killed, out of memory, or with its machine. The run goes on from a checkpoint."""
+
+
+class WorkerHangs(RuntimeError):
+    """A worker process did not answer a call of the graph in time."""
 
 
 def check_runtime(experiment: Experiment) -> None:

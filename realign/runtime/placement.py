@@ -88,6 +88,8 @@ def _node(role: str, node: Any) -> dict[str, Any]:
         raise ValueError(f"{where}.devices must be a whole number of at least 1, found {devices!r}")
     if not isinstance(offload, bool):
         raise ValueError(f"{where}.offload must be true or false, found {offload!r}")
+    if "with" in node and not isinstance(node["with"], str):
+        raise ValueError(f"{where}.with must be the name of a role, found {node['with']!r}")
     if "with" in node and "devices" in node:
         raise ValueError(f"{where}: with and devices exclude each other; it has the devices of {node['with']!r}")
     return dict(node)

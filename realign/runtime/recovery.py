@@ -6,7 +6,7 @@ import copy
 import warnings
 
 from realign.runtime.backend import Backend, WorkerLost
-from realign.runtime.checkpoints import list_checkpoints
+from realign.runtime.checkpoints import Checkpoint, list_checkpoints
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment
 
 
@@ -23,11 +23,12 @@ class Attempts:
         self._recoverable = experiment.runtime.kind is Backend.ray and experiment.checkpoint is not None
         self._fresh = copy.deepcopy(experiment) if self._recoverable else experiment
         self._recoveries = 0
-        self._began = False
+        self._earlier: set[object] | None = None
 
     def began(self) -> None:
-        """What is in the folder of the run is from now on its own."""
-        self._began = True
+        """The run has its folder: the checkpoints that are there now are an earlier run's, later ones its own."""
+        if self._earlier is None:
+            self._earlier = {_identity(checkpoint) for checkpoint in self._checkpoints()}
 
     def recover(self, lost: WorkerLost) -> None:
         """Make ready for the next attempt.
@@ -45,7 +46,20 @@ class Attempts:
         self._recoveries += 1
         self.experiment = again = copy.deepcopy(self._fresh)
         where = "starts again"
-        if self._began and (found := list_checkpoints(again.output_dir / CHECKPOINTS)):
-            again.resume, again.resume_allow, again.resume_skip = AUTO, [], []
-            where = f"goes on after step {found[-1].step}"
+        found = self._checkpoints()
+        # until it has written one it begins as it did the first time, with what is said of resuming
+        if self._earlier is not None and (own := [c for c in found if _identity(c) not in self._earlier]):
+            # AUTO passes over one that is damaged; it would take one of a later step that is about to be removed
+            again.resume = AUTO if found[-1] is own[-1] else str(own[-1].path)
+            again.resume_allow, again.resume_skip = [], []
+            where = f"goes on after step {own[-1].step}"
         warnings.warn(f"{lost}; the run {where} (recovery {self._recoveries} of at most {most})", stacklevel=3)
+
+    def _checkpoints(self) -> list[Checkpoint]:
+        return list_checkpoints(self.experiment.output_dir / CHECKPOINTS)
+
+
+def _identity(checkpoint: Checkpoint) -> object:
+    """Not the same for two that were written one after the other at one path."""
+    found = checkpoint.path.stat()
+    return checkpoint.path.name, found.st_ino, found.st_mtime_ns

@@ -21,6 +21,7 @@ import torch
 from realign.api import Model
 from realign.api.model import derive_seed
 from realign.engines.shared import ReferenceEngine
+from realign.runtime.backend import WorkerHangs, WorkerLost
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.local import Counters, LocalRuntime
 from realign.runtime.readiness import used_interfaces
@@ -135,6 +136,8 @@ def _fitting(what: str, part: Part) -> Iterator[None]:
     """Say whose state it is that does not fit."""
     try:
         yield
+    except (WorkerLost, WorkerHangs):  # not what it holds
+        raise
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         detail = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(

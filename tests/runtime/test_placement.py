@@ -92,6 +92,7 @@ def test_a_role_that_shares_a_model_is_not_placed(tmp_path):
         ({"ref": {"with": "actor", "devices": 2}}, "ref: with and devices exclude each other"),
         ({"ref": {"with": "critc"}}, "ref.with: no other role 'critc' has a model of its own; did you mean 'critic'"),
         ({"ref": {"with": "ref"}}, "ref.with: no other role 'ref'"),
+        ({"ref": {"with": None}}, "ref.with must be the name of a role, found None"),
         ({"ref": {"with": "critic"}, "critic": {"with": "actor"}}, "'critic' itself lives with 'actor'; name that"),
         ({"critic": {"offload": True}}, "critic.offload has no effect on a role that is alone on its devices"),
         ({"actor": {"devices": 2}, "ref": {"with": "actor", "offload": True}}, "set models.ref.sharding.offload"),

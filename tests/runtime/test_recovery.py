@@ -45,6 +45,28 @@ def test_what_an_earlier_run_left_is_not_gone_on_with(tmp_path):
     assert attempts.experiment.resume is None
 
 
+def test_until_it_has_a_checkpoint_of_its_own_it_resumes_as_it_was_told_to(tmp_path):
+    how = {"resume": "auto", "resume_skip": ["optimizer"], "resume_allow": ["models"]}
+    e = on_ray(tmp_path, runtime=RuntimeSpec("ray", max_recoveries=3), **how)
+    checkpointed(e, 10)
+    checkpointed(e, 30)
+    attempts = Attempts(e)
+    attempts.began()
+    with pytest.warns(UserWarning, match="the run starts again"):
+        attempts.recover(LOST)
+    assert {name: getattr(attempts.experiment, name) for name in how} == how
+    attempts.began()
+    checkpointed(e, 12)  # after resume=.../step_000010; that of step 30 is removed in a moment
+    with pytest.warns(UserWarning, match="the run goes on after step 12"):
+        attempts.recover(LOST)
+    assert attempts.experiment.resume == str(e.output_dir / "checkpoints" / "step_000012")
+    checkpointed(e, 31)
+    with pytest.warns(UserWarning, match="the run goes on after step 31"):
+        attempts.recover(LOST)
+    now = attempts.experiment
+    assert (now.resume, now.resume_skip, now.resume_allow) == ("auto", [], [])
+
+
 @pytest.mark.parametrize("changes", [{"checkpoint": None}, {"runtime": RuntimeSpec("ray", max_recoveries=0)}])
 def test_a_run_that_cannot_go_on_says_why(tmp_path, changes):
     why = "checkpoint=null" if "checkpoint" in changes else "gone on 0 times"

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,9 @@ ANSWER_S = 10.0
 """Seconds that whoever listens at an address has to answer."""
 OBJECT_STORE_BYTES = 2**30
 """Of our own cluster, at most half of the machine's shared memory; what does not fit goes to disk."""
+
+
+QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
 @contextmanager
@@ -41,47 +44,79 @@ def connected(address: str | None, processes: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    with _own_signal_handlers(), _token(address):
-        if address is None:
-            cpus = max(os.cpu_count() or 1, processes)
-            with _children_that_hear_no_signal():
-                ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    object_store_memory=_store_bytes(),
-                    _node_ip_address=LOOPBACK,
-                    **quiet,
-                )
-        else:
-            check_answers(address)
-            try:
-                ray.init(address=address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                first = str(error).strip().splitlines()[0]
-                raise ValueError(f"runtime.address={address!r}: no Ray cluster answers there: {first}") from error
+    with _token(address), _connected_by_a_thread(lambda: _start(processes) if address is None else _join(address)):
+        yield
+
+
+def _start(processes: int) -> None:
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, processes),
+        include_dashboard=False,
+        object_store_memory=_store_bytes(),
+        _node_ip_address=LOOPBACK,
+        **QUIET,
+    )
+
+
+def _join(address: str) -> None:
+    check_answers(address)
     try:
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"runtime.address={address!r}: no Ray cluster answers there: {first}") from error
+
+
+@contextmanager
+def _connected_by_a_thread(connect: Callable[[], None]) -> Iterator[None]:
+    """Connect to Ray in a thread, in which it can set no handlers of signals: ours are heard meanwhile.
+
+    Its own handler of SIGTERM ends the process without a word. Processes that the thread starts do not end by SIGTERM,
+    which a scheduler sends to all processes of a job: the driver decides what becomes of it, and a step that is under
+    way needs Ray to end. Ray does the same for Ctrl-C. They do end with the thread, which therefore stays.
+    """
+    failed: list[BaseException] = []
+    there, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            connect()
+        except BaseException as error:
+            failed.append(error)
+        there.set()
+        over.wait()
+
+    thread = threading.Thread(target=work, name="connected to Ray", daemon=True)
+    try:
+        thread.start()
+        there.wait()
+        if failed:
+            raise failed[0]
         yield
     finally:
+        if thread in threading.enumerate():
+            there.wait()  # after a signal, too: what is half there could not be shut down
         with _own_signal_handlers():
             ray.shutdown()
+        over.set()
 
 
 def check_answers(address: str) -> None:
     """Find out whether anybody listens at an address: Ray itself would go on asking for many minutes.
 
     Args:
-        address: `HOST:PORT`, `ray://HOST:PORT`, or `auto` for the cluster that this machine is part of.
+        address: `HOST:PORT`, or `auto` for the cluster that this machine is part of.
 
     Raises:
         ValueError: it is no address, or nobody does.
     """
     if address == "auto":
         return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"runtime.address must be HOST:PORT, ray://HOST:PORT, auto or null, found {address!r}")
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise ValueError(f"runtime.address must be HOST:PORT, auto or null, found {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except (OSError, OverflowError) as error:
@@ -100,27 +135,22 @@ def _token(address: str | None) -> Iterator[None]:
 
     Ray answers on all interfaces, and runs what it is sent. It asks for a token unless RAY_AUTH_MODE says otherwise.
     """
-    if address is None and not any(os.environ.get(name) for name in TOKEN):
+    before = {name: os.environ.get(name) for name in TOKEN}
+    if address is None and not any(before.values()):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray would make one and leave it in the home folder
-    yield
-
-
-@contextmanager
-def _children_that_hear_no_signal() -> Iterator[None]:
-    """Processes that are started meanwhile do not end by SIGTERM, which a scheduler sends to all processes of a job.
-
-    The driver decides what becomes of it: a step that is under way needs Ray to end. Ray does the same for Ctrl-C.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    finally:  # a later cluster has another one
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Ray sets a handler of SIGTERM that ends the process without a word; ours lets the step end."""
+    """What Ray leaves of handlers when it ends, is undone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

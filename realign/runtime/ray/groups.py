@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from realign.runtime.backend import RuntimeSpec, WorkerLost
+from realign.runtime.backend import RuntimeSpec, WorkerHangs, WorkerLost
 from realign.runtime.placement import Group
 from realign.runtime.ray.hops import current_hops
 from realign.runtime.ray.host import Loaded
@@ -105,7 +105,7 @@ class WorkerGroup:
             ValueError: the hook cannot be sent to another process; or what the worker raised on purpose.
             WorkerLost: a worker has died.
             RemoteError: a worker met an error; the message has its traceback.
-            RuntimeError: a rank did not answer in time.
+            WorkerHangs: a rank did not answer in time.
             BaseException: what has ended the group while another thread asked it.
         """
         started = time.perf_counter()
@@ -116,7 +116,7 @@ class WorkerGroup:
             sent = [ray.put(sent[0])] * len(asked)
         with self.busy if self._alone else nullcontext():
             refs = [worker.ask.remote(role, verb, x, pickled) for worker, x in zip(asked, sent, strict=True)]
-            replies = self._replies(refs, f"{role}: {verb}", parts)
+            replies = self._replies(refs, f"{role}: {verb}", parts, first=only or 0)
         values = [from_wire(reply.value) for reply in replies]
         if (hops := current_hops()) is not None:
             hops.seconds += time.perf_counter() - started - max(reply.seconds for reply in replies)
@@ -131,22 +131,28 @@ class WorkerGroup:
     def _values(self, refs: list[Any], what: str) -> list[Any]:
         return [reply.value for reply in self._replies(refs, what)]
 
-    def _replies(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = ()) -> list[Reply]:
-        replies: list[Reply] = self._gathered(refs, what, parts)
+    def _replies(
+        self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = (), first: int = 0
+    ) -> list[Reply]:
+        replies: list[Reply] = self._gathered(refs, what, parts, first)
         for warned in (warned for reply in replies for warned in reply.warned):
             warnings.warn_explicit(
                 warned.text, warned.category, warned.filename, warned.line, self.__module__, self._warned
             )
         return replies
 
-    def _gathered(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
-        """What all ranks answer. An error of one of several ends the group: others may wait for that one forever."""
-        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+    def _gathered(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = (), first: int = 0) -> list[Any]:
+        """What the ranks from `first` on answer, each a ref; of a call of the graph within the limit.
+
+        An error of one of several ends the group: others may wait for that one forever.
+        """
+        rank_of = {ref: rank for rank, ref in enumerate(refs, first)}
         answers: dict[int, Any] = {}
         pending, deadline = list(refs), time.monotonic() + self._limit_s
         try:
             while pending:
-                done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+                left = None if current_hops() is None else max(0.0, deadline - time.monotonic())
+                done, pending = ray.wait(pending, timeout=left)
                 if not done:
                     raise self._hang(what, [rank_of[ref] for ref in pending], parts)
                 for ref in done:
@@ -159,7 +165,7 @@ class WorkerGroup:
                 self._ended_by = error
                 self.kill()
             raise
-        return [answers[rank] for rank in range(len(refs))]
+        return [answers[rank_of[ref]] for ref in refs]
 
     def _answer(self, ref: Any, what: str, rank: int) -> Any:
         try:
@@ -189,10 +195,10 @@ class WorkerGroup:
         error.__cause__ = there
         return error
 
-    def _hang(self, what: str, ranks: list[int], parts: Sequence[tuple[Any, ...]]) -> RuntimeError:
+    def _hang(self, what: str, ranks: list[int], parts: Sequence[tuple[Any, ...]]) -> WorkerHangs:
         shapes = [shapes_of(part) for part in parts]
         given = "; ".join(f"rank {rank}: {shapes[min(rank, len(shapes) - 1)]}" for rank in ranks if any(shapes))
-        return RuntimeError(
+        return WorkerHangs(
             f"{self._where(what)}: no answer of rank {', '.join(map(str, ranks))} for {self._limit_s / 60:g} minutes "
             f"(runtime.rpc_timeout_minutes){': ' if given else ''}{given}"
         )

@@ -126,6 +126,11 @@ class RayRuntime(LocalRuntime):
         self._waits[rpc.name] = hops.seconds
         return made
 
+    def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
+        """See `LocalRuntime._make`; messages of workers name the call."""
+        with counted_hops(rpc.name):
+            return super()._make(rpc, model, batch)
+
     def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
         super()._note(rpc, made, values)
         if self.models[rpc.model].engine is not None:

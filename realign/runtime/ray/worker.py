@@ -187,7 +187,8 @@ def _failure(error: Exception) -> Failure:
     pickled = None
     if raised_on_purpose(error):
         with suppress(Exception):  # one that cannot be made again is told by its text
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
+            made = pickle.dumps(error)
+            pickle.loads(made)
+            pickled = made
     text = "".join(traceback.format_exception(error)).rstrip()
     return Failure(type(error).__name__, str(error), text, pickled)

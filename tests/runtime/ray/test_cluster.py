@@ -1,22 +1,70 @@
+import os
+import signal
 import socket
+import threading
 
 import pytest
+import ray
 
-from realign.runtime.ray.cluster import check_answers
+from realign.runtime.ray.cluster import TOKEN, check_answers, connected
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", ":6379", "127.0.0.1:port"])
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", ":6379", "127.0.0.1:port", "ray://127.0.0.1:6379"])
 def test_what_is_no_address_is_told(address: str) -> None:
-    with pytest.raises(ValueError, match=r"runtime\.address must be HOST:PORT, ray://HOST:PORT, auto or null"):
+    with pytest.raises(ValueError, match=r"runtime\.address must be HOST:PORT, auto or null"):
         check_answers(address)
 
 
-@pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_an_address_where_nobody_listens_is_told_at_once(scheme: str) -> None:
+def test_an_address_where_nobody_listens_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        check_answers(f"{scheme}127.0.0.1:{port}")
-    with pytest.raises(ValueError, match=rf"runtime\.address='{scheme}127\.0\.0\.1:{port}': nobody answers there"):
-        check_answers(f"{scheme}127.0.0.1:{port}")
+        check_answers(f"127.0.0.1:{port}")
+    with pytest.raises(ValueError, match=rf"runtime\.address='127\.0\.0\.1:{port}': nobody answers there"):
+        check_answers(f"127.0.0.1:{port}")
     with pytest.raises(ValueError, match="nobody answers there"):
-        check_answers(f"{scheme}127.0.0.1:99999")
+        check_answers("127.0.0.1:99999")
+
+
+def test_a_signal_while_ray_starts_is_heard_and_ends_what_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours is the handler, and processes that are started hear nothing of it."""
+    did, blocked, sent = [], [], threading.Event()
+
+    def init(**settings: object) -> None:
+        blocked.extend(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        did.append(bool(os.environ["RAY_AUTH_TOKEN"]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert sent.wait(60)
+        did.append("init")
+
+    def heard(number: int, frame: object) -> None:
+        sent.set()
+        raise KeyError(number)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: did.append("shutdown"))
+    for name in TOKEN:
+        monkeypatch.delenv(name, raising=False)
+    before = signal.signal(signal.SIGTERM, heard)
+    try:
+        with pytest.raises(KeyError), connected(None, 1):
+            raise AssertionError("the run has begun")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert did == [True, "init", "shutdown"]
+    assert blocked == [signal.SIGTERM]
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_an_error_while_ray_starts_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        raise ConnectionError("no\nbody")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(ConnectionError), connected(None, 1):
+        raise AssertionError("the run has begun")
+    message = r"runtime\.address='auto': no Ray cluster answers there: no"
+    with pytest.raises(ValueError, match=message), connected("auto", 1):
+        raise AssertionError("the run has begun")

@@ -46,17 +46,23 @@ def die(output, mb):
 
 
 def test_a_run_whose_workers_are_killed_ends_with_the_same_bits(files, tmp_path, monkeypatch):
-    """At the first rollout, while weights are handed over, and in the middle of an optimizer step."""
+    """At the first rollout, when it is restored, while weights are handed over, and within an optimizer step."""
     started(files, tmp_path / "calm", SYNCED, checkpoint=OFTEN)
-    deaths = [("actor", "generate", 1), ("ref", "load_weights", 2), ("actor", "accumulate", 10)]
+    deaths = [
+        ("actor", "generate", 1),
+        ("actor", "load_state_dict", 1),
+        ("ref", "load_weights", 2),
+        ("actor", "accumulate", 10),
+    ]
     killing = Killing(monkeypatch, *deaths)
     start_anywhere()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        result = run(experiment(files, tmp_path / "killed", SYNCED, runtime=RuntimeSpec("ray"), checkpoint=OFTEN))
+        runtime = RuntimeSpec("ray", max_recoveries=4)
+        result = run(experiment(files, tmp_path / "killed", SYNCED, runtime=runtime, checkpoint=OFTEN))
     assert killing.left == []
     told = [re.sub(r".*; the run ", "", str(w.message)) for w in caught if "recovery" in str(w.message)]
-    assert told == [f"goes on after step {step} (recovery {i} of at most 3)" for i, step in enumerate((0, 0, 2), 1)]
+    assert told == [f"goes on after step {step} (recovery {i} of at most 4)" for i, step in enumerate((0, 0, 0, 2), 1)]
     assert any("RPC 'actor_gen', actor: generate" in str(w.message) for w in caught)
     assert_same_tree(state(tmp_path / "killed"), state(tmp_path / "calm"))
     kept = untimed(tmp_path / "killed" / "metrics.jsonl")

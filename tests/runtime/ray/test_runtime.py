@@ -18,12 +18,13 @@ from realign.api import MicroBatchSpec, Sum, stat_values
 from realign.engines import TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.runtime import RolloutSpec, RuntimeSpec
-from realign.runtime.backend import open_runtime
+from realign.runtime.backend import WorkerHangs, open_runtime
 from realign.runtime.checkpoints import list_checkpoints
 from realign.runtime.loss_evaluation import ForwardOnly
 from realign.runtime.models import load_own
 from realign.runtime.placement import Group
 from realign.runtime.ray.groups import RemoteError, WorkerGroup
+from realign.runtime.ray.hops import counted_hops
 from realign.runtime.ray.runtime import RayRuntime, reserve
 from realign.runtime.ray.worker import HOOK, Setup
 from realign.runtime.state import seed_random
@@ -151,9 +152,11 @@ def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
     def forever(output, mb):
         time.sleep(60)
 
-    monkeypatch.setattr(group, "_limit_s", 2.0)
-    message = r"actor: forward \(workers of actor\): no answer of rank 0 for .* minutes .*: rank 0: 2 prompts, input_"
-    with pytest.raises(RuntimeError, match=message):
+    monkeypatch.setattr(group, "_limit_s", 0.5)
+    slow = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], lambda out, mb: time.sleep(1) or mb)[0]
+    assert slow.ids == WORDS.ids  # no call of the graph: an evaluation, say, may take longer
+    message = r"RPC 'x_inf', actor: forward \(workers of actor\): no answer of rank 0 for .*: rank 0: 2 prompts"
+    with counted_hops("x_inf"), pytest.raises(WorkerHangs, match=message):
         group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], forever)
 
 
