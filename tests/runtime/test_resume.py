@@ -285,7 +285,9 @@ def test_a_run_that_saves_models_can_go_on_from_the_beginning(tmp_path):
 def test_another_batch_size_goes_on_at_the_same_row(tmp_path):
     """3 batches of 8 of 10 rows lie behind: 24 rows, or 6 batches of 4. The next prompts are numbers 24 to 27."""
     done(tmp_path, data=Prompts(10), shuffle=False)
-    with pytest.raises(ValueError, match="3 batches of 8 prompts lie behind, which is no whole number of batches of 5"):
+    with pytest.raises(
+        ValueError, match=r"24 prompts lie behind \(3 batches of 8\), which is no whole number of batches of 5"
+    ):
         resumed(tmp_path, data=Prompts(10), shuffle=False, batch_prompts=5, resume_allow=["batch_prompts"])
     allowed = {"batch_prompts": 4, "resume_allow": ["batch_prompts"], "sample_prompts": 4, "shuffle": False}
     out = resumed(tmp_path, 4, data=Prompts(10), **allowed).output_dir
