@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import ray
@@ -137,15 +138,21 @@ def _token(address: str | None) -> Iterator[None]:
     """
     before = {name: os.environ.get(name) for name in TOKEN}
     if address is None and not any(before.values()):
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray would make one and leave it in the home folder
+        os.environ["RAY_AUTH_TOKEN"] = _own_token()  # else Ray would make one and leave it in the home folder
     try:
         yield
-    finally:  # a later cluster has another one
+    finally:  # of a cluster that is there already, a later run reads it elsewhere
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@cache
+def _own_token() -> str:
+    """The same for every cluster that this process starts: Ray reads its token once."""
+    return secrets.token_hex(32)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -68,3 +70,27 @@ def test_an_error_while_ray_starts_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     message = r"runtime\.address='auto': no Ray cluster answers there: no"
     with pytest.raises(ValueError, match=message), connected("auto", 1):
         raise AssertionError("the run has begun")
+
+
+SCRIPT = """
+import os
+import signal
+
+import ray
+
+from realign.runtime.ray import connected
+
+before = dict(os.environ), signal.getsignal(signal.SIGTERM)
+for number in range(2):
+    with connected(None, 1):
+        print(ray.get(ray.remote(lambda: number).remote()), len(os.environ["RAY_AUTH_TOKEN"]))
+        assert signal.getsignal(signal.SIGTERM) == before[1]
+    assert {name for name in os.environ if name.startswith("RAY_AUTH")} <= before[0].keys()
+"""
+
+
+def test_one_process_can_start_a_cluster_after_another_as_a_recovery_does() -> None:
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("RAY_")}
+    said = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split() == ["0", "64", "1", "64"]
