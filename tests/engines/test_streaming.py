@@ -113,7 +113,7 @@ def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
     def waiting(self):
         advance(self)
         began.set()
-        go_on.wait(0.05)
+        go_on.wait(0.5)
 
     monkeypatch.setattr(Stream, "_read", noting)
     monkeypatch.setattr(Stream, "advance", waiting)

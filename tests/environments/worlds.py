@@ -100,7 +100,7 @@ class SlowToMake:
     """A plain one that takes long to make, as a sandbox does."""
 
     def __init__(self):
-        time.sleep(0.15)
+        time.sleep(0.3)
         self.thread = threading.get_ident()
 
     def reset(self, row):

@@ -329,8 +329,8 @@ def test_an_environment_that_hangs_is_left_behind():
 def test_plain_environments_are_made_beside_each_other_in_the_threads_of_their_reset():
     rows = {f"q{i}": {} for i in range(12)}
     engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
-    out = hold(settings("tests.environments.worlds:SlowToMake", timeout_s=1.0), engine, batch(rows))
-    assert out["rewards"].tolist() == [1.0] * 12  # one after the other they would take 1.8 s
+    out = hold(settings("tests.environments.worlds:SlowToMake", timeout_s=3.0), engine, batch(rows))
+    assert out["rewards"].tolist() == [1.0] * 12  # one after the other they would take 3.6 s
 
 
 def test_calls_of_several_threads_are_bounded_together():
