@@ -186,15 +186,8 @@ def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[in
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MicroBatches(Sequence["SequenceSample"]):
-    """The micro-batches of a sample, and the way back to its order.
-
-    Attributes:
-        whole: the sample that was cut.
-        key: whose sequences were counted.
-        plan: for each micro-batch, the ascending indices of its sequences of `key`.
-        parts: the micro-batches.
-    """
+class Cut(Sequence["SequenceSample"]):
+    """A sample in parts, of which it is a sequence; `plan` says what of `key` each part has."""
 
     whole: SequenceSample
     key: str
@@ -209,6 +202,17 @@ class MicroBatches(Sequence["SequenceSample"]):
 
     def __iter__(self) -> Iterator[SequenceSample]:
         return iter(self.parts)
+
+
+class MicroBatches(Cut):
+    """The micro-batches of a sample, and the way back to its order.
+
+    Attributes:
+        whole: the sample that was cut.
+        key: whose sequences were counted.
+        plan: for each micro-batch, the ascending indices of its sequences of `key`.
+        parts: the micro-batches.
+    """
 
     def __repr__(self) -> str:
         loads = [part.lengths[self.key].total for part in self.parts]

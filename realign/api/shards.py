@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray, Lengths
+from realign.api.microbatch import Cut
 from realign.api.packing import some
 
 
@@ -46,8 +45,7 @@ def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
     return tuple(np.flatnonzero(ranks == rank) for rank in range(n))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Shards(Sequence[SequenceSample]):
+class Shards(Cut):
     """The parts of a batch, one for each rank, and the way back to its order.
 
     Attributes:
@@ -56,20 +54,6 @@ class Shards(Sequence[SequenceSample]):
         plan: for each rank, the ascending positions of its prompts.
         parts: for each rank, its prompts with all keys and metadata; a part may be of no prompts.
     """
-
-    whole: SequenceSample
-    key: str
-    plan: tuple[IntArray, ...]
-    parts: tuple[SequenceSample, ...]
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.parts[index]
-
-    def __iter__(self) -> Iterator[SequenceSample]:
-        return iter(self.parts)
 
     def __repr__(self) -> str:
         return f"Shards(tokens of {self.key!r}: {[part.lengths[self.key].total for part in self.parts]})"

@@ -23,8 +23,6 @@ ANSWER_S = 10.0
 """Seconds that whoever listens at an address has to answer."""
 OBJECT_STORE_BYTES = 2**30
 """Of our own cluster, at most half of the machine's shared memory; what does not fit goes to disk."""
-
-
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
@@ -99,8 +97,7 @@ def _connected_by_a_thread(connect: Callable[[], None]) -> Iterator[None]:
     finally:
         if thread in threading.enumerate():
             there.wait()  # after a signal, too: what is half there could not be shut down
-        with _own_signal_handlers():
-            ray.shutdown()
+        ray.shutdown()
         over.set()
 
 
@@ -153,17 +150,3 @@ def _token(address: str | None) -> Iterator[None]:
 def _own_token() -> str:
     """The same for every cluster that this process starts: Ray reads its token once."""
     return secrets.token_hex(32)
-
-
-@contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """What Ray leaves of handlers when it ends, is undone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -85,6 +85,7 @@ for number in range(2):
     with connected(None, 1):
         print(ray.get(ray.remote(lambda: number).remote()), len(os.environ["RAY_AUTH_TOKEN"]))
         assert signal.getsignal(signal.SIGTERM) == before[1]
+    assert signal.getsignal(signal.SIGTERM) == before[1]
     assert {name for name in os.environ if name.startswith("RAY_AUTH")} <= before[0].keys()
 """
 
