@@ -344,12 +344,6 @@ def test_trap_e13_a_run_in_which_nothing_was_trained_does_not_end_well(tmp_path)
         run(experiment(tmp_path, interfaces={"actor": GRPOActorInterface(generation=GENERATION), "reward": Silent()}))
 
 
-def test_trap_d11_a_dataset_smaller_than_a_batch_trains_and_an_empty_one_is_refused(tmp_path):
-    assert len(run(experiment(tmp_path, data=Prompts(3))).series("loss")) == 3
-    with pytest.raises(ValueError, match="holds no row"):
-        run(experiment(tmp_path, data=Prompts(0), overwrite=True))
-
-
 def test_roles_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="RPC 'reward_inf' uses role 'reward', which has no interface"):
         experiment(tmp_path, interfaces={"actor": GRPOActorInterface()})
@@ -410,22 +404,6 @@ def test_a_trained_role_without_an_optimizer_is_refused_before_anything_is_sampl
 
     with pytest.raises(ValueError, match=r"RPC 'actor_train' trains models\.actor, which has no optimizer"):
         LocalRuntime(experiment(tmp_path, models={"actor": Frozen()}))
-
-
-def test_a_token_budget_that_cannot_hold_one_sequence_is_refused_at_once(tmp_path):
-    class Long(Prompts):
-        report = SimpleNamespace(longest=30)
-
-    with pytest.raises(
-        ValueError, match=r"=35 cannot hold one sequence: the longest row has 30 tokens and a resp.* 6;"
-    ):
-        LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(35)))
-    LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(36)))
-
-
-def test_missing_dataset_keys_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"reads key 'row' of the dataset, which gives \['prompt_ids'\]"):
-        run(experiment(tmp_path, data=Prompts(keys=("prompt_ids",))))
 
 
 def test_interfaces_are_closed_when_a_run_ends_or_fails(tmp_path):
