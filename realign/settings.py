@@ -1,0 +1,165 @@
+"""Ranges and choices of settings, checked and converted in one place, for YAML, the command line and Python alike.
+
+Every component and interface is a dataclass that inherits from `Settings`. Ranges are annotations:
+
+    @dataclass
+    class Clip(Settings):
+        low: Fraction = 0.2
+        dual: Annotated[float, Range(gt=1)] | None = None
+
+`Clip(low=3)` raises `SettingsError`, and an enum field takes a member or its name. `None` passes only where the
+annotation allows it. This module imports only the standard library and `realign.errors`, so every layer may import it.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from realign.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of numbers; a bound that is None does not apply. Not-a-number is in no range."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def __contains__(self, x: float) -> bool:
+        above = (self.ge is None or x >= self.ge) and (self.gt is None or x > self.gt)
+        below = (self.le is None or x <= self.le) and (self.lt is None or x < self.lt)
+        return above and below and not math.isnan(x)
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+
+
+Count = Annotated[int, Range(ge=1)]
+"""A whole number of things, at least 1."""
+NonNegativeInt = Annotated[int, Range(ge=0)]
+NonNegative = Annotated[float, Range(ge=0, lt=math.inf)]
+Positive = Annotated[float, Range(gt=0, lt=math.inf)]
+Finite = Annotated[float, Range(gt=-math.inf, lt=math.inf)]
+Fraction = Annotated[float, Range(ge=0, le=1)]
+
+
+class Settings:
+    """Base class of dataclasses whose enums and ranges are checked when they are built.
+
+    A subclass with its own `__post_init__` calls `super().__post_init__()` first.
+
+    Raises:
+        SettingsError: a field has a value outside its range or choices; the message names the field, the value found
+            and the valid values.
+    """
+
+    def __post_init__(self) -> None:
+        if not is_dataclass(self):
+            return
+        hints = get_type_hints(type(self), include_extras=True)
+        for field in fields(self):
+            given = getattr(self, field.name)
+            value = checked(field.name, given, hints[field.name])
+            if value is not given:
+                object.__setattr__(self, field.name, value)
+
+
+def checked(name: str, value: Any, annotation: Any) -> Any:
+    """`value` as the annotation of a field describes it: an enum's member for its name, a number within its range.
+
+    Values of other types pass unchanged, since a type checker (in Python) or `realign.config` (in YAML) checks them.
+
+    Args:
+        name: of the field, for messages.
+        value: found.
+        annotation: of the field, with its extras.
+
+    Raises:
+        SettingsError: a number outside the range, or text that names no member.
+    """
+    members = _members(annotation)
+    if value is None:
+        if type(None) in members or not any(map(_is_checked, members)):
+            return value
+        raise SettingsError(f"{name} must not be null; valid: {_valid(members)}")
+    for member in members:
+        if isinstance(value, _plain(member)) and not (isinstance(value, bool) and _plain(member) is not bool):
+            limits = _range(member)
+            if limits is not None and value not in limits:
+                raise SettingsError(f"{name}={value!r}: must be {limits}{_or_null(members)}")
+            return value
+    enums = [member for member in members if _is_enum(member)]
+    if enums and isinstance(value, str):
+        choices = {key: choice for kind in enums for key, choice in choices_of(kind).items()}
+        if value in choices:
+            return choices[value]
+        raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{_or_null(members)})")
+    if any(map(_is_checked, members)):
+        raise SettingsError(f"{name}={value!r}: must be {_valid(members)}{_or_null(members)}")
+    return value
+
+
+def choices_of(kind: type[Enum]) -> dict[str, Enum]:
+    """Members of an enum by the names that a config uses; the member `async_` is written `async`."""
+    return {name.rstrip("_"): member for name, member in kind.__members__.items()}
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _plain(member: Any) -> Any:
+    """What `isinstance` can be asked about a member of an annotation; int is a float too."""
+    kind = get_args(member)[0] if get_origin(member) is Annotated else get_origin(member) or member
+    if kind is float:
+        return (float, int)
+    return kind if isinstance(kind, type) and not getattr(kind, "_is_protocol", False) else ()
+
+
+def _range(member: Any) -> Range | None:
+    extras = get_args(member)[1:] if get_origin(member) is Annotated else ()
+    return next((extra for extra in extras if isinstance(extra, Range)), None)
+
+
+def _is_enum(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, Enum)
+
+
+def _is_checked(member: Any) -> bool:
+    """Whether values of another type are known to be wrong: for enums and for numbers with a range."""
+    return _is_enum(member) or _range(member) is not None
+
+
+def _valid(members: tuple[Any, ...]) -> str:
+    texts = []
+    for member in members:
+        if _is_enum(member):
+            texts.append(f"one of {', '.join(choices_of(member))}")
+        elif limits := _range(member):
+            texts.append(f"{'a whole number' if _plain(member) is int else 'a number'} {limits}")
+    return " or ".join(texts)
+
+
+def _or_null(members: tuple[Any, ...]) -> str:
+    return ", or null" if type(None) in members else ""
+
+
+__all__ = [
+    "Count",
+    "Finite",
+    "Fraction",
+    "NonNegative",
+    "NonNegativeInt",
+    "Positive",
+    "Range",
+    "Settings",
+    "checked",
+    "choices_of",
+]
