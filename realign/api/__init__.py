@@ -4,13 +4,13 @@ Imports torch, numpy and `realign.functional`; everything else in realign is wri
 """
 
 from realign.api.data import SequenceSample, part_sizes
-from realign.api.dataflow import RPC, DataflowGraph, Sync
+from realign.api.dataflow import RPC, SAMPLED, DataflowGraph, Sync, rl_graph
+from realign.api.interface import Calibratable, Keys, ModelInterface, Panel, Plan, Role, RoleModel, Weights
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import (
     GenerationConfig,
     Model,
-    ModelInterface,
     ModelOutput,
     PipelinableEngine,
     derive_seed,
@@ -34,9 +34,12 @@ from realign.api.stats import (
 
 __all__ = [
     "RPC",
+    "SAMPLED",
+    "Calibratable",
     "Correlation",
     "DataflowGraph",
     "GenerationConfig",
+    "Keys",
     "Lengths",
     "Max",
     "Mean",
@@ -46,13 +49,18 @@ __all__ = [
     "Model",
     "ModelInterface",
     "ModelOutput",
+    "Panel",
     "PipelinableEngine",
+    "Plan",
+    "Role",
+    "RoleModel",
     "SequenceSample",
     "Stat",
     "Stats",
     "Sum",
     "Sync",
     "Variance",
+    "Weights",
     "correlation",
     "derive_seed",
     "masked_max",
@@ -61,5 +69,6 @@ __all__ = [
     "merge_stats",
     "part_sizes",
     "plan_microbatches",
+    "rl_graph",
     "stat_values",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from realign.api.model import METHODS, ModelInterface, implements
+from realign.api.interface import METHODS, ModelInterface, implements
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,96 @@ class DataflowGraph:
         for role in self.sync:
             if role not in models:
                 raise ValueError(f"sync.{role}: role {role!r} has no model{nearest(role, models)}")
+
+
+SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
+"""Keys that sampling writes."""
+
+
+def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
+    """The graph of an actor that samples responses, has them rewarded, and trains on them, as the interfaces declare.
+
+    Calls follow from the keys that the actor needs (`ModelInterface.keys`):
+
+    | needed key | call |
+    |---|---|
+    | `ref_logprobs`, `teacher_logprobs`, ... | the role `ref`, `teacher`, ... scores the responses |
+    | `prox_logprobs` | the actor scores its responses again before training |
+    | `values` | the role `critic` estimates values |
+    | `advantages` | `credit` of the actor is a call of its own, and the critic learns from it |
+    | `baseline_rewards` | the role `baseline` responds greedily, and the role `reward` rewards that response |
+    | `ptx_...` | the dataset provides pretraining text |
+
+    A role other than `actor` whose `generate` writes `rewards` (a conversation with an environment) takes the place of
+    sampling by the actor and of the role `reward`. `dense_rewards` are used if the role that rewards writes them.
+
+    Raises:
+        ValueError: there is no actor, or it needs a greedy baseline of a role that rewards whole conversations.
+    """
+    if "actor" not in interfaces:
+        raise ValueError(
+            f"interfaces.actor is missing: the graph trains the role 'actor'{nearest('actor', interfaces)}"
+        )
+    needs = interfaces["actor"].keys("train_step")
+    rpcs, rewards = _sampling_calls(interfaces)
+    scored = ("input_ids", "loss_mask")
+    keys = [*scored, "logprobs", "truncated", *rewards]
+    if "baseline_rewards" in needs.needs:
+        if rpcs[0].model != "actor":
+            raise ValueError(
+                f"interfaces.actor.{needs.needs['baseline_rewards']}: role {rpcs[0].model!r} rewards whole "
+                "conversations, so there is no reward of a greedy response. Set reward.baseline=none"
+            )
+        rpcs += _baseline_calls()
+        keys.append("baseline_rewards")
+    scorers = {key.removesuffix("_logprobs"): key for key in needs.needs if key.endswith("_logprobs")}
+    scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
+    for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
+        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, (key,), rename={"logprobs": key}))
+        keys.append(key)
+    if "values" in needs.needs:
+        rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
+        keys += ["values", "bootstrap_values"]
+    training, masked = keys, {}
+    if "advantages" in needs.needs:
+        masked = {"loss_mask": "train_mask"}
+        credited = ("advantages", "returns", "train_mask")
+        rpcs.append(RPC("actor_credit", "actor", "credit", tuple(keys), credited, rename=masked))
+        training = [key for key in keys if key != "loss_mask"] + [*credited]
+        learned = ("input_ids", "train_mask", "values", "returns")
+        rpcs.append(RPC("critic_train", "critic", "train_step", learned, rename=masked))
+    text = [key for key in needs.needs if key.startswith("ptx_")]
+    training = [*training, *text, *(key for key in ("versions",) if key in needs.uses)]
+    rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
+    read = {key for rpc in rpcs for key in rpc.inputs}
+    results = dict.fromkeys(["versions", "truncated", *(key for key in rpcs[0].outputs if key not in read)])
+    results.pop("prompt_mask", None)
+    return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row", *text), results=tuple(results))
+
+
+def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC], list[str]]:
+    """The calls that sample and reward, and the keys of the rewards."""
+    for role, interface in interfaces.items():
+        written = interface.keys("generate").writes or frozenset()
+        if role != "actor" and "rewards" in written:
+            outputs = (*SAMPLED, *sorted(written - set(SAMPLED)))
+            rewards = [key for key in ("rewards", "dense_rewards") if key in written]
+            return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
+    dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
+    rewards = ["rewards", "dense_rewards"] if dense else ["rewards"]
+    return [
+        RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),
+        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=tuple(rewards)),
+    ], rewards
+
+
+def _baseline_calls() -> list[RPC]:
+    greedy = {"input_ids": "greedy_input_ids", "prompt_mask": "greedy_prompt_mask"}
+    response, rename = tuple(greedy.values()), greedy | {"rewards": "baseline_rewards"}
+    return [
+        RPC("baseline_gen", "baseline", "generate", ("prompt_ids",), response, rename=greedy),
+        RPC("baseline_inf", "reward", "inference", (*response, "row"), ("baseline_rewards",), rename=rename),
+    ]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The contracts between an algorithm and a machine: `ModelInterface`, `PipelinableEngine`, and what passes between.
+"""The contract of a machine, `PipelinableEngine`, and what an algorithm exchanges with it.
 
 Letters of shapes: T packed tokens, S sequences, V vocabulary. An interface knows no device, process, file or config;
 an engine knows no algorithm.
@@ -13,16 +13,14 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from realign.api.data import SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.stats import Stat, Stats
-
-if TYPE_CHECKING:
-    from realign.api.dataflow import RPC
+from realign.errors import SettingsError
 
 
 @dataclass
@@ -83,6 +81,18 @@ class GenerationConfig:
         found = [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
         found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
         return [f"{name}={getattr(self, name)}" for name, on in found if on]
+
+    def check_ratios(self) -> None:
+        """Reject settings under which probability ratios of a training loss would be wrong.
+
+        Raises:
+            SettingsError: names the setting.
+        """
+        if distorted := self.distorted():
+            raise SettingsError(
+                f"generation.{distorted[0]}: changes the sampled distribution, so ratios in the loss would be wrong. "
+                "Use neutral settings for training (evaluation may use any)"
+            )
 
     def describe(self) -> str:
         """What is not neutral, and the temperature, for people."""
@@ -266,100 +276,14 @@ def derive_seed(seed: int, *what: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-class ModelInterface:
-    """An algorithm: what is done with one model. Subclass it as a dataclass and implement the methods that you use.
-
-    Each method gets the keys that its RPC declared, and returns exactly the keys that its RPC declared.
-    """
-
-    needs_engine: ClassVar[bool] = True
-    length_setting: ClassVar[str] = "generation.max_new_tokens"
-    """The field that `longest_response` follows from, for messages."""
-
-    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Sample sequences from the model."""
-        raise NotImplementedError(f"{type(self).__name__} has no generate")
-
-    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute something about the sequences: log-probs, values, rewards."""
-        raise NotImplementedError(f"{type(self).__name__} has no inference")
-
-    def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Train the model on the batch (any number of optimizer steps); return metrics."""
-        raise NotImplementedError(f"{type(self).__name__} has no train_step")
-
-    def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Turn rewards into what several models learn from (advantages, returns); needs no pass of the model."""
-        raise NotImplementedError(f"{type(self).__name__} has no credit")
-
-    @property
-    def longest_response(self) -> int:
-        """Tokens that can follow a prompt in what `generate` returns: by the field `generation`, where there is one."""
-        generation = getattr(self, "generation", None)
-        return generation.max_new_tokens if isinstance(generation, GenerationConfig) else 0
-
-    def required_inputs(self, method: str) -> frozenset[str]:
-        """Keys that `method` cannot do without under the present settings; compared with the graph before loading."""
-        return frozenset()
-
-    def written_outputs(self, method: str) -> frozenset[str] | None:
-        """Keys that `method` writes under the present settings, compared with the graph before loading; None: any."""
-        return None
-
-    def needed_outputs(self) -> frozenset[str]:
-        """What the interface asks of its model's `ModelOutput`; compared with the model's head once it is loaded."""
-        return frozenset()
-
-    def check(self, rpc: RPC) -> None:
-        """Refuse a call under which a setting would do harm or have no effect; made before anything is loaded.
-
-        Raises:
-            ValueError: names the setting, and the flag of the graph that it does not go with.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart (a KL coefficient, running moments); empty when there is nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
-
-    def adopt(self, saved: Mapping[str, Any]) -> None:
-        """Take over what an earlier run kept with the weights that the role starts from; called once after loading.
-
-        `saved` is the `state_dict` of that run's interface. What belongs to the weights is taken (the gain and bias of
-        a reward model, the moments that a critic's outputs are in units of), what belongs to the run is not (a KL
-        coefficient). Interfaces ignore it unless they say otherwise.
-        """
-
-    def open(self) -> None:
-        """Check and acquire what the interface needs (files, processes); called before any model is loaded."""
-
-    def close(self) -> None:
-        """Release what `open` acquired; called once, when the run ends, however it ends."""
-
-
-METHODS = ("generate", "inference", "credit", "train_step")
-
-
-def implements(interface: type[ModelInterface], method: str) -> bool:
-    """Whether the class overrides `method`, one of `METHODS`."""
-    return getattr(interface, method) is not getattr(ModelInterface, method)
-
-
 __all__ = [
-    "METHODS",
     "GenerationConfig",
     "LossFn",
     "LossWeightFn",
     "Model",
-    "ModelInterface",
     "ModelOutput",
     "PipelinableEngine",
     "PostHook",
     "StepIf",
     "derive_seed",
-    "implements",
 ]

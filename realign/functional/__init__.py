@@ -15,7 +15,7 @@ from .advantages import (
     token_rewards,
 )
 from .aggregation import (
-    Aggregation,
+    AggregationMode,
     aggregate,
     aggregation_weight,
 )
@@ -38,15 +38,13 @@ from .losses import (
     ImportanceLevel,
     PolicyLoss,
     ValueLoss,
-    behaviour_weights,
+    behavior_weights,
     nll_loss,
     policy_loss,
     value_loss,
 )
 from .moments import MomentsKind, RunningMoments
 from .normalization import (
-    Level,
-    Normalization,
     Reduce,
     Scope,
     degenerate_groups,
@@ -55,7 +53,7 @@ from .normalization import (
     normalize,
     whiten,
 )
-from .objectives import PolicyObjective, policy_objective
+from .objectives import cispo_loss, gmpo_loss, gspo_loss, reinforce_loss, sapo_loss, sequence_mean
 from .packed import (
     broadcast_to_tokens,
     cu_seqlens_of,
@@ -82,7 +80,7 @@ from .shaping import keep_best, overlong_penalty
 __all__ = [
     "LOG_RATIO_LIMIT",
     "AdaptiveKLController",
-    "Aggregation",
+    "AggregationMode",
     "CapMode",
     "DPOLoss",
     "FixedKLController",
@@ -90,21 +88,19 @@ __all__ = [
     "KLController",
     "KLEstimator",
     "LMHead",
-    "Level",
     "MomentsKind",
-    "Normalization",
     "Pairs",
     "PolicyLoss",
-    "PolicyObjective",
     "Reduce",
     "RunningMoments",
     "Scope",
     "ValueLoss",
     "aggregate",
     "aggregation_weight",
-    "behaviour_weights",
+    "behavior_weights",
     "best_of_n_loss",
     "broadcast_to_tokens",
+    "cispo_loss",
     "comparison_loss",
     "cu_seqlens_of",
     "degenerate_groups",
@@ -114,6 +110,8 @@ __all__ = [
     "dpo_loss",
     "exact_kl",
     "gae",
+    "gmpo_loss",
+    "gspo_loss",
     "identity",
     "keep_best",
     "kl_estimate",
@@ -125,13 +123,15 @@ __all__ = [
     "pairs_by_label",
     "pairwise_loss",
     "policy_loss",
-    "policy_objective",
     "position_ids",
     "previous",
     "rating_loss",
+    "reinforce_loss",
+    "sapo_loss",
     "segment_sum",
     "sequence_index",
     "sequence_lengths",
+    "sequence_mean",
     "token_logprobs",
     "token_rewards",
     "value_loss",

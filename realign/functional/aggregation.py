@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .packed import at_least_fp32, broadcast_to_tokens, check_shapes, segment_sum
 
-__all__ = ["Aggregation", "aggregate", "aggregation_weight"]
+__all__ = ["AggregationMode", "aggregate", "aggregation_weight"]
 
 
-class Aggregation(StrEnum):
+class AggregationMode(StrEnum):
     """How tokens and sequences weigh in the loss."""
 
     token_mean = "token_mean"
@@ -31,7 +31,7 @@ class Aggregation(StrEnum):
     """Sum over tokens / (sequences * a constant), so that length buys nothing (Dr. GRPO, arXiv:2503.20783)."""
 
 
-def aggregate(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation) -> Tensor:
+def aggregate(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, mode: AggregationMode) -> Tensor:
     """The weighted sum of per-token values; divide it by the `aggregation_weight` of the whole step.
 
     Args:
@@ -45,14 +45,14 @@ def aggregate(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation
     """
     check_shapes(mask_T, x_T=x_T, mask_T=mask_T)
     kept_T = torch.where(mask_T, at_least_fp32(x_T), 0)
-    if Aggregation(mode) is not Aggregation.seq_mean_token_mean:
+    if AggregationMode(mode) is not AggregationMode.seq_mean_token_mean:
         return kept_T.sum()
     count_S = segment_sum(mask_T.to(kept_T.dtype), cu_seqlens).clamp(min=1)
     return (kept_T / broadcast_to_tokens(count_S, cu_seqlens)).sum()
 
 
 def aggregation_weight(
-    mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation, *, constant: float | None = None
+    mask_T: Tensor, cu_seqlens: Tensor, mode: AggregationMode, *, constant: float | None = None
 ) -> Tensor:
     """What `aggregate` is divided by, once summed over the step: tokens, or sequences with at least one masked token.
 
@@ -69,12 +69,12 @@ def aggregation_weight(
         ValueError: `constant` is missing, not positive, or given to a mode that has none.
     """
     check_shapes(mask_T, mask_T=mask_T)
-    mode = Aggregation(mode)
-    if (constant is not None) != (mode is Aggregation.constant):
+    mode = AggregationMode(mode)
+    if (constant is not None) != (mode is AggregationMode.constant):
         raise ValueError(f"aggregation {mode.value!r} with constant={constant}: give a constant to 'constant' only")
     if constant is not None and not constant > 0:
         raise ValueError(f"constant is a number of tokens per sequence and must be positive, found {constant}")
-    if mode is Aggregation.token_mean:
+    if mode is AggregationMode.token_mean:
         return mask_T.sum(dtype=torch.float32)
     sequences = (segment_sum(mask_T, cu_seqlens) > 0).sum(dtype=torch.float32)
     return sequences if constant is None else sequences * constant

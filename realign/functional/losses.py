@@ -21,7 +21,7 @@ __all__ = [
     "ImportanceLevel",
     "PolicyLoss",
     "ValueLoss",
-    "behaviour_weights",
+    "behavior_weights",
     "nll_loss",
     "policy_loss",
     "value_loss",
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class PolicyLoss(NamedTuple):
-    """What `policy_loss` and `objectives.policy_objective` return: the loss, and what its metrics are made of."""
+    """A policy loss per token, and what its metrics are computed from."""
 
     loss_T: Tensor
     """To minimise; differentiable."""
@@ -81,7 +81,6 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    weight_T: Tensor | None = None,
 ) -> PolicyLoss:
     """PPO's clipped surrogate, max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - old).
 
@@ -90,19 +89,18 @@ def policy_loss(
 
     Args:
         logprobs_T: [T] of the policy that is trained; differentiable.
-        old_logprobs_T: [T] of the policy that the ratio is taken against: the behaviour policy in PPO, the proximal
+        old_logprobs_T: [T] of the policy that the ratio is taken against: the behavior policy in PPO, the proximal
             one in decoupled PPO.
         advantages_T: [T].
         mask_T: [T] bool.
         clip_low: how far a ratio may fall below 1, in [0, 1].
         clip_high: how far it may rise above 1.
         dual_clip: c > 1; where A < 0 the loss is at most -A c. None: no bound.
-        weight_T: [T] importance weights that multiply the loss (`behaviour_weights`); no gradient flows to them.
 
     Raises:
         ValueError: a shape differs from the mask's, or a clip is out of its range.
     """
-    check_shapes(mask_T, advantages_T=advantages_T, weight_T=weight_T)
+    check_shapes(mask_T, advantages_T=advantages_T)
     if not (0 <= clip_low <= 1 and clip_high >= 0):
         raise ValueError(f"clip_low must be in [0, 1] and clip_high >= 0, found {clip_low} and {clip_high}")
     if dual_clip is not None and not dual_clip > 1:
@@ -118,17 +116,15 @@ def policy_loss(
         bound_T = gain_T * dual_clip
         dual_clipped_T = (gain_T > 0) & (loss_T > bound_T)
         loss_T = torch.where(dual_clipped_T, bound_T, loss_T)
-    if weight_T is not None:
-        loss_T = loss_T * torch.where(mask_T, at_least_fp32(weight_T.detach()), 0)
     return PolicyLoss(
         torch.where(mask_T, loss_T, 0), ratio_T.detach(), (held_T > free_T).detach(), dual_clipped_T, clamped_T
     )
 
 
 @torch.no_grad()
-def behaviour_weights(
+def behavior_weights(
     proximal_logprobs_T: Tensor,
-    behaviour_logprobs_T: Tensor,
+    behavior_logprobs_T: Tensor,
     mask_T: Tensor,
     cu_seqlens: Tensor,
     *,
@@ -144,7 +140,7 @@ def behaviour_weights(
 
     Args:
         proximal_logprobs_T: [T], recomputed by the trainer before the update.
-        behaviour_logprobs_T: [T], stated by the sampler.
+        behavior_logprobs_T: [T], stated by the sampler.
         mask_T: [T] bool.
         cu_seqlens: int32 [S+1].
         floor: smallest weight that is trusted; None trusts all.
@@ -160,7 +156,7 @@ def behaviour_weights(
         ValueError: the cap is not positive, or the floor is not between 0 and the cap.
     """
     _check_bounds(floor, cap)
-    log_weight_T, _ = log_ratio(proximal_logprobs_T, behaviour_logprobs_T, mask_T)
+    log_weight_T, _ = log_ratio(proximal_logprobs_T, behavior_logprobs_T, mask_T)
     if (level := ImportanceLevel(level)) is not ImportanceLevel.token:
         log_weight_S = segment_sum(log_weight_T, cu_seqlens)
         if level is ImportanceLevel.geometric:

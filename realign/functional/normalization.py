@@ -8,9 +8,8 @@ crosses ranks. Every rank must call, also one whose mask is all False. The resul
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from torch import Tensor
 from .packed import at_least_fp32, check_shapes
 
 __all__ = [
-    "Level",
-    "Normalization",
     "Reduce",
     "Scope",
     "degenerate_groups",
@@ -31,8 +28,6 @@ __all__ = [
 
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """Adds a tensor up over all ranks and returns the sum on each."""
-
-Choice = TypeVar("Choice", bound=StrEnum)
 
 DEGENERATE = 1e-6
 """A unit whose standard deviation is at most this fraction of its root mean square holds one value, up to rounding."""
@@ -49,71 +44,41 @@ class Scope(StrEnum):
     """The masked elements of the same group (the responses to one prompt)."""
 
 
-class Level(StrEnum):
-    """What is normalised."""
-
-    sequence = "sequence"
-    """One number per sequence, before it becomes credit of tokens."""
-    token = "token"
-    """The credit of every token."""
-
-
-@dataclass
-class Normalization:
-    """How to normalise: the mean of one scope is subtracted, then the standard deviation of one scope divides.
-
-    Example: GRPO is `Normalization(mean=Scope.group, std=Scope.group)`; RLOO is
-    `Normalization(mean=Scope.group, std=Scope.none, leave_one_out=True)`; PPO's whitening is the default.
-    """
-
-    mean: Scope = Scope.batch
-    """Whose mean is subtracted."""
-    std: Scope = Scope.batch
-    """Whose standard deviation (always around that scope's own mean) divides."""
-    leave_one_out: bool = False
-    """Subtract the mean of the *other* elements. The deviation stays that of the whole unit, which bounds the result
-    by K / sqrt(K - 1) for K elements; a deviation without the element itself can be 0 and bounds nothing."""
-    unbiased: bool = False
-    """Divide squared deviations by K - 1 rather than K."""
-    eps: float = 1e-8
-    """Added to the standard deviation. Constant units are found and zeroed without it, so it can be this small."""
-    eps_inside_sqrt: bool = False
-    """Add `eps` to the variance instead."""
-    level: Level = Level.sequence
-    """What the caller normalises; `normalize` itself takes whatever elements it is given."""
-
-    @property
-    def active(self) -> bool:
-        """Whether it changes anything."""
-        return (self.mean, self.std) != (Scope.none, Scope.none)
-
-    def __post_init__(self) -> None:
-        self.mean = _member(Scope, "mean", self.mean)
-        self.std = _member(Scope, "std", self.std)
-        self.level = _member(Level, "level", self.level)
-        if self.leave_one_out and self.mean is Scope.none:
-            raise ValueError("leave_one_out changes the mean, but mean is 'none': choose 'batch' or 'group'")
-        if not self.eps >= 0:
-            raise ValueError(f"eps must not be negative, found {self.eps}")
-
-
 def identity(x: Tensor) -> Tensor:
     """`reduce` of a single process."""
     return x
 
 
 @torch.no_grad()
-def normalize(x_N: Tensor, group_N: Tensor, mask_N: Tensor, spec: Normalization, reduce: Reduce = identity) -> Tensor:
-    """`(x - mean) / (std + eps)` with the mean and the deviation of the scopes that `spec` chooses.
+def normalize(
+    x_N: Tensor,
+    group_N: Tensor,
+    mask_N: Tensor,
+    *,
+    mean: Scope = Scope.batch,
+    std: Scope = Scope.batch,
+    leave_one_out: bool = False,
+    unbiased: bool = False,
+    eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
+    reduce: Reduce = identity,
+) -> Tensor:
+    """Compute `(x - mean) / (std + eps)`, with mean and standard deviation over the batch or over each group.
 
-    A unit (a group, or the batch) of fewer than two elements or of a single repeated value says nothing about which
-    element is better: it gives exactly 0.
+    A unit (a group, or the batch) of fewer than two elements, or of a single repeated value, does not say which element
+    is better: its elements become exactly 0.
 
     Args:
-        x_N: [N] of any numeric dtype. Anything may stand off the mask, NaN included.
+        x_N: [N] of any numeric dtype. Values off the mask are ignored, NaN included.
         group_N: [N] ints, equal for elements of one group; any ids in any order, groups of any sizes.
         mask_N: [N] bool, the elements that count.
-        spec: the flags.
+        mean: scope of the mean that is subtracted.
+        std: scope of the standard deviation (around that scope's own mean) that divides.
+        leave_one_out: subtract the mean of the other elements. The standard deviation stays that of the whole unit,
+            which bounds the result by K / sqrt(K - 1) for K elements.
+        unbiased: divide squared deviations by K - 1 instead of K.
+        eps: added to the standard deviation.
+        eps_inside_sqrt: add `eps` to the variance instead.
         reduce: sum over ranks, for the statistics of the batch.
 
     Returns:
@@ -125,18 +90,18 @@ def normalize(x_N: Tensor, group_N: Tensor, mask_N: Tensor, spec: Normalization,
         Scope.batch: lambda: batch_moments(x_M, reduce),
         Scope.group: lambda: _group_moments(x_M, group_N[mask_N]),
     }
-    moments = {scope: units[scope]() for scope in Scope if scope in units and scope in (spec.mean, spec.std)}
+    moments = {scope: units[scope]() for scope in Scope if scope in units and scope in (mean, std)}
     y_M = x_M
-    if spec.mean is not Scope.none:
-        of = moments[spec.mean]
+    if mean is not Scope.none:
+        of = moments[mean]
         y_M = y_M - of.mean_U[of.unit_M]
-        if spec.leave_one_out:
+        if leave_one_out:
             y_M = y_M * (of.count_U / (of.count_U - 1).clamp(min=1))[of.unit_M]
         y_M = y_M.masked_fill(of.degenerate_U[of.unit_M], 0)
-    if spec.std is not Scope.none:
-        of = moments[spec.std]
-        var_U = of.variance_U(spec.unbiased)
-        scale_U = (var_U + spec.eps).sqrt() if spec.eps_inside_sqrt else var_U.sqrt() + spec.eps
+    if std is not Scope.none:
+        of = moments[std]
+        var_U = of.variance_U(unbiased)
+        scale_U = (var_U + eps).sqrt() if eps_inside_sqrt else var_U.sqrt() + eps
         y_M = (y_M / scale_U[of.unit_M]).masked_fill(of.degenerate_U[of.unit_M], 0)
     return _scatter(y_M, x_N, mask_N)
 
@@ -257,10 +222,3 @@ def _scatter(y_M: Tensor, x_N: Tensor, mask_N: Tensor) -> Tensor:
     out_N = torch.zeros_like(at_least_fp32(x_N))
     out_N[mask_N] = y_M.to(out_N.dtype)
     return out_N
-
-
-def _member(kind: type[Choice], name: str, value: str) -> Choice:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"{name} is {value!r}, should be one of {[member.value for member in kind]}") from None

@@ -11,7 +11,6 @@ in units of reward, so the actor does not know of it. The moments belong to the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,78 +21,18 @@ import torch
 from torch import Tensor
 
 from realign.api import (
-    Mean,
     MicroBatchSpec,
     Model,
     ModelInterface,
     ModelOutput,
     SequenceSample,
     Stats,
-    masked_mean,
     merge_stats,
     part_sizes,
 )
-from realign.functional import (
-    Aggregation,
-    MomentsKind,
-    RunningMoments,
-    ValueLoss,
-    aggregate,
-    aggregation_weight,
-    segment_sum,
-    value_loss,
-)
-
-
-@dataclass
-class ValueObjective:
-    """The loss of values: half the squared error, or Huber's; clipped as in PPO2."""
-
-    clip: float | None = 0.2
-    """How far a value may move from its old one (units of the network's output); null: freely."""
-    kind: ValueLoss = ValueLoss.mse
-    """mse | huber."""
-    huber_delta: float = 10.0
-    """Error from which Huber's loss grows linearly."""
-    coef: float = 1.0
-    """Weight of the loss, where it is added to that of a policy with the same trunk."""
-
-    def __post_init__(self) -> None:
-        for name in ("clip", "huber_delta", "coef"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"the value objective's {name} must be positive, found {value}")
-        if self.kind is not ValueLoss.huber and self.huber_delta != ValueObjective.huber_delta:
-            raise ValueError(f"the value objective's huber_delta={self.huber_delta:g} has no effect with kind=mse")
-
-    def describe(self) -> str:
-        """The loss for people, without `coef`."""
-        kind = self.kind.value if self.kind is ValueLoss.mse else f"huber beyond {self.huber_delta:g}"
-        return kind if self.clip is None else f"{kind}, clipped at {self.clip:g} from the old value"
-
-    def __call__(self, values_T: Tensor, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """[T] loss of every token of `loss_mask`, without `coef`; and its metrics.
-
-        Args:
-            values_T: [T] differentiable.
-            minibatch: has `loss_mask`, `values` (the old ones) and `returns`.
-        """
-        mask_T, returns_T = minibatch["loss_mask"], minibatch["returns"]
-        loss_T, clipped_T = value_loss(
-            values_T,
-            minibatch["values"],
-            returns_T,
-            mask_T,
-            clip=self.clip,
-            kind=self.kind,
-            huber_delta=self.huber_delta,
-        )
-        return loss_T, {
-            "value_loss": masked_mean(loss_T, mask_T),
-            "value_clip_fraction": masked_mean(clipped_T, mask_T),
-            "value_mean": masked_mean(values_T, mask_T),
-            "value_error": masked_mean((values_T - returns_T).square(), mask_T),
-        }
+from realign.functional import MomentsKind, RunningMoments
+from realign.interfaces.components.aggregation import Aggregation, TokenMean
+from realign.interfaces.components.value_loss import ValueObjective, number, trained, value_stats
 
 
 class ValueScale(StrEnum):
@@ -150,8 +89,8 @@ class PPOCriticInterface(ModelInterface):
     """Error measure and clip."""
     normalization: ValueNormalization = field(default_factory=ValueNormalization)
     """Running normalisation of the values."""
-    aggregation: Aggregation = Aggregation.token_mean
-    """How tokens and sequences weigh in the loss; constant is not for critics."""
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "n_minibatches"):
@@ -161,10 +100,6 @@ class PPOCriticInterface(ModelInterface):
             raise ValueError(
                 f"objective.coef={self.objective.coef:g} weighs the loss of values against a policy's; a critic of its "
                 "own has no other loss: use its optimizer's lr"
-            )
-        if self.aggregation is Aggregation.constant:
-            raise ValueError(
-                "aggregation=constant has no number of tokens here; choose a mean over tokens or sequences"
             )
         self.moments = self.normalization.moments()
 
@@ -191,18 +126,18 @@ class PPOCriticInterface(ModelInterface):
                 stats.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight))
         if self.moments is not None:
             stats.append(
-                {"return_moment_mean": _number(self.moments.mean), "return_moment_std": _number(self.moments.std)}
+                {"return_moment_mean": number(self.moments.mean), "return_moment_std": number(self.moments.std)}
             )
         return merge_stats(stats)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """The aggregated sum of value losses, in the units of the network."""
         loss_T, stats = self.objective(output.values(), minibatch)
-        return aggregate(loss_T, minibatch["loss_mask"], minibatch.cu_seqlens(), self.aggregation), stats
+        return self.aggregation.total(loss_T, minibatch["loss_mask"], minibatch.cu_seqlens()), stats
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """What the engine divides the sum by."""
-        return aggregation_weight(data["loss_mask"], data.cu_seqlens(), self.aggregation)
+        return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
 
     def _outward(self, x: Tensor) -> Tensor:
         return x if self.moments is None else self.moments.denormalize(x)
@@ -247,46 +182,9 @@ class PPOCriticInterface(ModelInterface):
         return {
             "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
             "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
-            "loss": f"{self.objective.describe()}, {self.aggregation.value}",
+            "loss": f"{self.objective.describe()}, {self.aggregation.describe()}",
             "value normalisation": self.normalization.scale.value,
         }
 
 
-def trained(data: SequenceSample) -> SequenceSample:
-    """Only the sequences with a token in `loss_mask`: the others would cost a pass and change nothing.
-
-    A batch without any is left as it is, for the engine to count the step that it does not make.
-    """
-    trains_S = segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
-    if bool(trains_S.all()) or not bool(trains_S.any()):
-        return data
-    return data.take_sequences(trains_S.nonzero()[:, 0].tolist())
-
-
-def value_stats(data: SequenceSample, model: Model) -> Stats:
-    """Metrics of values when credit was assigned: means, deviations, and how much of the returns they explain."""
-    mask_T = data["loss_mask"]
-    returns_M, values_M = data["returns"][mask_T].double(), data["values"][mask_T].double()
-    reduce = model.machine.reduce
-    sums = torch.stack([returns_M.new_tensor(len(returns_M)), returns_M.sum(), values_M.sum()])
-    count, total, value_total = reduce(sums).unbind()
-    n = count.clamp(min=1)
-    deviations = returns_M - total / n, values_M - value_total / n, returns_M - values_M
-    spread, value_spread, error = reduce(torch.stack([x.square().sum() for x in deviations])).tolist()
-    stats: Stats = {
-        "return_mean": masked_mean(data["returns"], mask_T),
-        "old_value_mean": masked_mean(data["values"], mask_T),
-    }
-    if count > 0:
-        stats["return_std"] = _number(math.sqrt(spread / float(n)))
-        stats["old_value_std"] = _number(math.sqrt(value_spread / float(n)))
-    if spread > 0:
-        stats["explained_variance"] = _number(1 - error / spread)
-    return stats
-
-
-def _number(x: float) -> Mean:
-    return Mean(torch.tensor(float(x)), torch.ones(()))
-
-
-__all__ = ["PPOCriticInterface", "ValueNormalization", "ValueObjective", "ValueScale", "trained", "value_stats"]
+__all__ = ["PPOCriticInterface", "ValueNormalization", "ValueObjective", "ValueScale"]

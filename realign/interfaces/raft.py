@@ -173,5 +173,5 @@ def describe_selection(interface: SFTInterface, batch_prompts: int, passes: int,
         "optimizer steps per step": f"{passes * n} at most ({passes} passes x {n} mini-batches)",
         "prompts per optimizer step": f"{part_sizes(batch_prompts, n)} at most",
         "responses that train": kept,
-        "loss": f"negative log-likelihood of sampled tokens, {interface.aggregation.value}",
+        "loss": f"negative log-likelihood of sampled tokens, {interface.aggregation.describe()}",
     }

@@ -6,7 +6,7 @@ negative log-likelihood of those tokens over the whole batch, however it is cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -23,7 +23,8 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.functional import Aggregation, aggregate, aggregation_weight, nll_loss
+from realign.functional import nll_loss
+from realign.interfaces.components.aggregation import Aggregation, TokenMean
 
 
 @dataclass
@@ -32,16 +33,12 @@ class SFTInterface(ModelInterface):
 
     n_minibatches: int = 1
     """Optimizer steps per batch of prompts."""
-    aggregation: Aggregation = Aggregation.token_mean
-    """How tokens and sequences weigh; constant is not for SFT."""
+    aggregation: Aggregation = field(default_factory=TokenMean)
+    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
     def __post_init__(self) -> None:
         if self.n_minibatches < 1:
             raise ValueError(f"n_minibatches must be at least 1, found {self.n_minibatches}")
-        if self.aggregation is Aggregation.constant:
-            raise ValueError(
-                "aggregation=constant has no number of tokens here; choose a mean over tokens or sequences"
-            )
 
     def needed_outputs(self) -> frozenset[str]:
         """Log-probs."""
@@ -56,17 +53,17 @@ class SFTInterface(ModelInterface):
         """The aggregated sum of negative log-likelihoods (nats)."""
         mask_T = minibatch["loss_mask"]
         nll_T = nll_loss(output.logprobs(where_T=mask_T), mask_T)
-        return aggregate(nll_T, mask_T, minibatch.cu_seqlens(), self.aggregation), {"nll": masked_mean(nll_T, mask_T)}
+        return self.aggregation.total(nll_T, mask_T, minibatch.cu_seqlens()), {"nll": masked_mean(nll_T, mask_T)}
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """What the engine divides the sum by."""
-        return aggregation_weight(data["loss_mask"], data.cu_seqlens(), self.aggregation)
+        return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Rows of the table that is shown at launch."""
         return {
             "optimizer steps per step": str(self.n_minibatches),
-            "loss": f"negative log-likelihood, {self.aggregation.value}",
+            "loss": f"negative log-likelihood, {self.aggregation.describe()}",
         }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from realign.api import SequenceSample
-from realign.functional import MomentsKind, RunningMoments, overlong_penalty, segment_sum, whiten
+from tests.frozen.functional import MomentsKind, RunningMoments, overlong_penalty, segment_sum, whiten
 
 
 class RewardScale(StrEnum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from realign.api import Stats, stat_values
-from realign.functional import AdaptiveKLController, FixedKLController, KLEstimator
+from tests.frozen.functional import AdaptiveKLController, FixedKLController, KLEstimator
 
 
 class KLPlace(StrEnum):

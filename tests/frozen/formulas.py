@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from realign.functional import Normalization, PolicyObjective, Scope
+from tests.frozen.functional import Normalization, PolicyObjective, Scope
 
 
 def normalization_formula(spec: Normalization, x: str = "A") -> str:

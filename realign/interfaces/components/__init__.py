@@ -1,0 +1,101 @@
+"""Components of algorithms: advantages, objectives, corrections, penalties, shaping. One file is one kind of component.
+
+The base class of a kind and its shipped variants are in one module, so a variant is chosen by its name in snake case:
+`interfaces.actor.objective=gspo`. A component of your own is a subclass of the base class in a file of yours:
+`interfaces.actor.objective._target_=my_lab.topr.Topr`. Components import no interface.
+"""
+
+from realign.interfaces.components.advantages import (
+    GAE,
+    AdvantageEstimator,
+    Estimate,
+    GroupRelative,
+    Rewards,
+    advantage_stats,
+    normalized_advantages,
+)
+from realign.interfaces.components.aggregation import (
+    Aggregation,
+    Constant,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    TokenMean,
+)
+from realign.interfaces.components.correction import (
+    Corrected,
+    Correction,
+    ImportanceCorrection,
+    RatioRange,
+    staleness_stats,
+)
+from realign.interfaces.components.early_stop import EarlyStop
+from realign.interfaces.components.kl import KLControl, KLPenalty, KLPlace
+from realign.interfaces.components.normalization import Normalization
+from realign.interfaces.components.objectives import (
+    POLICY_PANELS,
+    Cispo,
+    Clip,
+    Gmpo,
+    Gspo,
+    Objective,
+    PolicyTokens,
+    Reinforce,
+    Sapo,
+    policy_loss_of,
+    policy_stats,
+)
+from realign.interfaces.components.pretraining import mix_pretraining, pretraining_loss
+from realign.interfaces.components.reward_shaping import RewardBaseline, RewardScale, RewardShaping
+from realign.interfaces.components.scoring import old_logprobs, score_logprobs
+from realign.interfaces.components.truncation import TruncatedReward, Truncation
+from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, ValueObjective, trained, value_stats
+
+__all__ = [
+    "GAE",
+    "POLICY_PANELS",
+    "VALUE_PANELS",
+    "AdvantageEstimator",
+    "Aggregation",
+    "Cispo",
+    "Clip",
+    "Constant",
+    "Corrected",
+    "Correction",
+    "Critic",
+    "EarlyStop",
+    "Estimate",
+    "Gmpo",
+    "GroupRelative",
+    "Gspo",
+    "ImportanceCorrection",
+    "KLControl",
+    "KLPenalty",
+    "KLPlace",
+    "Normalization",
+    "Objective",
+    "PolicyTokens",
+    "RatioRange",
+    "Reinforce",
+    "RewardBaseline",
+    "RewardScale",
+    "RewardShaping",
+    "Rewards",
+    "Sapo",
+    "SeqMeanTokenMean",
+    "SeqMeanTokenSum",
+    "TokenMean",
+    "TruncatedReward",
+    "Truncation",
+    "ValueObjective",
+    "advantage_stats",
+    "mix_pretraining",
+    "normalized_advantages",
+    "old_logprobs",
+    "policy_loss_of",
+    "policy_stats",
+    "pretraining_loss",
+    "score_logprobs",
+    "staleness_stats",
+    "trained",
+    "value_stats",
+]

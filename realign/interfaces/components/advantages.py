@@ -1,0 +1,338 @@
+"""Advantage estimators: from rewards to the advantage of every response or token. One class is one estimator.
+
+An estimator of your own is a subclass of `AdvantageEstimator` with `estimate`:
+
+    class MeanBaseline(AdvantageEstimator):
+        def estimate(self, rewards, data, reduce):
+            return rewards.per_sequence - rewards.per_sequence.nanmean()
+
+The actor adds the KL penalty and dense rewards to the rewards before the call, and applies `adv_norm` to the result
+after it, so an estimator cannot leave them out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from realign.api import Min, SequenceSample, Stats, masked_max, masked_mean
+from realign.errors import SettingsError
+from realign.functional import (
+    Reduce,
+    Scope,
+    broadcast_to_tokens,
+    degenerate_groups,
+    degenerate_rescale,
+    gae,
+    segment_sum,
+    sequence_index,
+    token_rewards,
+    whiten,
+)
+from realign.interfaces.components.normalization import Normalization
+from realign.settings import Count, Fraction, Settings
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of a batch, with KL penalty and dense rewards included."""
+
+    scores_S: Tensor
+    """[S] shaped scores alone; NaN: no reward."""
+    mask_T: Tensor
+    """[T] bool: the tokens that are trained."""
+    cu_seqlens: Tensor
+    """int32 [S+1]."""
+    kl_T: Tensor | None = None
+    """[T] KL to the reference in nats; None: no penalty in the reward."""
+    kl_coef: float = 0.0
+    """Price of the KL, in reward per nat."""
+    dense_T: Tensor | None = None
+    """[T] rewards of single tokens; None: there are none."""
+
+    @classmethod
+    def of(cls, data: SequenceSample, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Rewards:
+        """The rewards of a batch with `rewards`, `loss_mask` and perhaps `dense_rewards`."""
+        return cls(data["rewards"], data["loss_mask"], data.cu_seqlens(), kl_T, kl_coef, data.get("dense_rewards"))
+
+    @cached_property
+    def per_token(self) -> Tensor:
+        """[T] reward of every token: dense rewards minus the KL penalty, and the score at the last trained token."""
+        rewards_T = token_rewards(self.scores_S, self.mask_T, self.cu_seqlens, kl_T=self.kl_T, kl_coef=self.kl_coef)
+        return rewards_T if self.dense_T is None else rewards_T + torch.where(self.mask_T, self.dense_T, 0)
+
+    @cached_property
+    def per_sequence(self) -> Tensor:
+        """[S] reward of every response: the score plus dense rewards minus the KL penalty, summed over its tokens."""
+        total_S = self.scores_S
+        if self.dense_T is not None:
+            total_S = total_S + segment_sum(torch.where(self.mask_T, self.dense_T, 0), self.cu_seqlens)
+        if self.kl_T is not None:
+            total_S = total_S - self.kl_coef * segment_sum(torch.where(self.mask_T, self.kl_T, 0), self.cu_seqlens)
+        return total_S
+
+    def with_scores(self, scores_S: Tensor) -> Rewards:
+        """The same rewards with other scores [S]."""
+        return replace(self, scores_S=scores_S)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages of responses (`advantages_S`) or of tokens (`advantages_T`), before `adv_norm`."""
+
+    advantages_S: Tensor | None = None
+    """[S]; every trained token of a response gets its advantage."""
+    advantages_T: Tensor | None = None
+    """[T]."""
+    returns_T: Tensor | None = None
+    """[T] targets of a critic."""
+
+    @classmethod
+    def of(cls, found: Tensor | Estimate, cu_seqlens: Tensor, estimator: str) -> Estimate:
+        """An estimate from either return type of `AdvantageEstimator.estimate`.
+
+        Raises:
+            ValueError: a plain tensor of another length than S or T, or one that could be either.
+        """
+        if isinstance(found, Estimate):
+            return found
+        sequences, tokens = len(cu_seqlens) - 1, int(cu_seqlens[-1])
+        if sequences == tokens and found.shape == (tokens,) and bool((cu_seqlens.diff() != 1).any()):
+            raise ValueError(
+                f"{estimator}.estimate returned shape {list(found.shape)} for as many responses as tokens. Return "
+                "Estimate(advantages_S=...) or Estimate(advantages_T=...)"
+            )
+        if found.shape == (sequences,):
+            return cls(advantages_S=found)
+        if found.shape == (tokens,):
+            return cls(advantages_T=found)
+        raise ValueError(
+            f"{estimator}.estimate returned shape {list(found.shape)}. It must return one advantage per response, "
+            f"shape [{sequences}], or one per token, shape [{tokens}]"
+        )
+
+
+@dataclass
+class AdvantageEstimator(Settings, ABC):
+    """Base class of advantage estimators."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the batch that `estimate` needs; the dataflow must provide them."""
+    uses: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the batch that `estimate` reads if the dataflow provides them."""
+    gives_returns: ClassVar[bool] = False
+    """Whether `estimate` returns targets for a critic."""
+
+    @abstractmethod
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Tensor | Estimate:
+        """Advantages of a batch, before `adv_norm`.
+
+        Args:
+            rewards: per token and per sequence; NaN where a response has no reward.
+            data: the batch, whose `loss_mask` [T] holds the tokens that are trained; `data.group_index()` [S] is the
+                prompt of each response.
+            reduce: sum over ranks, for statistics of the whole batch.
+
+        Returns:
+            [S] or [T]; values of responses or tokens that are not trained are ignored. With `gives_returns`, an
+            `Estimate`.
+        """
+
+    def keep(self, data: SequenceSample) -> Tensor | None:
+        """[S] bool: responses that stay in the loss; None: all that have a reward and a trained token."""
+        return None
+
+    def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
+        """A scalar that multiplies the advantages after `adv_norm`; None: 1."""
+        return None
+
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
+        """Reject settings of the actor under which advantages would be wrong or all 0.
+
+        Args:
+            responses: per prompt.
+            adv_norm: the normalization that follows.
+            baseline: whether scores have a baseline subtracted that is the same for all responses to a prompt.
+
+        Raises:
+            SettingsError: names the setting.
+        """
+
+    def needs(self) -> Mapping[str, str]:
+        """Keys that must be in the batch under the current settings, with the setting that asks for each."""
+        return dict.fromkeys(self.reads, f"advantage={type(self).__name__}")
+
+    def stats(self, data: SequenceSample) -> Stats:
+        """Further metrics of the rollout batch."""
+        return {}
+
+    def describe(self) -> str:
+        """The estimator for the launch table."""
+        return type(self).__name__
+
+
+@dataclass
+class GAE(AdvantageEstimator):
+    """Generalized advantage estimation (arXiv:1506.02438); without a critic all values are 0.
+
+    With lam=1 and no critic the advantage of a token is the discounted sum of the rewards from it on, as in REINFORCE++
+    (arXiv:2501.03262).
+    """
+
+    uses: ClassVar[frozenset[str]] = frozenset({"values", "bootstrap_values", "truncated"})
+    gives_returns: ClassVar[bool] = True
+
+    gamma: Fraction = 1.0
+    """Discount per trained token."""
+    lam: Fraction = 0.95
+    """Lambda of the exponential average."""
+    reward_norm: Normalization = field(default_factory=lambda: Normalization(mean=Scope.none, std=Scope.none))
+    """Normalization of scores, one per response, before KL penalty and dense rewards are added. With a mean over the
+    group and whitening by `adv_norm` this is REINFORCE++-baseline."""
+    whiten_rewards: bool = False
+    """Divide the rewards of tokens, KL penalty and dense rewards included, by their population standard deviation over
+    the batch; the mean stays (openai/lm-human-preferences)."""
+    bootstrap: bool = False
+    """Value of the state after the last token of a truncated response: the critic's instead of 0."""
+
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
+        """See `AdvantageEstimator`: advantages and returns of tokens."""
+        mask_T, cu_seqlens = rewards.mask_T, rewards.cu_seqlens
+        if self.reward_norm.active:
+            trained_S = segment_sum(mask_T, cu_seqlens) > 0
+            rewards = rewards.with_scores(self.reward_norm(rewards.scores_S, data.group_index(), trained_S, reduce))
+        rewards_T = rewards.per_token
+        if self.whiten_rewards:
+            rewards_T = whiten(rewards_T, mask_T, shift_mean=False, reduce=reduce)
+        values_T = data["values"] if "values" in data else torch.zeros_like(rewards_T)
+        bootstrap_S = data["bootstrap_values"] * data["truncated"] if self.bootstrap else None
+        advantages_T, returns_T = gae(
+            rewards_T, values_T, mask_T, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap_S=bootstrap_S
+        )
+        return Estimate(advantages_T=advantages_T, returns_T=returns_T)
+
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
+        """See `AdvantageEstimator`."""
+        _check_groups("advantage.reward_norm", self.reward_norm, responses)
+
+    def needs(self) -> Mapping[str, str]:
+        """See `AdvantageEstimator`."""
+        return dict.fromkeys(("bootstrap_values", "truncated"), "advantage.bootstrap=true") if self.bootstrap else {}
+
+    def describe(self) -> str:
+        """See `AdvantageEstimator`."""
+        steps = [f"GAE, gamma {self.gamma:g}, lambda {self.lam:g}"]
+        steps += [f"scores normalized: {self.reward_norm.describe('R')}"] if self.reward_norm.active else []
+        steps += ["rewards of tokens divided by their std"] if self.whiten_rewards else []
+        steps += ["truncated responses end with the critic's value"] if self.bootstrap else []
+        return "; ".join(steps)
+
+
+@dataclass
+class GroupRelative(AdvantageEstimator):
+    """The reward of a response, to be compared within its prompt's group by `adv_norm` (GRPO, arXiv:2402.03300)."""
+
+    min_group_size: Count = 2
+    """Groups with fewer rewarded responses are excluded from the loss."""
+    length_weighted: bool = False
+    """Weight each response by its length in the statistics of `adv_norm` (OPO, arXiv:2505.23585)."""
+    rescale_degenerate: bool = False
+    """Multiply advantages by B / (B - M), for M of the batch's B responses in groups of equal rewards, whose advantages
+    are 0 (GPG, arXiv:2504.02546)."""
+
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
+        """See `AdvantageEstimator`."""
+        if self.length_weighted:
+            return Estimate(advantages_T=rewards.per_sequence[sequence_index(rewards.cu_seqlens)])
+        return Estimate(advantages_S=rewards.per_sequence)
+
+    def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
+        """See `AdvantageEstimator`."""
+        _check_groups("adv_norm", adv_norm, responses)
+        if self.min_group_size > responses:
+            raise SettingsError(
+                f"advantage.min_group_size={self.min_group_size}: must be at most generation.n={responses}"
+            )
+        if self.rescale_degenerate and adv_norm.mean is not Scope.group:
+            raise SettingsError(
+                "advantage.rescale_degenerate=true: no group has advantages of 0 by itself with "
+                f"adv_norm.mean={adv_norm.mean.value}. Set adv_norm.mean=group"
+            )
+        if baseline and adv_norm.mean is Scope.group:
+            raise SettingsError(
+                "reward.baseline=greedy: subtracts the same number from every response of a group, which "
+                "adv_norm.mean=group cancels. Set adv_norm.mean=none (ReMax)"
+            )
+
+    def keep(self, data: SequenceSample) -> Tensor:
+        """See `AdvantageEstimator`: the responses of groups that are large enough."""
+        group_S = data.group_index()
+        valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
+        size_S = torch.zeros_like(group_S).index_add(0, group_S, valid_S.long())[group_S]
+        return valid_S & (size_S >= self.min_group_size)
+
+    def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
+        """See `AdvantageEstimator`."""
+        if not self.rescale_degenerate:
+            return None
+        return degenerate_rescale(rewards.per_sequence, data.group_index(), valid_S, reduce)
+
+    def stats(self, data: SequenceSample) -> Stats:
+        """See `AdvantageEstimator`: the fraction of groups whose rewards are all equal."""
+        cu_seqlens, mask_T = data.cu_seqlens(), data["loss_mask"]
+        valid_S = segment_sum(mask_T, cu_seqlens) > 0
+        flat_G = degenerate_groups(Rewards.of(data).per_sequence, data.group_index(), valid_S)
+        return {"zero_std_fraction": masked_mean(flat_G.float(), torch.ones_like(flat_G))}
+
+    def describe(self) -> str:
+        """See `AdvantageEstimator`."""
+        weighted = ", responses weighted by length" if self.length_weighted else ""
+        rescaled = ", times B / (B - M)" if self.rescale_degenerate else ""
+        return f"reward of the response{weighted}, at each of its tokens{rescaled}"
+
+
+def advantage_stats(data: SequenceSample) -> Stats:
+    """Metrics of `advantages` [T], over the tokens that train."""
+    mask_T, advantages_T = data["loss_mask"], data["advantages"]
+    return {
+        "advantage_mean": masked_mean(advantages_T, mask_T),
+        "advantage_max": masked_max(advantages_T, mask_T),
+        "advantage_min": Min(-masked_max(-advantages_T, mask_T).value),
+    }
+
+
+def _check_groups(name: str, norm: Normalization, responses: int) -> None:
+    if responses < 2 and norm.compares_groups:
+        raise SettingsError(
+            f"generation.n={responses}: {name} compares the responses to a prompt, so every advantage would be 0. Set "
+            f"generation.n to 2 or more, or {name}.mean=batch and {name}.std=batch"
+        )
+
+
+def normalized_advantages(
+    estimate: Estimate, data: SequenceSample, valid_S: Tensor, norm: Normalization, reduce: Reduce
+) -> Tensor:
+    """[T] advantages after `adv_norm`, 0 off the mask; those of responses are normalized before they are broadcast."""
+    cu_seqlens, group_S, mask_T = data.cu_seqlens(), data.group_index(), data["loss_mask"]
+    if estimate.advantages_S is not None:
+        advantages_S = norm(estimate.advantages_S, group_S, valid_S, reduce)
+        return torch.where(mask_T, broadcast_to_tokens(advantages_S, cu_seqlens), 0)
+    assert estimate.advantages_T is not None
+    return norm(estimate.advantages_T, group_S[sequence_index(cu_seqlens)], mask_T, reduce)
+
+
+__all__ = [
+    "GAE",
+    "AdvantageEstimator",
+    "Estimate",
+    "GroupRelative",
+    "Rewards",
+    "advantage_stats",
+    "normalized_advantages",
+]

@@ -1,0 +1,46 @@
+"""`EarlyStop`: bounds on how far one rollout batch may move the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from realign.api import Stats, stat_values
+from realign.settings import Positive, Range, Settings
+
+
+@dataclass
+class EarlyStop(Settings):
+    """Stop learning from a rollout batch once the policy has moved too far.
+
+    The mini-batch that exceeds a bound makes no optimizer step (no weight, moment or schedule moves), and the remaining
+    mini-batches and epochs of the rollout batch are skipped.
+    """
+
+    kl: Positive | None = None
+    """Bound on `approx_kl` (k3 of the old against the current policy) in nats per token; null: none."""
+    ratio: Annotated[float, Range(gt=1)] | None = None
+    """Bound on the mean probability ratio `ratio_mean` (realhf: 5); null: none."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound."""
+        return (self.kl, self.ratio) != (None, None)
+
+    def allows(self, stats: Stats) -> bool:
+        """Whether the mini-batch with these metrics (over all ranks) may make its optimizer step."""
+        if not self.bounded:
+            return True  # without reading metrics, which would wait for the device
+        values = stat_values(stats)
+        return all(bound is None or values.get(name, 0.0) <= bound for name, bound in self._bounds.items())
+
+    def describe(self) -> str:
+        """The bounds for the launch table; empty without one."""
+        return " or ".join(f"{name} above {bound:g}" for name, bound in self._bounds.items() if bound is not None)
+
+    @property
+    def _bounds(self) -> dict[str, float | None]:
+        return {"approx_kl": self.kl, "ratio_mean": self.ratio}
+
+
+__all__ = ["EarlyStop"]

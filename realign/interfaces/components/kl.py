@@ -1,0 +1,162 @@
+"""`KLPenalty`: the price of moving away from the reference policy, in the reward or in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realign.api import Max, Mean, SequenceSample, Stats, masked_mean
+from realign.errors import SettingsError
+from realign.functional import (
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    KLEstimator,
+    Reduce,
+    kl_estimate,
+    segment_sum,
+)
+from realign.interfaces.components.scoring import old_logprobs
+from realign.settings import Count, NonNegative, Positive, Settings
+
+
+class KLPlace(StrEnum):
+    """Where the penalty is applied: in one place, never in both."""
+
+    none = "none"
+    """Nowhere: no reference model is loaded."""
+    reward = "reward"
+    """Subtracted from the reward of every token, before advantages are estimated."""
+    loss = "loss"
+    """Added to the loss of every token."""
+
+
+@dataclass
+class KLPenalty(Settings):
+    """KL penalty against the reference policy."""
+
+    place: KLPlace = KLPlace.none
+    """Where the penalty is applied: none, reward or loss. The dataflow then includes the reference model."""
+    coef: NonNegative = 0.05
+    """Weight in reward (or loss) per nat; the initial value if `target` is set."""
+    estimator: KLEstimator | None = None
+    """Estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
+    target: Positive | None = None
+    """KL per sequence in nats that the adaptive controller aims at (arXiv:1909.08593); null: `coef` is constant."""
+    horizon: Count = 10_000
+    """Sequences over which the adaptive controller corrects an error."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.place is KLPlace.loss and self.estimator is KLEstimator.k1:
+            raise SettingsError(
+                "estimator=k1: its expected gradient in the loss is 0. Set estimator=k2 or estimator=k3"
+            )
+        if self.target is not None and self.place is KLPlace.none:
+            raise SettingsError(f"target={self.target:g}: no penalty is applied. Set place=reward or place=loss")
+        if self.target is not None and self.coef == 0:
+            raise SettingsError("coef=0: the controller of kl.target multiplies the coefficient. Start above 0")
+
+    @property
+    def applied(self) -> bool:
+        """Whether there is a penalty."""
+        return self.place is not KLPlace.none
+
+    @property
+    def chosen_estimator(self) -> KLEstimator:
+        """The estimator in use."""
+        if self.estimator is not None:
+            return self.estimator
+        return KLEstimator.k3 if self.place is KLPlace.loss else KLEstimator.k1
+
+    def needs(self) -> Mapping[str, str]:
+        """Keys that must be in the batch, with the setting that asks for each."""
+        return {"ref_logprobs": f"kl.place={self.place.value}"} if self.applied else {}
+
+    def describe(self) -> str:
+        """The penalty for the launch table."""
+        if not self.applied:
+            return "not applied" + (f" (kl.coef={self.coef:g} is not read)" if self.coef != KLPenalty.coef else "")
+        text = f"in the {self.place.value}, {self.chosen_estimator.value}, coefficient {self.coef:g}"
+        if self.target is None:
+            return text
+        return f"{text} at first, adapted to {self.target:g} nats per sequence over {self.horizon:,} sequences"
+
+
+class KLControl:
+    """The KL penalty of one interface, with its current coefficient."""
+
+    def __init__(self, penalty: KLPenalty) -> None:
+        self.penalty = penalty
+        self.controller: KLController = FixedKLController(penalty.coef)
+        if penalty.target is not None:
+            self.controller = AdaptiveKLController(penalty.coef, penalty.target, penalty.horizon)
+
+    @property
+    def coef(self) -> float:
+        """The current coefficient."""
+        return self.controller.value
+
+    def estimate(self, logprobs_T: Tensor, data: SequenceSample) -> Tensor:
+        """[T] KL in nats of the policy with these log-probs against the reference, 0 off `loss_mask`."""
+        return kl_estimate(logprobs_T, data["ref_logprobs"], data["loss_mask"], self.penalty.chosen_estimator)
+
+    def in_reward(self, data: SequenceSample) -> tuple[Tensor | None, float]:
+        """[T] KL of the old policy and its price per nat, with place=reward; else None and 0."""
+        if self.penalty.place is not KLPlace.reward:
+            return None, 0.0
+        return self.estimate(old_logprobs(data), data), self.coef
+
+    @property
+    def is_in_loss(self) -> bool:
+        """Whether the penalty is a term of the loss."""
+        return self.penalty.place is KLPlace.loss
+
+    def in_loss(self, logprobs_T: Tensor, data: SequenceSample) -> tuple[Tensor, Stats]:
+        """[T] penalty to add to the loss, and its metric."""
+        kl_T = self.estimate(logprobs_T, data)
+        return self.coef * kl_T, {"ref_kl": masked_mean(kl_T, data["loss_mask"])}
+
+    def stats(self, data: SequenceSample) -> Stats:
+        """Metrics of a rollout batch: KL of the old policy against the reference."""
+        if "ref_logprobs" not in data:
+            return {}
+        kl_T, mask_T, cu_seqlens = self.estimate(old_logprobs(data), data), data["loss_mask"], data.cu_seqlens()
+        trained_S = segment_sum(mask_T, cu_seqlens) > 0
+        in_reward = {"ref_kl": masked_mean(kl_T, mask_T)} if self.penalty.place is KLPlace.reward else {}
+        return {"ref_kl_per_sequence": masked_mean(segment_sum(kl_T, cu_seqlens), trained_S), **in_reward}
+
+    def update(self, stats: Stats, reduce: Reduce) -> Stats:
+        """Adapt the coefficient to the KL per trained sequence of a rollout batch; returns the metric of the old one.
+
+        Args:
+            stats: with `ref_kl_per_sequence` of this rank.
+            reduce: sum over ranks.
+        """
+        if not self.penalty.applied:
+            return {}
+        metric: Stats = {"kl_coef": Max(torch.tensor(self.coef))}
+        if self.penalty.target is not None:
+            per_sequence = stats["ref_kl_per_sequence"]
+            assert isinstance(per_sequence, Mean)
+            sums = torch.stack([per_sequence.total.double(), per_sequence.weight.double()])
+            kl, n_sequences = reduce(sums).tolist()
+            if n_sequences:
+                self.controller.update(kl / n_sequences, int(n_sequences))
+        return metric
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the controller."""
+        return dict(self.controller.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.controller.load_state_dict(state)
+
+
+__all__ = ["KLControl", "KLPenalty", "KLPlace"]

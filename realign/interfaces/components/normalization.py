@@ -1,0 +1,79 @@
+"""`Normalization`: whose mean is subtracted from advantages or scores, and whose standard deviation divides them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from realign.errors import SettingsError
+from realign.functional import Reduce, Scope, normalize
+from realign.settings import NonNegative, Settings
+
+
+@dataclass
+class Normalization(Settings):
+    """Subtract the mean over one scope, then divide by the standard deviation over one scope.
+
+    Example: GRPO is `Normalization(mean="group", std="group")`, RLOO is
+    `Normalization(mean="group", std="none", leave_one_out=True)`, PPO's whitening is the default.
+    """
+
+    mean: Scope = Scope.batch
+    """Scope of the mean that is subtracted: none, batch or group."""
+    std: Scope = Scope.batch
+    """Scope of the standard deviation (around that scope's own mean) that divides: none, batch or group."""
+    leave_one_out: bool = False
+    """Subtract the mean of the other elements of the scope (RLOO, arXiv:2402.14740)."""
+    unbiased: bool = False
+    """Use the sample standard deviation (divided by K - 1) instead of the population's."""
+    eps: NonNegative = 1e-8
+    """Added to the standard deviation. Elements of constant scopes become exactly 0 even with eps=0."""
+    eps_inside_sqrt: bool = False
+    """Add `eps` to the variance instead of the standard deviation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.leave_one_out and self.mean is Scope.none:
+            raise SettingsError("leave_one_out=true: changes the mean, but mean=none. Set mean=batch or mean=group")
+
+    @property
+    def active(self) -> bool:
+        """Whether it changes anything."""
+        return (self.mean, self.std) != (Scope.none, Scope.none)
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a statistic is taken over the responses of one prompt."""
+        return Scope.group in (self.mean, self.std)
+
+    def __call__(self, x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce) -> Tensor:
+        """[N] normalized elements, 0 off the mask; see `realign.functional.normalize`."""
+        return normalize(
+            x_N,
+            group_N,
+            mask_N,
+            mean=self.mean,
+            std=self.std,
+            leave_one_out=self.leave_one_out,
+            unbiased=self.unbiased,
+            eps=self.eps,
+            eps_inside_sqrt=self.eps_inside_sqrt,
+            reduce=reduce,
+        )
+
+    def describe(self, x: str = "A") -> str:
+        """The settings as a formula; `x` is the symbol of what is normalized."""
+        if not self.active:
+            return "none"
+        mean = {Scope.none: "", Scope.batch: " - mean(batch)", Scope.group: " - mean(group)"}[self.mean]
+        if self.leave_one_out:
+            mean = mean.replace(")", " without itself)")
+        if self.std is Scope.none:
+            return f"{x}{mean}"
+        std = f"{'sample' if self.unbiased else 'population'} std({self.std.value})"
+        below = f"sqrt({std}^2 + {self.eps:g})" if self.eps_inside_sqrt else f"({std} + {self.eps:g})"
+        return f"({x}{mean}) / {below}"
+
+
+__all__ = ["Normalization"]

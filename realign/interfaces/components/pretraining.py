@@ -1,0 +1,64 @@
+"""PPO-ptx: pretraining text in the mini-batches of a policy (arXiv:2203.02155, eq. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from realign.api import ModelOutput, SequenceSample, Stats, masked_mean
+from realign.api.data import TOKENS
+from realign.functional import nll_loss
+
+
+def mix_pretraining(
+    part: SequenceSample,
+    coef: float,
+    loss_weight: Callable[[SequenceSample], Tensor],
+    reduce: Callable[[Tensor], Tensor],
+) -> SequenceSample:
+    """The mini-batch with the pretraining text of its prompts as further sequences.
+
+    The engine divides the whole sum by the policy's weight W. So that the text counts `coef` times its mean over its
+    own tokens, each of its N tokens carries the weight `coef * W / N` (key `ptx_weight`), however the mini-batch is
+    cut later.
+
+    Args:
+        part: has `ptx_input_ids`, `ptx_loss_mask` with lengths of their own, any number of sequences per prompt.
+        coef: weight of the mean negative log-likelihood of the text.
+        loss_weight: what the engine divides the policy's loss by.
+        reduce: sum over ranks.
+
+    Returns:
+        The keys of `part` that have one value per token, and `ptx_weight` [T], 0 on the policy's tokens. On the text
+        `loss_mask` is False and the other keys are 0.
+    """
+    lengths = part.lengths[TOKENS]
+    policy = part.select([key for key, own in part.lengths.items() if own is lengths or own == lengths])
+    text = part.select(["ptx_input_ids", "ptx_loss_mask"]).rename(
+        {"ptx_input_ids": TOKENS, "ptx_loss_mask": "ptx_mask"}
+    )
+    text = replace(text, ids=tuple(("ptx", prompt) for prompt in part.ids))
+    mask_T = text["ptx_mask"]
+    weight, tokens = reduce(torch.stack([loss_weight(policy).double(), mask_T.sum().double()])).tolist()
+    fill = {key: x.new_zeros(len(mask_T)) for key, x in policy.data.items() if key != TOKENS}
+    per_token = torch.where(mask_T, coef * weight / max(tokens, 1), 0.0).float()
+    policy = policy.with_tokens(ptx_weight=torch.zeros(len(policy[TOKENS])))
+    return SequenceSample.gather([policy, text.select([TOKENS]).with_tokens(**fill, ptx_weight=per_token)])
+
+
+def pretraining_loss(output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
+    """The weighted sum of the negative log-likelihoods (nats) of the pretraining text of a micro-batch; and its metric.
+
+    Args:
+        output: of the model.
+        minibatch: with `ptx_weight` [T], see `mix_pretraining`.
+    """
+    weight_T = minibatch["ptx_weight"]
+    nll_T = nll_loss(output.logprobs(where_T=weight_T > 0), weight_T > 0)
+    return (weight_T * nll_T).sum(), {"ptx_nll": masked_mean(nll_T, weight_T > 0)}
+
+
+__all__ = ["mix_pretraining", "pretraining_loss"]

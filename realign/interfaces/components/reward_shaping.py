@@ -1,0 +1,145 @@
+"""`RewardShaping`: from the score that a reward gives to the score that advantages are estimated from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realign.api import SequenceSample
+from realign.errors import SettingsError
+from realign.functional import MomentsKind, Reduce, RunningMoments
+from realign.settings import Finite, Positive, Settings
+
+
+class RewardScale(StrEnum):
+    """The standard deviation that scores are divided by."""
+
+    none = "none"
+    """Scores are not divided."""
+    running = "running"
+    """The sample standard deviation of all scores so far, including the current batch."""
+    ref = "ref"
+    """The sample standard deviation of the scores of the first rollout batch: those of the reference policy."""
+
+
+class RewardBaseline(StrEnum):
+    """A score that is subtracted from all responses of a prompt."""
+
+    none = "none"
+    """Nothing is subtracted."""
+    greedy = "greedy"
+    """The score of the policy's greedy response to the same prompt (ReMax, arXiv:2310.10505)."""
+
+
+@dataclass
+class RewardShaping(Settings):
+    """`(score + bias) * gain`, clipped, centered, divided by a standard deviation; minus a baseline."""
+
+    bias: Finite = 0.0
+    """Added to every score."""
+    gain: Finite = 1.0
+    """Multiplies the sum of score and bias."""
+    clip: Positive | None = None
+    """Bound on the absolute value after that (trlX: 10, DeepSpeed-Chat: 5); null: none."""
+    scale: RewardScale = RewardScale.none
+    """Divisor: none, running or ref (trlX's scale_reward)."""
+    center: bool = False
+    """Subtract the mean of the scores of `scale` before the division."""
+    baseline: RewardBaseline = RewardBaseline.none
+    """What is subtracted from a score: none, or greedy. The dataflow then includes the greedy response."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.center and self.scale is RewardScale.none:
+            raise SettingsError("center=true: subtracts the mean of the scores of scale, but scale=none")
+        if self.gain == 0:
+            raise SettingsError("gain=0: every reward would be the same")
+
+    @property
+    def shapes_scores(self) -> bool:
+        """Whether scores change, apart from the baseline."""
+        plain = (self.bias, self.gain, self.clip) == (0, 1, None)
+        return not plain or self.scale is not RewardScale.none
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether a baseline is subtracted."""
+        return self.baseline is not RewardBaseline.none
+
+    def needs(self) -> Mapping[str, str]:
+        """Keys that must be in the batch, with the setting that asks for each."""
+        return {"baseline_rewards": f"reward.baseline={self.baseline.value}"} if self.has_baseline else {}
+
+    def moments(self) -> RunningMoments:
+        """New running moments of the scores, which the caller keeps."""
+        return RunningMoments(MomentsKind.cumulative, eps=0.0)
+
+    def observe(self, moments: RunningMoments, rewards_S: Tensor, valid_S: Tensor, reduce: Reduce) -> None:
+        """Update the moments that `scale` divides by with a rollout batch.
+
+        Args:
+            moments: of the earlier batches; changed in place.
+            rewards_S: [S] as the reward gave them.
+            valid_S: [S] bool, the responses that count.
+            reduce: sum over ranks.
+        """
+        if self.scale is RewardScale.running or (self.scale is RewardScale.ref and moments.count == 0):
+            moments.update(self._clipped(rewards_S), valid_S, reduce)
+
+    def shape(self, moments: RunningMoments, rewards_S: Tensor) -> Tensor:
+        """[S] shaped scores; NaN (no reward) stays NaN."""
+        scores_S = self._clipped(rewards_S)
+        if self.center:
+            scores_S = scores_S - moments.mean
+        # scores that were all equal so far, up to rounding, have no scale; `moments.scale` is then 1
+        return scores_S if self.scale is RewardScale.none else scores_S / moments.scale
+
+    def baselines(self, moments: RunningMoments, data: SequenceSample) -> Tensor | float:
+        """[S] shaped score of the response that each prompt is compared with (`baseline_rewards`); 0 without one.
+
+        Raises:
+            ValueError: `baseline_rewards` is not one per prompt.
+        """
+        if "baseline_rewards" not in data:
+            return 0.0
+        rewards_P = data["baseline_rewards"]
+        if len(rewards_P) != len(data):
+            raise ValueError(
+                f"baseline_rewards has {len(rewards_P)} rewards for {len(data)} prompts, should be one each"
+            )
+        return self.shape(moments, rewards_P)[data.group_index()]
+
+    def state_of(self, moments: RunningMoments) -> dict[str, Any]:
+        """The moments for a checkpoint; empty if they are not used."""
+        return {} if self.scale is RewardScale.none else {"moments": moments.state_dict()}
+
+    def restore(self, moments: RunningMoments, state: Mapping[str, Any]) -> None:
+        """Restore what `state_of` returned into `moments`."""
+        if self.scale is not RewardScale.none:
+            moments.load_state_dict(state["moments"])
+
+    def _clipped(self, rewards_S: Tensor) -> Tensor:
+        exact_S = rewards_S.to(torch.promote_types(rewards_S.dtype, torch.float32))  # bf16 would round bias and mean
+        scores_S = (exact_S + self.bias) * self.gain
+        return scores_S if self.clip is None else scores_S.clamp(-self.clip, self.clip)
+
+    def describe(self) -> str:
+        """The shaping for the launch table; empty if scores do not change."""
+        score = "R" if self.bias == 0 else f"(R {'+' if self.bias > 0 else '-'} {abs(self.bias):g})"
+        if self.gain != 1:
+            score = f"{self.gain:g} {score}"
+        steps = [] if score == "R" else [score]
+        steps += [] if self.clip is None else [f"clipped at {self.clip:g}"]
+        if self.scale is not RewardScale.none:
+            of = "of all scores so far" if self.scale is RewardScale.running else "of the first batch"
+            steps.append(f"{'centered and ' if self.center else ''}divided by the std {of}")
+        steps += ["minus the score of the greedy response"] if self.baseline is RewardBaseline.greedy else []
+        return ", ".join(steps)
+
+
+__all__ = ["RewardBaseline", "RewardScale", "RewardShaping"]

@@ -1,0 +1,24 @@
+"""Log-probs of sampled tokens: how a model computes them, and which ones ratios are taken against."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from realign.api import MicroBatchSpec, Model, ModelOutput, SequenceSample
+
+
+def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
+    """A sample with `logprobs` [T] of the tokens of `loss_mask` under the model, at `temperature`."""
+
+    def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+        return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
+
+    return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
+
+
+def old_logprobs(data: SequenceSample) -> Tensor:
+    """[T] log-probs that ratios are taken against: recomputed ones where the graph has them, else the sampler's."""
+    return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
+
+
+__all__ = ["old_logprobs", "score_logprobs"]

@@ -1,0 +1,129 @@
+"""`Truncation`: how responses that reached the length limit are rewarded and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from realign.errors import SettingsError
+from realign.functional import overlong_penalty
+from realign.settings import Finite, NonNegative, NonNegativeInt, Settings
+
+
+class TruncatedReward(StrEnum):
+    """The score of a response that ended at the length limit, without a stop token."""
+
+    keep = "keep"
+    """The score does not change."""
+    zero = "zero"
+    """The score becomes 0 (realhf's mask_no_eos_with_zero)."""
+    add = "add"
+    """`penalty` is added to the score (TRL's missing_eos_penalty subtracts a positive number)."""
+    set = "set"
+    """The score becomes `penalty`."""
+
+
+@dataclass
+class Truncation(Settings):
+    """Treatment of responses that reached the length limit (`truncated`); applied to shaped scores."""
+
+    reward: TruncatedReward = TruncatedReward.keep
+    """Score of a truncated response: keep, zero, add or set."""
+    penalty: Finite | None = None
+    """Number that reward=add adds (negative, to punish) or reward=set sets."""
+    mask: bool = False
+    """Exclude truncated responses from the loss and its divisor (overlong filtering, arXiv:2503.14476)."""
+    overlong_buffer: NonNegativeInt = 0
+    """Tokens before the length limit in which a penalty grows linearly (arXiv:2503.14476, eq. 13); 0: off."""
+    overlong_penalty: NonNegative = 1.0
+    """Penalty at the limit, a positive number that is subtracted from the score."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        uses_penalty = self.reward in (TruncatedReward.add, TruncatedReward.set)
+        if uses_penalty != (self.penalty is not None):
+            raise SettingsError(
+                f"penalty={self.penalty}: reward=add and reward=set need a number, others take none (reward="
+                f"{self.reward.value})"
+            )
+        if not self.overlong_buffer and self.overlong_penalty != Truncation.overlong_penalty:
+            raise SettingsError(f"overlong_penalty={self.overlong_penalty:g}: has no effect with overlong_buffer=0")
+        if self.mask and self.reward is not TruncatedReward.keep:
+            raise SettingsError(
+                f"reward={self.reward.value}: truncated responses are not in the loss with mask=true. Leave reward=keep"
+            )
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the score of a response depends on its length."""
+        return self.reward is not TruncatedReward.keep or self.overlong_buffer > 0
+
+    @property
+    def reads_truncated(self) -> bool:
+        """Whether `truncated` is needed."""
+        return self.mask or self.reward is not TruncatedReward.keep
+
+    def check(self, *, longest: int, baseline: bool) -> None:
+        """Reject settings that do not fit the actor's.
+
+        Args:
+            longest: length limit of a response in tokens.
+            baseline: whether scores have the score of another response subtracted.
+
+        Raises:
+            SettingsError: names the setting.
+        """
+        if self.overlong_buffer > longest:
+            raise SettingsError(
+                f"truncation.overlong_buffer={self.overlong_buffer}: longer than a response "
+                f"(generation.max_new_tokens={longest})"
+            )
+        if baseline and self.changes_scores:
+            raise SettingsError(
+                "reward.baseline=greedy: truncation.reward and truncation.overlong_buffer would change the scores of "
+                "samples and not of the greedy response. Leave them out, or use truncation.mask=true"
+            )
+
+    def needs(self) -> Mapping[str, str]:
+        """Keys that must be in the batch, with the setting that asks for each."""
+        return {"truncated": "truncation"} if self.reads_truncated else {}
+
+    def scores(self, scores_S: Tensor, truncated_S: Tensor | None, tokens_S: Tensor, max_tokens: int) -> Tensor:
+        """[S] scores after the treatment.
+
+        Args:
+            scores_S: [S] shaped scores; NaN (no score) stays NaN.
+            truncated_S: [S] bool; None only if `reads_truncated` is False.
+            tokens_S: [S] sampled tokens.
+            max_tokens: length limit of a response.
+        """
+        if truncated_S is not None and self.reward is not TruncatedReward.keep:
+            penalty = 0.0 if self.penalty is None else self.penalty
+            new_S = scores_S + penalty if self.reward is TruncatedReward.add else torch.full_like(scores_S, penalty)
+            scores_S = torch.where(truncated_S & scores_S.isfinite(), new_S, scores_S)
+        if self.overlong_buffer:
+            scores_S = scores_S + overlong_penalty(tokens_S, max_tokens, self.overlong_buffer, self.overlong_penalty)
+        return scores_S
+
+    def kept(self, valid_S: Tensor, truncated_S: Tensor | None) -> Tensor:
+        """[S] bool: the responses of `valid_S` that stay in the loss."""
+        return valid_S if truncated_S is None or not self.mask else valid_S & ~truncated_S
+
+    def describe(self) -> str:
+        """The treatment for the launch table; empty if there is none."""
+        new = {TruncatedReward.zero: "score set to 0"}
+        if self.penalty is not None:
+            change = f"score {'raised' if self.penalty > 0 else 'lowered'} by {abs(self.penalty):g}"
+            new |= {TruncatedReward.add: change, TruncatedReward.set: f"score set to {self.penalty:g}"}
+        steps = [new[self.reward]] if self.reward in new else []
+        steps += ["not in the loss"] if self.mask else []
+        if self.overlong_buffer:
+            steps.append(f"up to {self.overlong_penalty:g} less over the last {self.overlong_buffer:,} tokens")
+        return ", ".join(steps)
+
+
+__all__ = ["TruncatedReward", "Truncation"]

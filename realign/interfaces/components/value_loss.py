@@ -1,0 +1,121 @@
+"""The loss of values, and what actors with a value head and critics share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from realign.api import Mean, Model, Panel, SequenceSample, Stats, masked_mean
+from realign.errors import SettingsError
+from realign.functional import ValueLoss, segment_sum, value_loss
+from realign.settings import Positive, Settings
+
+
+class Critic(StrEnum):
+    """The model that estimates values for an actor."""
+
+    none = "none"
+    """No critic: values are 0."""
+    own = "own"
+    """The role `critic`, a separate model that is trained beside the actor."""
+    shared = "shared"
+    """The role `critic` is a view of the actor's value head, which the actor's loss trains (`value`)."""
+
+
+@dataclass
+class ValueObjective(Settings):
+    """The loss of values: half the squared error, or Huber's; clipped as in PPO2."""
+
+    clip: Positive | None = 0.2
+    """Largest change of a value from its old one, in units of the network's output; null: no limit."""
+    kind: ValueLoss = ValueLoss.mse
+    """Error measure: mse or huber."""
+    huber_delta: Positive = 10.0
+    """Error from which Huber's loss grows linearly (kind=huber)."""
+    coef: Positive = 1.0
+    """Weight of the loss when it is added to that of a policy with the same trunk."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind is not ValueLoss.huber and self.huber_delta != ValueObjective.huber_delta:
+            raise SettingsError(f"huber_delta={self.huber_delta:g}: has no effect with kind={self.kind.value}")
+
+    def describe(self) -> str:
+        """The loss for the launch table, without `coef`."""
+        kind = self.kind.value if self.kind is ValueLoss.mse else f"huber beyond {self.huber_delta:g}"
+        return kind if self.clip is None else f"{kind}, clipped at {self.clip:g} from the old value"
+
+    def __call__(self, values_T: Tensor, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
+        """[T] loss of every token of `loss_mask`, without `coef`; and its metrics.
+
+        Args:
+            values_T: [T] differentiable.
+            minibatch: has `loss_mask`, `values` (the old ones) and `returns`.
+        """
+        mask_T, returns_T = minibatch["loss_mask"], minibatch["returns"]
+        loss_T, clipped_T = value_loss(
+            values_T,
+            minibatch["values"],
+            returns_T,
+            mask_T,
+            clip=self.clip,
+            kind=self.kind,
+            huber_delta=self.huber_delta,
+        )
+        return loss_T, {
+            "value_loss": masked_mean(loss_T, mask_T),
+            "value_clip_fraction": masked_mean(clipped_T, mask_T),
+            "value_mean": masked_mean(values_T, mask_T),
+            "value_error": masked_mean((values_T - returns_T).square(), mask_T),
+        }
+
+
+def trained(data: SequenceSample) -> SequenceSample:
+    """The sequences with a token in `loss_mask`; the others would cost a pass and change nothing.
+
+    A batch without any such sequence is returned unchanged, so that the engine counts the skipped step.
+    """
+    trains_S = segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
+    if bool(trains_S.all()) or not bool(trains_S.any()):
+        return data
+    return data.take_sequences(trains_S.nonzero()[:, 0].tolist())
+
+
+def value_stats(data: SequenceSample, model: Model) -> Stats:
+    """Metrics of values when advantages were estimated: means, standard deviations, explained variance of returns."""
+    mask_T = data["loss_mask"]
+    returns_M, values_M = data["returns"][mask_T].double(), data["values"][mask_T].double()
+    reduce = model.machine.reduce
+    sums = torch.stack([returns_M.new_tensor(len(returns_M)), returns_M.sum(), values_M.sum()])
+    count, total, value_total = reduce(sums).unbind()
+    n = count.clamp(min=1)
+    deviations = returns_M - total / n, values_M - value_total / n, returns_M - values_M
+    spread, value_spread, error = reduce(torch.stack([x.square().sum() for x in deviations])).tolist()
+    stats: Stats = {
+        "return_mean": masked_mean(data["returns"], mask_T),
+        "old_value_mean": masked_mean(data["values"], mask_T),
+    }
+    if count > 0:
+        stats["return_std"] = number(math.sqrt(spread / float(n)))
+        stats["old_value_std"] = number(math.sqrt(value_spread / float(n)))
+    if spread > 0:
+        stats["explained_variance"] = number(1 - error / spread)
+    return stats
+
+
+def number(x: float) -> Mean:
+    """A metric that is one number."""
+    return Mean(torch.tensor(float(x)), torch.ones(()))
+
+
+VALUE_PANELS = (
+    Panel("explained variance of returns", {"explained_variance": "values"}),
+    Panel("value loss", {"value_loss": "values"}),
+)
+"""Charts of the metrics of values."""
+
+__all__ = ["VALUE_PANELS", "Critic", "ValueObjective", "number", "trained", "value_stats"]

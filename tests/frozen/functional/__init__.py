@@ -1,0 +1,139 @@
+"""Pure functions on packed tensors: the mathematics of every algorithm, with no model, device, process or config.
+
+What belongs here takes tensors and plain values and returns tensors; it imports torch and nothing of realign.
+Each file is one subject: `packed` (boundaries), `logprobs` (from hidden states), `kl`, `advantages` (credit),
+`normalization`, `moments` (over batches), `shaping` (of scores), `losses` (per token), `objectives` (of the policy),
+`preferences` (per pair) and `aggregation` (to one number). Names end in the shape they carry:
+T packed tokens, S sequences, N any elements, V vocabulary, H hidden, M masked elements, C a chunk of tokens, U units.
+"""
+
+from __future__ import annotations
+
+from .advantages import (
+    discounted_returns,
+    gae,
+    token_rewards,
+)
+from .aggregation import (
+    Aggregation,
+    aggregate,
+    aggregation_weight,
+)
+from .kl import (
+    LOG_RATIO_LIMIT,
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    KLEstimator,
+    kl_estimate,
+    log_ratio,
+)
+from .logprobs import (
+    LMHead,
+    exact_kl,
+    token_logprobs,
+)
+from .losses import (
+    CapMode,
+    ImportanceLevel,
+    PolicyLoss,
+    ValueLoss,
+    behaviour_weights,
+    nll_loss,
+    policy_loss,
+    value_loss,
+)
+from .moments import MomentsKind, RunningMoments
+from .normalization import (
+    Level,
+    Normalization,
+    Reduce,
+    Scope,
+    degenerate_groups,
+    degenerate_rescale,
+    identity,
+    normalize,
+    whiten,
+)
+from .objectives import PolicyObjective, policy_objective
+from .packed import (
+    broadcast_to_tokens,
+    cu_seqlens_of,
+    last_true,
+    position_ids,
+    previous,
+    segment_sum,
+    sequence_index,
+    sequence_lengths,
+)
+from .preferences import (
+    DPOLoss,
+    Pairs,
+    best_of_n_loss,
+    comparison_loss,
+    divergence_loss,
+    dpo_loss,
+    pairs_by_label,
+    pairwise_loss,
+    rating_loss,
+)
+from .shaping import keep_best, overlong_penalty
+
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "AdaptiveKLController",
+    "Aggregation",
+    "CapMode",
+    "DPOLoss",
+    "FixedKLController",
+    "ImportanceLevel",
+    "KLController",
+    "KLEstimator",
+    "LMHead",
+    "Level",
+    "MomentsKind",
+    "Normalization",
+    "Pairs",
+    "PolicyLoss",
+    "PolicyObjective",
+    "Reduce",
+    "RunningMoments",
+    "Scope",
+    "ValueLoss",
+    "aggregate",
+    "aggregation_weight",
+    "behaviour_weights",
+    "best_of_n_loss",
+    "broadcast_to_tokens",
+    "comparison_loss",
+    "cu_seqlens_of",
+    "degenerate_groups",
+    "degenerate_rescale",
+    "discounted_returns",
+    "divergence_loss",
+    "dpo_loss",
+    "exact_kl",
+    "gae",
+    "identity",
+    "keep_best",
+    "kl_estimate",
+    "last_true",
+    "log_ratio",
+    "nll_loss",
+    "normalize",
+    "overlong_penalty",
+    "pairs_by_label",
+    "pairwise_loss",
+    "policy_loss",
+    "policy_objective",
+    "position_ids",
+    "previous",
+    "rating_loss",
+    "segment_sum",
+    "sequence_index",
+    "sequence_lengths",
+    "token_logprobs",
+    "token_rewards",
+    "value_loss",
+    "whiten",
+]

@@ -1,0 +1,172 @@
+"""Credit: from one score per sequence to rewards, returns and advantages per token.
+
+A sequence is taken as the chain of its masked (trainable) tokens. Tokens between them, such as a tool's answer, are
+not steps: nothing decays over them and nothing they hold, NaN included, has an effect. Credit is data for the losses,
+so no gradient flows through these functions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .packed import at_least_fp32, check_shapes, last_true, sequence_index
+
+__all__ = ["discounted_returns", "gae", "token_rewards"]
+
+
+@torch.no_grad()
+def token_rewards(
+    scores_S: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, kl_T: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    """Rewards per token: `-kl_coef * kl_T` on the mask, plus a sequence's score at its last masked token.
+
+    Source: openai/lm-human-preferences (rewards of PPO).
+
+    Args:
+        scores_S: [S]; the score of a sequence without masked tokens goes nowhere. NaN stays NaN: take sequences
+            whose score is missing out of the mask first.
+        mask_T: [T] bool.
+        cu_seqlens: int32 [S+1].
+        kl_T: [T] in nats, or None.
+        kl_coef: its price, in units of reward per nat.
+
+    Returns:
+        [T] fp32 (fp64 for fp64 scores), 0 off the mask.
+
+    Raises:
+        ValueError: a shape is wrong, or there is a coefficient but no KL.
+    """
+    check_shapes(mask_T, mask_T=mask_T, kl_T=kl_T)
+    check_shapes(cu_seqlens[1:], scores_S=scores_S)
+    if kl_T is None and kl_coef != 0:
+        raise ValueError(f"kl_coef is {kl_coef} but kl_T is None")
+    scores_S = at_least_fp32(scores_S)
+    rewards_T = scores_S.new_zeros(len(mask_T))
+    if kl_T is not None:
+        rewards_T -= kl_coef * torch.where(mask_T, at_least_fp32(kl_T), 0)
+    last_S = last_true(mask_T, cu_seqlens)
+    trained_S = last_S >= 0
+    rewards_T[last_S[trained_S]] += scores_S[trained_S]
+    return rewards_T
+
+
+@torch.no_grad()
+def discounted_returns(
+    rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float, bootstrap_S: Tensor | None = None
+) -> Tensor:
+    """The return R_t = r_t + gamma * R_{t+1} along the masked tokens of each sequence.
+
+    Args:
+        rewards_T: [T].
+        mask_T: [T] bool.
+        cu_seqlens: int32 [S+1].
+        gamma: discount per masked token, in [0, 1].
+        bootstrap_S: [S], the return after a sequence's last masked token (of one that was cut short); None: 0.
+
+    Returns:
+        [T] fp32 (fp64 for fp64 rewards), 0 off the mask.
+    """
+    check_shapes(mask_T, rewards_T=rewards_T, mask_T=mask_T)
+    _check_unit_interval(gamma=gamma)
+    chain = _chain(mask_T, cu_seqlens)
+    rewards_M = at_least_fp32(rewards_T)[chain.slot_M]
+    rewards_M[chain.last_M] += gamma * _bootstrap(chain, rewards_M, bootstrap_S, cu_seqlens)
+    return _scatter(_reverse_scan(rewards_M, chain.remaining_M, gamma), chain, mask_T)
+
+
+@torch.no_grad()
+def gae(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap_S: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, A_t = delta_t + gamma * lam * A_{t+1} along the masked tokens of each sequence.
+
+    Source: arXiv:1506.02438, with delta_t = r_t + gamma * V_{t+1} - V_t.
+
+    Args:
+        rewards_T: [T].
+        values_T: [T], the value of the state before token t.
+        mask_T: [T] bool.
+        cu_seqlens: int32 [S+1].
+        gamma: discount per masked token, in [0, 1].
+        lam: how far rewards are trusted over values, in [0, 1].
+        bootstrap_S: [S], the value after a sequence's last masked token: that of the state where a sequence was cut
+            short, 0 for one that ended. None: 0 for all.
+
+    Returns:
+        Advantages and returns (advantages + values), each [T] fp32 (fp64 for fp64 input), 0 off the mask.
+    """
+    check_shapes(mask_T, rewards_T=rewards_T, values_T=values_T, mask_T=mask_T)
+    _check_unit_interval(gamma=gamma, lam=lam)
+    chain = _chain(mask_T, cu_seqlens)
+    values_M = at_least_fp32(values_T)[chain.slot_M]
+    next_values_M = values_M.roll(-1)
+    next_values_M[chain.last_M] = _bootstrap(chain, values_M, bootstrap_S, cu_seqlens)
+    deltas_M = at_least_fp32(rewards_T)[chain.slot_M] + gamma * next_values_M - values_M
+    advantages_M = _reverse_scan(deltas_M, chain.remaining_M, gamma * lam)
+    return _scatter(advantages_M, chain, mask_T), _scatter(advantages_M + values_M, chain, mask_T)
+
+
+class _Chain(NamedTuple):
+    """The M masked tokens, sequence after sequence."""
+
+    slot_M: Tensor
+    """Their packed slots."""
+    sequence_M: Tensor
+    """Their sequences."""
+    remaining_M: Tensor
+    """How many masked tokens follow in the same sequence."""
+    last_M: Tensor
+    """bool: the last of its sequence."""
+
+
+def _chain(mask_T: Tensor, cu_seqlens: Tensor) -> _Chain:
+    slot_M = mask_T.nonzero()[:, 0]
+    sequence_M = sequence_index(cu_seqlens)[slot_M]
+    counts_S = torch.bincount(sequence_M, minlength=len(cu_seqlens) - 1)
+    remaining_M = counts_S.cumsum(0)[sequence_M] - 1 - torch.arange(len(slot_M), device=mask_T.device)
+    return _Chain(slot_M, sequence_M, remaining_M, remaining_M == 0)
+
+
+def _bootstrap(chain: _Chain, like_M: Tensor, bootstrap_S: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """What follows each `last_M` token."""
+    sequences = chain.sequence_M[chain.last_M]
+    if bootstrap_S is None:
+        return like_M.new_zeros(len(sequences))
+    check_shapes(cu_seqlens[1:], bootstrap_S=bootstrap_S)
+    return bootstrap_S[sequences].to(like_M.dtype)
+
+
+def _reverse_scan(x_M: Tensor, remaining_M: Tensor, decay: float) -> Tensor:
+    """y_i = x_i + decay * y_{i+1} within each sequence, for all sequences at once.
+
+    Doubling: after k rounds y_i covers the 2**k tokens from i on, so the longest sequence sets log2(its length) rounds
+    of vectorised work, whatever its neighbours are.
+    """
+    y_M = x_M.clone()
+    longest = int(remaining_M.max()) + 1 if len(remaining_M) else 0
+    step, factor = 1, decay
+    while step < longest and factor != 0:
+        inside = remaining_M[:-step] >= step
+        y_M[:-step] += torch.where(inside, y_M[step:] * factor, 0)
+        step, factor = step * 2, factor * factor
+    return y_M
+
+
+def _scatter(x_M: Tensor, chain: _Chain, mask_T: Tensor) -> Tensor:
+    return x_M.new_zeros(len(mask_T)).index_copy_(0, chain.slot_M, x_M)
+
+
+def _check_unit_interval(**rates: float) -> None:
+    for name, rate in rates.items():
+        if not 0 <= rate <= 1:
+            raise ValueError(f"{name} must be in [0, 1], found {rate}")

@@ -1,0 +1,132 @@
+"""The last layer of a language model, and how a chunk of its logits is made and differentiated by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .packed import at_least_fp32
+
+__all__ = ["HeadGradients", "LMHead", "Projection", "no_autocast", "wide_dtype"]
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """The last layer of a language model: logits = softcap * tanh(scale * (h W^T + b) / softcap).
+
+    Without `softcap` (gemma2 has one) the logits are scale * (h W^T + b) (`scale`: cohere, granite).
+    """
+
+    weight_VH: Tensor
+    """[V, H]."""
+    bias_V: Tensor | None = None
+    """[V], or None."""
+    scale: float = 1.0
+    """Factor on the logits."""
+    softcap: float | None = None
+    """Bound on the size of a logit, or None."""
+
+    def first(self, words: int) -> LMHead:
+        """The same over the first `words` tokens: no other can follow."""
+        bias_V = None if self.bias_V is None else self.bias_V[:words]
+        return replace(self, weight_VH=self.weight_VH[:words], bias_V=bias_V)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """All logits at once, [N, V] fp32 (fp64 for fp64 input), differentiable: for the few tokens being sampled."""
+        dtype = _matmul_dtype(hidden_NH, self.weight_VH)
+        with no_autocast(hidden_NH):
+            logits_NV = at_least_fp32(F.linear(hidden_NH.to(dtype), self.weight_VH.to(dtype)))
+            if self.bias_V is not None:
+                logits_NV = logits_NV + self.bias_V
+            if self.scale != 1:
+                logits_NV = logits_NV * self.scale
+            return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
+
+
+class Projection(NamedTuple):
+    """How hidden states become logits / temperature."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    dtype: torch.dtype
+    """Of the matrix product."""
+
+    @classmethod
+    def of(cls, hidden_NH: Tensor, head: LMHead, temperature: float) -> Projection:
+        """What `head` does to `hidden_NH`, before the temperature divides."""
+        return cls(head.scale, head.softcap, temperature, _matmul_dtype(hidden_NH, head.weight_VH))
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Logits / temperature of a chunk, fresh memory that the caller may overwrite."""
+        logits_CV = at_least_fp32(F.linear(hidden_CH.to(self.dtype), weight_VH))
+        if bias_V is not None:
+            logits_CV.add_(bias_V)
+        if self.softcap is not None:
+            return logits_CV.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        return logits_CV if self.gain == 1 else logits_CV.mul_(self.gain)
+
+    @property
+    def gain(self) -> float:
+        """The derivative of `logits` by the matrix product, but for the soft cap."""
+        return self.scale / self.temperature
+
+    def cap_slope(self, logits_CV: Tensor) -> Tensor | None:
+        """The factor that the soft cap adds to that derivative, in new memory; None without one."""
+        if self.softcap is None:
+            return None
+        return (logits_CV * (self.temperature / self.softcap)).square_().neg_().add_(1)
+
+
+class HeadGradients:
+    """Collects, chunk by chunk, the gradients of those of hidden states, weight and bias that need one."""
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> None:
+        wide = wide_dtype(hidden_NH, weight_VH)
+        self.hidden_NH = torch.empty_like(hidden_NH) if needed[0] else None
+        self.weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needed[1] else None
+        self.bias_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needed[2] else None
+
+    def add(
+        self, rows: slice, grad_CV: Tensor, cap_slope_CV: Tensor | None, hidden_CH: Tensor, weight_VH: Tensor
+    ) -> None:
+        """Add a chunk: `grad_CV` (times the cap's slope) by its matrix product of `hidden_CH` and `weight_VH`."""
+        if cap_slope_CV is not None:
+            grad_CV = grad_CV.mul_(cap_slope_CV)
+        if self.bias_V is not None:
+            self.bias_V += grad_CV.sum(0)
+        grad_CV = grad_CV.to(weight_VH.dtype)
+        if self.hidden_NH is not None:
+            self.hidden_NH[rows] = grad_CV @ weight_VH
+        if self.weight_VH is not None and self.weight_VH.dtype == grad_CV.dtype:
+            self.weight_VH.addmm_(grad_CV.t(), hidden_CH)
+        elif self.weight_VH is not None:
+            self.weight_VH += grad_CV.t() @ hidden_CH
+
+    def cast(self, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The three gradients in the dtypes of what they belong to."""
+        weight_grad = None if self.weight_VH is None else self.weight_VH.to(weight_VH.dtype)
+        bias_grad = None if self.bias_V is None or bias_V is None else self.bias_V.to(bias_V.dtype)
+        return self.hidden_NH, weight_grad, bias_grad
+
+
+def _matmul_dtype(hidden_NH: Tensor, weight_VH: Tensor) -> torch.dtype:
+    wider = torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
+    device = hidden_NH.device.type
+    if wider != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return wider
+
+
+def no_autocast(x: Tensor) -> torch.autocast:
+    """A context without autocast on the device of `x`: the dtypes inside are chosen by hand."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of everything but the matrix product: fp64 where any tensor is, else fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32

@@ -1,0 +1,249 @@
+"""Log-probs, entropy and exact KL straight from hidden states: logits exist for one chunk of tokens at a time.
+
+The logits of N tokens over V words are by far the largest tensor of an update. Here they are made chunk by chunk,
+reduced to one number per token, dropped, and made again in the backward pass: nothing of size [N, V] is ever kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .head import HeadGradients, LMHead, Projection, no_autocast, wide_dtype
+
+__all__ = ["LMHead", "exact_kl", "token_logprobs"]
+
+MIN_TEMPERATURE = 1e-2
+"""Below this the scaled logits lose their meaning in low precision; greedy decoding has no log-probs to train on."""
+
+CHUNK_ELEMENTS_CPU = 2**22
+"""Logits per chunk: 16 MiB in fp32, measured to be as fast as larger chunks and to fit the last cache."""
+CHUNK_ELEMENTS_ACCELERATOR = 2**26
+"""256 MiB in fp32, so that a chunk still has hundreds of rows over a vocabulary of 150,000."""
+
+
+def token_logprobs(
+    hidden_NH: Tensor,
+    head: LMHead,
+    targets_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probability of one token per hidden state under softmax(logits / temperature), and the entropy there.
+
+    The matrix product runs in the dtype of autocast where that is on, else in the wider one of hidden state and weight;
+    everything after it in fp32. Gradients reach the hidden states, the weight and the bias.
+
+    Args:
+        hidden_NH: [N, H].
+        head: V words.
+        targets_N: [N] int64 token ids in [0, V).
+        temperature: that of the sampler.
+        chunk_size: tokens per chunk; None chooses. It changes memory and speed, not values.
+        with_entropy: also return the entropy, differentiable. Costs nothing when not asked for.
+
+    Returns:
+        Log-probs [N] in nats, and entropies [N] in nats or None; fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: shapes do not fit, an id is not in the vocabulary, or the temperature is below 0.01.
+    """
+    _check(hidden_NH, head, temperature)
+    if targets_N.shape != hidden_NH.shape[:1]:
+        raise ValueError(f"targets_N has shape {tuple(targets_N.shape)}, should be {tuple(hidden_NH.shape[:1])}")
+    _check_targets(targets_N, len(head.weight_VH))
+    logprobs_N, entropy_N = _TokenLogprobs.apply(
+        hidden_NH,
+        head.weight_VH,
+        head.bias_V,
+        targets_N,
+        Projection.of(hidden_NH, head, temperature),
+        _chunk_size(chunk_size, head.weight_VH),
+        with_entropy,
+    )
+    return logprobs_N, entropy_N
+
+
+def exact_kl(
+    hidden_NH: Tensor,
+    head: LMHead,
+    ref_hidden_NH: Tensor,
+    ref_head: LMHead,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """KL(p || q) over the whole vocabulary at every token: the sum over words of p (log p - log q).
+
+    Args:
+        hidden_NH: [N, H] of the policy p; it and its head are differentiated.
+        head: of the policy, V words.
+        ref_hidden_NH: [N, H'] of the reference q; no gradient flows to it or its head.
+        ref_head: of the reference, the same V words.
+        temperature: of both.
+        chunk_size: tokens per chunk; None chooses.
+
+    Returns:
+        [N] in nats; fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: shapes do not fit, the vocabularies differ in size, or the temperature is below 0.01.
+    """
+    _check(hidden_NH, head, temperature)
+    _check(ref_hidden_NH, ref_head, temperature)
+    if len(hidden_NH) != len(ref_hidden_NH) or len(head.weight_VH) != len(ref_head.weight_VH):
+        raise ValueError(
+            f"policy has {len(hidden_NH)} tokens over {len(head.weight_VH)} words, "
+            f"reference {len(ref_hidden_NH)} over {len(ref_head.weight_VH)}: they must be the same"
+        )
+    return _ExactKL.apply(
+        hidden_NH,
+        head.weight_VH,
+        head.bias_V,
+        ref_hidden_NH.detach(),
+        ref_head.weight_VH.detach(),
+        None if ref_head.bias_V is None else ref_head.bias_V.detach(),
+        Projection.of(hidden_NH, head, temperature),
+        Projection.of(ref_hidden_NH, ref_head, temperature),
+        _chunk_size(chunk_size, head.weight_VH),
+    )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        project: Projection,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
+        normalizer_N = torch.empty_like(logprobs_N)
+        entropy_N = torch.empty_like(logprobs_N) if with_entropy else None
+        with no_autocast(hidden_NH):
+            matrix_VH = weight_VH.to(project.dtype)
+            for rows in _chunks(len(hidden_NH), chunk):
+                logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
+                top_C = logits_CV.amax(-1)
+                logits_CV.sub_(top_C[:, None])
+                picked_C = logits_CV.gather(-1, targets_N[rows, None])[:, 0]
+                weights_CV = logits_CV.exp() if with_entropy else logits_CV.exp_()
+                total_C = weights_CV.sum(-1)
+                logprobs_N[rows] = picked_C - total_C.log()
+                normalizer_N[rows] = top_C + total_C.log()
+                if entropy_N is not None:
+                    entropy_N[rows] = total_C.log() - weights_CV.mul_(logits_CV).sum(-1) / total_C
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
+        ctx.project, ctx.chunk = project, chunk
+        ctx.set_materialize_grads(False)  # an entropy that is only a metric then costs nothing in the backward pass
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        if grad_N is None:
+            grad_N = torch.zeros_like(normalizer_N)
+        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
+        with no_autocast(hidden_NH):
+            matrix_VH = weight_VH.to(ctx.project.dtype)
+            for rows in _chunks(len(hidden_NH), ctx.chunk):
+                hidden_CH = hidden_NH[rows].to(ctx.project.dtype)
+                logits_CV = ctx.project.logits(hidden_CH, matrix_VH, bias_V)
+                cap_slope_CV = ctx.project.cap_slope(logits_CV)
+                logp_CV = logits_CV.sub_(normalizer_N[rows, None])
+                picked_C1 = grad_N[rows, None] * ctx.project.gain
+                if entropy_grad_N is None:
+                    grad_CV = logp_CV.exp_().mul_(-picked_C1)
+                else:
+                    # d logp / d logits = onehot - p and d H / d logits = -p (logp + H), p taken out of both.
+                    surplus_CV = (logp_CV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None] * ctx.project.gain)
+                    grad_CV = logp_CV.exp_().mul_(surplus_CV.add_(picked_C1).neg_())
+                grad_CV.scatter_add_(-1, targets_N[rows, None], picked_C1)
+                grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
+        return *grads.cast(weight_VH, bias_V), None, None, None, None
+
+
+class _ExactKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        ref_hidden_NH: Tensor,
+        ref_weight_VH: Tensor,
+        ref_bias_V: Tensor | None,
+        project: Projection,
+        ref_project: Projection,
+        chunk: int,
+    ) -> Tensor:
+        kl_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
+        with no_autocast(hidden_NH):
+            matrix_VH, ref_matrix_VH = weight_VH.to(project.dtype), ref_weight_VH.to(ref_project.dtype)
+            for rows in _chunks(len(hidden_NH), chunk):
+                logp_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V).log_softmax(-1)
+                logq_CV = ref_project.logits(ref_hidden_NH[rows], ref_matrix_VH, ref_bias_V).log_softmax(-1)
+                kl_N[rows] = (logp_CV - logq_CV).mul_(logp_CV.exp_()).sum(-1)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, kl_N)
+        ctx.projects, ctx.chunk = (project, ref_project), chunk
+        return kl_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, kl_N = ctx.saved_tensors
+        project, ref_project = ctx.projects
+        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
+        with no_autocast(hidden_NH):
+            matrix_VH, ref_matrix_VH = weight_VH.to(project.dtype), ref_weight_VH.to(ref_project.dtype)
+            for rows in _chunks(len(hidden_NH), ctx.chunk):
+                hidden_CH = hidden_NH[rows].to(project.dtype)
+                logits_CV = project.logits(hidden_CH, matrix_VH, bias_V)
+                cap_slope_CV = project.cap_slope(logits_CV)
+                logp_CV = logits_CV.log_softmax(-1)
+                logq_CV = ref_project.logits(ref_hidden_NH[rows], ref_matrix_VH, ref_bias_V).log_softmax(-1)
+                # d KL / d logits = p (logp - logq - KL)
+                surplus_CV = (logp_CV - logq_CV).sub_(kl_N[rows, None]).mul_(grad_N[rows, None] * project.gain)
+                grads.add(rows, logp_CV.exp_().mul_(surplus_CV), cap_slope_CV, hidden_CH, matrix_VH)
+        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None
+
+
+def _check(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:
+    if not temperature >= MIN_TEMPERATURE:
+        raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, found {temperature}")
+    if hidden_NH.ndim != 2 or head.weight_VH.ndim != 2 or hidden_NH.shape[1] != head.weight_VH.shape[1]:
+        raise ValueError(
+            f"hidden states of shape {tuple(hidden_NH.shape)} do not fit a head of shape {tuple(head.weight_VH.shape)}"
+        )
+
+
+def _check_targets(targets_N: Tensor, words: int) -> None:
+    if targets_N.device.type != "cpu" or len(targets_N) == 0:
+        return  # an accelerator's own bounds check stops the run, without making the host wait here
+    low, high = int(targets_N.min()), int(targets_N.max())
+    if low < 0 or high >= words:
+        raise ValueError(f"targets_N must be ids in [0, {words}), found {low} to {high}")
+
+
+def _chunk_size(asked: int | None, weight_VH: Tensor) -> int:
+    if asked is not None:
+        if asked < 1:
+            raise ValueError(f"chunk_size must be at least 1 token, found {asked}")
+        return asked
+    elements = CHUNK_ELEMENTS_CPU if weight_VH.device.type == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
+    return max(64, min(2048, elements // max(1, len(weight_VH))))
+
+
+def _chunks(tokens: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, tokens, size))

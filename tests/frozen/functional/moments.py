@@ -1,0 +1,123 @@
+"""Mean and deviation of numbers that keep coming, such as the scores of rollout batches or the returns of a critic.
+
+Kept in fp64 on the host. A batch enters by its own mean and squared deviations (`normalization.batch_moments`, so over
+all ranks), and is merged by its share of all weight: no difference of large squares is ever taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import Tensor
+
+from .normalization import DEGENERATE, Reduce, batch_moments, identity
+from .packed import at_least_fp32, check_shapes
+
+__all__ = ["MomentsKind", "RunningMoments"]
+
+
+class MomentsKind(StrEnum):
+    """How much a batch weighs among those before it."""
+
+    cumulative = "cumulative"
+    """By its number of elements: the moments of all elements so far, with the sample deviation (divided by their number
+    less one), as trlX's `RunningMoments`."""
+    exponential = "exponential"
+    """Every batch the same, times `beta` for each batch after it, free of the bias of the start (as in Adam): realhf's
+    `ExponentialRunningMeanStd`, with the population deviation. There a deviation counts as 0.1 at least and normalised
+    values are cut off at 5; here neither."""
+
+
+@dataclass
+class RunningMoments:
+    """Running mean and standard deviation; 0 and 1 before the first update."""
+
+    kind: MomentsKind = MomentsKind.cumulative
+    """cumulative | exponential."""
+    beta: float = 0.999
+    """Of exponential: what is kept of earlier batches at each update, in [0, 1) (realhf's default)."""
+    eps: float = 1e-5
+    """Added to the deviation that `normalize` divides by."""
+    count: float = field(default=0.0, init=False)
+    """Elements so far, over all ranks."""
+
+    def __post_init__(self) -> None:
+        self.kind = MomentsKind(self.kind)
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta of running moments must be in [0, 1), found {self.beta}")
+        if not self.eps >= 0:
+            raise ValueError(f"eps of running moments must not be negative, found {self.eps}")
+        self._mean, self._variance, self._weight = 0.0, 1.0, 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean so far."""
+        return self._mean
+
+    @property
+    def std(self) -> float:
+        """The standard deviation so far; 0 for a single element."""
+        if self.kind is MomentsKind.exponential or self.count == 0:
+            return math.sqrt(self._variance)
+        return math.sqrt(self._variance * self.count / max(self.count - 1, 1))
+
+    @property
+    def scale(self) -> float:
+        """What `normalize` divides by: `std + eps`; 1 before the first update and while all values were one."""
+        constant = self.std <= DEGENERATE * math.hypot(self.mean, self.std)
+        return 1.0 if constant or self.count == 0 else self.std + self.eps
+
+    def update(self, x_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> None:
+        """Take in a batch; one without elements changes nothing.
+
+        Args:
+            x_N: [N]. Anything may stand off the mask, NaN included.
+            mask_N: [N] bool.
+            reduce: sum over ranks; every rank must call, also one whose mask is all False.
+
+        Raises:
+            ValueError: a shape is wrong, or a value is not finite, which would destroy the moments for good.
+        """
+        check_shapes(mask_N, x_N=x_N, mask_N=mask_N)
+        batch = batch_moments(x_N.detach()[mask_N].double(), reduce)
+        count, mean, deviation = batch.count_U.item(), batch.mean_U.item(), batch.deviation_U.item()
+        if not math.isfinite(deviation):
+            raise ValueError("running moments were given a value that is not finite")
+        if count == 0:
+            return
+        if self.kind is MomentsKind.cumulative:
+            earlier, weight = self._weight, count
+        else:
+            earlier, weight = self.beta * self._weight, 1 - self.beta
+        self._weight = earlier + weight
+        share, step = weight / self._weight, mean - self._mean
+        self._mean += share * step
+        self._variance = (1 - share) * self._variance + share * deviation / count + share * (1 - share) * step**2
+        self.count += count
+
+    def normalize(self, x_N: Tensor) -> Tensor:
+        """`(x - mean) / scale`, fp32 (fp64 for fp64 input)."""
+        return ((x_N.double() - self.mean) / self.scale).to(at_least_fp32(x_N).dtype)
+
+    def denormalize(self, x_N: Tensor) -> Tensor:
+        """`x * scale + mean`, which undoes `normalize`."""
+        return (x_N.double() * self.scale + self.mean).to(at_least_fp32(x_N).dtype)
+
+    def state_dict(self) -> dict[str, float | str]:
+        """Plain numbers and the kind, for JSON."""
+        numbers = {"mean": self._mean, "variance": self._variance, "weight": self._weight, "count": self.count}
+        return {"kind": self.kind.value, **numbers}
+
+    def load_state_dict(self, state: Mapping[str, float | str]) -> None:
+        """Continue from saved moments.
+
+        Raises:
+            ValueError: they are of the other kind, under whose weights this one would count new batches wrongly.
+        """
+        if state["kind"] != self.kind.value:
+            raise ValueError(f"saved running moments are {state['kind']}, and cannot go on as {self.kind.value}")
+        self._mean, self._variance = float(state["mean"]), float(state["variance"])
+        self._weight, self.count = float(state["weight"]), float(state["count"])

@@ -1,0 +1,117 @@
+"""Packed sequences: S sequences laid end to end in T slots, their boundaries in `cu_seqlens`.
+
+`cu_seqlens` is int32 [S+1] with a leading 0, the convention of flash-attention: sequence s occupies the slots
+`cu_seqlens[s]` to `cu_seqlens[s+1]`. A sequence may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "at_least_fp32",
+    "broadcast_to_tokens",
+    "check_shapes",
+    "cu_seqlens_of",
+    "last_true",
+    "position_ids",
+    "previous",
+    "segment_sum",
+    "sequence_index",
+    "sequence_lengths",
+]
+
+
+def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:
+    """The boundaries, int32 [S+1], of sequences with these lengths [S].
+
+    Raises:
+        ValueError: a length is negative.
+    """
+    lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
+    if bool((lengths_S < 0).any()):
+        raise ValueError(f"lengths must not be negative, found {int(lengths_S.min())}")
+    return torch.cat([lengths_S.new_zeros(1), lengths_S.cumsum(0)]).to(torch.int32)
+
+
+def sequence_lengths(cu_seqlens: Tensor) -> Tensor:
+    """The length of every sequence: int64 [S]."""
+    return cu_seqlens.diff().long()
+
+
+def sequence_index(cu_seqlens: Tensor) -> Tensor:
+    """The sequence that each slot belongs to: int64 [T]."""
+    lengths_S = sequence_lengths(cu_seqlens)
+    return torch.repeat_interleave(torch.arange(len(lengths_S), device=cu_seqlens.device), lengths_S)
+
+
+def position_ids(cu_seqlens: Tensor) -> Tensor:
+    """The place of each slot in its own sequence, counted from 0: int64 [T]."""
+    index_T = sequence_index(cu_seqlens)
+    return torch.arange(len(index_T), device=cu_seqlens.device) - cu_seqlens.long()[index_T]
+
+
+def segment_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The sum of `x_T` over each sequence: [S], in fp32 (fp64 when `x_T` is fp64); 0 for an empty sequence.
+
+    Each sequence is added up on its own, so its sum does not depend on what it is packed with.
+    """
+    index_T = _index_like(x_T, cu_seqlens)
+    values_T = at_least_fp32(x_T)
+    return values_T.new_zeros(len(cu_seqlens) - 1).index_add(0, index_T, values_T)
+
+
+def broadcast_to_tokens(x_S: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Each sequence's value at all of its slots: [S] to [T]."""
+    check_shapes(cu_seqlens[1:], x_S=x_S)
+    return x_S[sequence_index(cu_seqlens)]
+
+
+def last_true(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The packed index of each sequence's last True: int64 [S], -1 for a sequence that has none."""
+    index_T = _index_like(mask_T, cu_seqlens)
+    slots_T = torch.arange(len(mask_T), device=mask_T.device).masked_fill(~mask_T, -1)
+    none_S = torch.full((len(cu_seqlens) - 1,), -1, device=mask_T.device)
+    return none_S.scatter_reduce(0, index_T, slots_T, "amax")
+
+
+def previous(x_T: Tensor, cu_seqlens: Tensor, fill: float) -> Tensor:
+    """The value one slot earlier in the same sequence, `fill` at a first slot: [T], the dtype of `x_T`."""
+    _index_like(x_T, cu_seqlens)
+    return x_T.roll(1).masked_fill(position_ids(cu_seqlens) == 0, fill)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32, or unchanged if it is fp64: the precision of all rewards, log-probs, values and losses."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
+    """Refuse tensors that would broadcast instead of matching `like` [N] element by element.
+
+    Args:
+        like: the tensor, usually the mask, whose shape all others must have.
+        tensors: by argument name; None is skipped. A name that contains `mask` must be bool.
+
+    Raises:
+        ValueError: naming the tensor, its shape or dtype and the one it should have.
+    """
+    if like.ndim != 1:
+        raise ValueError(f"packed tensors have one dimension, found shape {tuple(like.shape)}")
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if x.shape != like.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, should be {tuple(like.shape)}")
+        if "mask" in name and x.dtype != torch.bool:
+            raise ValueError(f"{name} has dtype {x.dtype}, should be torch.bool")
+
+
+def _index_like(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    index_T = sequence_index(cu_seqlens)
+    if x_T.shape != index_T.shape:
+        raise ValueError(f"x_T has shape {tuple(x_T.shape)}, but cu_seqlens ends at {len(index_T)}")
+    return index_T
