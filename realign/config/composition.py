@@ -243,7 +243,11 @@ def _whole(overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(str(experiments_dir()), version_base=HYDRA_VERSION, job_name="realign"):
         try:
             return hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
-        except (AttributeError, AssertionError, KeyError, TypeError, RecursionError) as error:  # merging into null
+        except KeyError as error:  # Hydra reads the environment variables that a config names
+            raise ConfigCompositionException(
+                f"hydra.job.env_copy: the environment variable {error} is not set. Keep the default of this setting."
+            ) from error
+        except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # merging into null
             raise ConfigCompositionException(
                 f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
                 f"key that is null, or no mapping? {' '.join(overrides)}"

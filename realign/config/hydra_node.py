@@ -31,6 +31,8 @@ LAUNCHERS: Mapping[str, str] = MappingProxyType(
 
 _OWN = re.compile(r"\$\{(output_dir|name|now:[^{}]*|hydra\.(job|runtime|sweep)\.[\w./]+)\}")
 """Interpolations that a folder may contain."""
+_PARAMETER = re.compile(r"[+~]{0,2}[^\W_][\w./@-]*")
+"""Keys that the parameters of a sweep may have."""
 
 
 def _plain(value: Any) -> bool:
@@ -52,6 +54,11 @@ def _plain_mapping(value: Any) -> bool:
     if value is None:
         return True
     return isinstance(value, Mapping) and all(_plain(name) and _plain_list(one) for name, one in value.items())
+
+
+def _parameters(value: Any) -> bool:
+    """Whether a value can be the parameters of a sweep; Hydra would call what a key `_target_` of theirs names."""
+    return _plain_mapping(value) and all(_PARAMETER.fullmatch(str(name)) for name in value or ())
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ _ALLOWED: Mapping[str, _Rule] = MappingProxyType(
         "hydra.sweep.subdir": _FOLDER,
         "hydra.output_subdir": _Rule(lambda value: value is None, ".hydra or null"),
         "hydra.verbose": _Rule(_plain_list, "true, false, or names of loggers"),
-        "hydra.sweeper.params": _Rule(_plain_mapping, "a mapping of keys to plain values, without interpolations"),
+        "hydra.sweeper.params": _Rule(_parameters, "a mapping of config keys to plain values, without interpolations"),
         "hydra.sweeper.max_batch_size": _VALUE,
         "hydra.runtime.choices": _Rule(_plain_mapping, "a mapping of config groups to names"),
         **{f"hydra.launcher.{name}": _VALUE for name in _RESOURCES},
@@ -152,7 +159,8 @@ def launcher_of(node: Mapping[str, Any]) -> str:
     name = LAUNCHERS.get(str(target)) if isinstance(launcher, Mapping) else None
     if name is None:
         valid = ", ".join(f"hydra/launcher={name}" for name in LAUNCHERS.values())
-        raise ConfigError(f"hydra.launcher={_shown(target)}: this launcher is not allowed. Use one of: {valid}.")
+        key = "hydra.launcher._target_" if isinstance(launcher, Mapping) else "hydra.launcher"
+        raise ConfigError(f"{key}={_shown(target)}: this launcher is not allowed. Use one of: {valid}.")
     return name
 
 
@@ -169,7 +177,7 @@ def check_node(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for key, value in _deviations(found, expected, "hydra"):
         if rule := _ALLOWED.get(key):
             raise ConfigError(f"{key}={_shown(value)}: this value is not allowed. Expected {rule.expected}.")
-        hint = next((text for start, text in _HINTS.items() if key.startswith(start)), "Remove it.")
+        hint = next((text for start, text in _HINTS.items() if key.startswith(start)), "Keep its default.")
         raise ConfigError(f"{key}={_shown(value)}: a config cannot change this setting of Hydra. {hint}")
 
 
@@ -201,7 +209,7 @@ def _deviations(found: Any, expected: Any, key: str) -> Iterator[tuple[str, Any]
         if not _ALLOWED[key].valid(found):
             yield key, found
     elif isinstance(found, Mapping) and isinstance(expected, Mapping):
-        for name in [*expected, *(name for name in found if name not in expected)]:
+        for name in sorted({*found, *expected}, key=str):  # env_copy before env_set, whose values may be secrets
             below = f"{key}.{name}" if str(name).isprintable() else f"{key}.{name!r}"
             yield from _deviations(found.get(name, _ABSENT), expected.get(name, _ABSENT), below)
     else:
