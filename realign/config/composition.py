@@ -49,7 +49,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
     register_schema()
 
     try:
-        _refuse_hydra_keys(overrides, "hydra.searchpath")
+        _refuse_search_path(overrides)
         composed = without_hydra(_checked(overrides, config_dir))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explained(error, overrides, config_dir)) from error
@@ -182,11 +182,10 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
     check_words(overrides)
     register_schema()
     try:
-        _refuse_hydra_keys(overrides, "hydra.searchpath")
+        _refuse_search_path(overrides)
         given = _choices(overrides)
         whole = _checked([choice.text for choice in given if choice.values == [choice.text]], config_dir)
         params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
-        _refuse_hydra_keys(params, "hydra")
         swept = {choice.key: choice.values for choice in [*_choices(params), *given]}  # the command line wins
         if params or any(len(values) > 1 for values in swept.values()):
             for words in product(*swept.values()):
@@ -195,17 +194,16 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
         raise ConfigError(_explained(error, overrides, config_dir)) from error
 
 
-def _refuse_hydra_keys(overrides: Sequence[str], start: str) -> None:
-    """Refuse overrides of Hydra's settings below `start`, before anything is composed with them.
+def _refuse_search_path(overrides: Sequence[str]) -> None:
+    """Refuse overrides of Hydra's search path, before anything is composed with them.
 
     A search path may name a Python package, which Hydra imports to read configs from it.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     for text, one in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
-        if re.match(rf"{re.escape(start)}(?!\w)", one.key_or_group):
-            instead = "Use --config-dir." if start == "hydra.searchpath" else "Remove it from hydra.sweeper.params."
-            raise ConfigError(f"{one_line(text)}: a config cannot change this setting of Hydra. {instead}")
+        if one.key_or_group == "hydra.searchpath":
+            raise ConfigError(f"{one_line(text)}: this setting of Hydra cannot be changed. Use --config-dir.")
 
 
 def _checked(overrides: Sequence[str], config_dir: Path | str | None) -> DictConfig:

@@ -31,8 +31,8 @@ LAUNCHERS: Mapping[str, str] = MappingProxyType(
 
 _OWN = re.compile(r"\$\{(output_dir|name|now:[^{}]*|hydra\.(job|runtime|sweep)\.[\w./]+)\}")
 """Interpolations that a folder may contain."""
-_PARAMETER = re.compile(r"[+~]{0,2}[^\W_][\w./@-]*")
-"""Keys that the parameters of a sweep may have."""
+_PARAMETER = re.compile(r"[+~]{0,2}(?!hydra(?!\w))[^\W_][\w./@-]*")
+"""Keys that the parameters of a sweep may have: those of overrides, except overrides of Hydra's own node."""
 
 
 def _plain(value: Any) -> bool:
@@ -90,7 +90,9 @@ _ALLOWED: Mapping[str, _Rule] = MappingProxyType(
         "hydra.sweep.subdir": _FOLDER,
         "hydra.output_subdir": _Rule(lambda value: value is None, ".hydra or null"),
         "hydra.verbose": _Rule(_plain_list, "true, false, or names of loggers"),
-        "hydra.sweeper.params": _Rule(_parameters, "a mapping of config keys to plain values, without interpolations"),
+        "hydra.sweeper.params": _Rule(
+            _parameters, "a mapping of config keys, except Hydra's own, to plain values without interpolations"
+        ),
         "hydra.sweeper.max_batch_size": _VALUE,
         "hydra.runtime.choices": _Rule(_plain_mapping, "a mapping of config groups to names"),
         **{f"hydra.launcher.{name}": _VALUE for name in _RESOURCES},

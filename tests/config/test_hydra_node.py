@@ -159,7 +159,10 @@ def test_no_file_changes_a_setting_that_is_not_in_the_list(tmp_path):
         key = ".".join(path)
         if key in ALLOWED["basic"] or choices(path):
             continue
-        folder = evil(tmp_path, nested(path, other(owner(whole, path)[path[-1]])))
+        changed = other(owner(whole, path)[path[-1]])
+        if key == "runtime.config_sources":
+            changed = [{"path": "other", "schema": "other", "provider": "other"}]
+        folder = evil(tmp_path, nested(path, changed))
         if key in FILLED:
             words = ["experiment=evil", f"hydra.searchpath=['file://{folder}']"]
             found = _whole(words).hydra
@@ -220,7 +223,11 @@ def test_folders_resources_and_parameters_of_a_sweep_may_change(overrides, tmp_p
 
 
 def test_a_file_may_change_them_too(tmp_path):
-    settings = {"sweeper": {"params": {"seed": "1,2", "interfaces.actor.epochs": 2, "+models.actor.lr": 0.1}}, "launcher": {"timeout_min": 5}, "sweep": {"dir": "sweeps"}}
+    settings = {
+        "sweeper": {"params": {"seed": "1,2", "interfaces.actor.epochs": 2, "+models.actor.lr": 0.1}},
+        "launcher": {"timeout_min": 5},
+        "sweep": {"dir": "sweeps"},
+    }
     evil(tmp_path, settings, defaults="defaults: [{override /hydra/launcher: submitit_local}]\n")
     check_launch(["experiment=evil"], tmp_path)
 
@@ -336,5 +343,5 @@ def test_output_dir_cannot_add_a_line_to_the_script_of_a_job(command, tmp_path):
     for setting in ({"output_dir": command}, {"hydra": {"launcher": {"comment": command}}}):
         text = f"{head}\ndefaults: [{{override /hydra/launcher: submitit_slurm}}]\n{rest}{yaml.safe_dump(setting)}"
         write_experiment(tmp_path, "evil", text)
-        with pytest.raises(ConfigError, match="control character|printable"):
+        with pytest.raises(ConfigError, match=r"control character|printable"):
             check_launch(["experiment=evil"], tmp_path)
