@@ -67,39 +67,50 @@ class Asker:
         self.limits = limits
         self.pulse = pulse
 
-    async def ask(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
-        """Make a call and read what it returns; every exception of the call becomes an `Answer`."""
-        async with self.limits.slots:
-            task = asyncio.ensure_future(self._outcome(call))
+    async def ask(
+        self, call: Callable[[], Any], read: Callable[[Any], Step], keep: Callable[[Answer], None] | None = None
+    ) -> Answer:
+        """Make a call and read what it returns; every exception of the call becomes an `Answer`.
+
+        Args:
+            call: of an environment.
+            read: checks what the call returned.
+            keep: called with the answer as soon as the call ends in time, even if the next call blocks the loop.
+        """
+        late = False
+
+        async def answer() -> Answer:
+            self.pulse()
+            found = await self._answer(call, read)
+            if keep is not None and not late:
+                keep(found)
+            return found
+
+        limits = self.limits
+        async with limits.slots:
+            task = asyncio.ensure_future(answer())
             try:
-                await asyncio.wait({task}, timeout=self.limits.timeout_s)
-                if not task.done():
-                    return await self._late(task)
+                await asyncio.wait({task}, timeout=limits.timeout_s)
+                if task.done():
+                    return task.result()
+                late = True
+                task.cancel()
+                await asyncio.wait({task}, timeout=limits.grace_s)
             except asyncio.CancelledError:
                 task.cancel()
                 raise
-        found, error = task.result()
-        if error is not None:
+        ignored = "" if task.done() else "; the call ignored its cancellation and was left running"
+        return Answer(None, f"no answer within timeout_s={limits.timeout_s:g}{ignored}")
+
+    async def _answer(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
+        try:
+            found = await result_of(call)
+        except BaseException as error:  # SystemExit too: raised in a task, it would end the event loop
             return Answer(None, _described(error))
         try:
             return Answer(read(found))
         except ValueError as error:
             return Answer(None, f"ValueError: environment {self.name}: {error}")
-
-    async def _late(self, task: asyncio.Task[Any]) -> Answer:
-        """Cancel a call that took too long, and wait for its end for a limited time."""
-        task.cancel()
-        await asyncio.wait({task}, timeout=self.limits.grace_s)
-        ignored = "" if task.done() else "; the call ignored its cancellation and was left running"
-        return Answer(None, f"no answer within timeout_s={self.limits.timeout_s:g}{ignored}")
-
-    async def _outcome(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """What a call returned, or raised: as a value, since SystemExit of a task would end the loop."""
-        self.pulse()
-        try:
-            return await result_of(call), None
-        except BaseException as error:
-            return None, error
 
 
 async def result_of(call: Callable[[], Any]) -> Any:

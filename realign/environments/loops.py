@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +59,7 @@ class LoopThread:
         self._pulses = 0
         self._abandoned = False
         self._tasks: set[asyncio.Task[None]] = set()  # a loop itself refers to its tasks weakly
+        self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._work, name="environments", daemon=True)
         self._thread.start()
 
@@ -84,7 +86,7 @@ class LoopThread:
             most_s: seconds to wait at most.
 
         Raises:
-            LoopBlocked: the loop gave no sign of life for `patience_s`, or its thread ended; it is abandoned.
+            LoopBlocked: the loop gave no sign of life for `patience_s`; it is abandoned.
             TimeoutError: `most_s` are over.
         """
         found: Future[T] = Future()
@@ -104,8 +106,7 @@ class LoopThread:
                 wait((found,), self._look_s)
                 waited_s += self._look_s
                 silent_s = 0.0 if self._pulses != before else silent_s + self._look_s
-                blocked = silent_s > self._patience_s or not self.alive
-                if blocked and not found.done():
+                if silent_s > self._patience_s and not found.done():
                     raise LoopBlocked(self.abandon())
                 if waited_s >= most_s and not found.done():
                     raise TimeoutError(f"no result within {most_s:g} s")
@@ -118,7 +119,7 @@ class LoopThread:
         """Let the loop end by itself as soon as it is no longer blocked; returns the stack of its thread."""
         self._abandoned = True
         frame = sys._current_frames().get(self._thread.ident or 0)
-        self._post(lambda: self._start(self._end()))
+        self._post(self._begin_end)
         if frame is None:
             return "  (the thread has ended)"
         stack = traceback.extract_stack(frame)
@@ -127,14 +128,16 @@ class LoopThread:
 
     def close(self, within_s: float) -> bool:
         """Cancel all tasks and end the thread; whether it ended within so many seconds."""
-        self._post(lambda: self._start(self._end()))
+        self._post(self._begin_end)
         self._thread.join(within_s)
         return not self.alive
 
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while self._ending is None or not self._ending.done():  # an environment may call `stop`, too
+                with suppress(SystemExit, KeyboardInterrupt):  # of a task that an environment started
+                    self.loop.run_forever()
         finally:
             self.loop.close()
 
@@ -153,20 +156,22 @@ class LoopThread:
         self._pulses += 1
 
     def _cancel(self) -> set[asyncio.Task[Any]]:
-        others = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
+        others = asyncio.all_tasks(self.loop) - {self._ending}
         for task in others:
             task.cancel()
         return others
 
+    def _begin_end(self) -> None:
+        if self._ending is None:
+            self._ending = self.loop.create_task(self._end())
+            self._ending.add_done_callback(lambda _: self.loop.stop())
+
     async def _end(self) -> None:
-        """Cancel all tasks, wait a limited time for them, and stop the loop."""
+        """Cancel all tasks, and wait a limited time for them."""
         self.loop.set_exception_handler(lambda _, context: logger.debug("left behind: %s", context["message"]))
-        try:
-            if others := self._cancel():
-                await asyncio.wait(others, timeout=SHUT_S)
-            await asyncio.wait({asyncio.ensure_future(self.loop.shutdown_asyncgens())}, timeout=SHUT_S)
-        finally:
-            self.loop.stop()
+        if others := self._cancel():
+            await asyncio.wait(others, timeout=SHUT_S)
+        await asyncio.wait({asyncio.ensure_future(self.loop.shutdown_asyncgens())}, timeout=SHUT_S)
 
 
 class BlockedLoops:

@@ -20,7 +20,8 @@ from realign.environments.turns import TurnWriter
 
 logger = logging.getLogger(__name__)
 
-Question: TypeAlias = Callable[[], Coroutine[Any, Any, Answer]]
+Keep: TypeAlias = Callable[[Answer], None]
+Question: TypeAlias = Callable[[Keep], Coroutine[Any, Any, Answer]]
 
 INTERRUPTED_S = 1.0
 """Seconds that `close` of all environments may take when a signal ends the run."""
@@ -85,7 +86,9 @@ class Worlds:
         asked = {e: question for e, question in questions.items() if e not in self._lost}
 
         async def one(episode: int, question: Question) -> None:
-            answer = answers[episode] = await question()
+            keep = partial(answers.__setitem__, episode)
+            answer = await question(keep)
+            keep(answer)  # also that of a call which did not end in time
             if answer.step is None or answer.step.over:
                 await self._close(episode)  # after the answer is kept, which nothing that happens here may change
 
@@ -117,7 +120,7 @@ class Worlds:
         self._limits.slots.abandon(loop.loop)
         self._limits.blocked.add(self._name, self._limits.patience_s, loop, stack)
 
-    async def _reset(self, episode: int, row: Mapping[str, Any], seed: int) -> Answer:
+    async def _reset(self, episode: int, row: Mapping[str, Any], seed: int, keep: Keep) -> Answer:
         def begin() -> Any:
             world = self._made[episode] = self.make()
             return world.reset(row, **({"seed": seed} if takes_seed(world.reset) else {}))
@@ -127,12 +130,13 @@ class Worlds:
 
         # a plain one is made in the thread of its reset: what takes long there holds nobody up
         how = begin_here if waits(self.make) else begin
-        return await self._asker.ask(how, partial(begun, tokens=self.writer.opening))
+        return await self._asker.ask(how, partial(begun, tokens=self.writer.opening), keep)
 
-    async def _step(self, episode: int, response: Response) -> Answer:
+    async def _step(self, episode: int, response: Response, keep: Keep) -> Answer:
         # a turn that was cut off has no end token, whatever its last token looks like
         tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
-        return await self._asker.ask(partial(self._made[episode].step, response), partial(five_values, tokens=tokens))
+        step = partial(self._made[episode].step, response)
+        return await self._asker.ask(step, partial(five_values, tokens=tokens), keep)
 
     async def _close_all(self) -> None:
         await asyncio.gather(*map(self._close, list(self._made)))
