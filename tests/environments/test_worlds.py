@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -133,7 +134,7 @@ def test_too_many_blocked_threads_end_the_run(caplog, monkeypatch):
     given = limits()
     converse(given, "step blocks")
     with pytest.raises(
-        EnvironmentFailure, match=r"mine: 2 threads are blocked by calls that do not return[^$]*release"
+        EnvironmentFailure, match="mine: 2 threads are blocked by calls that do not return"
     ):
         converse(given, "step blocks")
     Blocking.release.set()
@@ -164,12 +165,16 @@ def test_an_exception_of_a_signal_handler_ends_the_wait_at_once(how):
 
     before = signal.signal(signal.SIGUSR1, stop)
     given = Limits(timeout_s=3600.0, slots=Slots(1), grace_s=3600.0)
-    try:
-        with pytest.raises(KeyboardInterrupt), opened(given) as worlds:
+
+    def interrupted() -> None:
+        with opened(given) as worlds:
             worlds.reset([({"name": how, "how": how}, 0)])
-            timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGUSR1])
-            timer.start()
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
             worlds.step({0: SAID})
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert Blocking.closed == ([] if how == "step blocks" else [how])
