@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the calls of one environment."""
+    """Limits of the calls of one environment class, shared by all of its batches."""
 
     timeout_s: float
     """Seconds that one call may take."""

@@ -133,9 +133,7 @@ def test_too_many_blocked_threads_end_the_run(caplog, monkeypatch):
     monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
     given = limits()
     converse(given, "step blocks")
-    with pytest.raises(
-        EnvironmentFailure, match="mine: 2 threads are blocked by calls that do not return"
-    ):
+    with pytest.raises(EnvironmentFailure, match="mine: 2 threads are blocked by calls that do not return"):
         converse(given, "step blocks")
     Blocking.release.set()
     while threads():
