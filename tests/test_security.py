@@ -6,6 +6,7 @@ import ast
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
 import realign
@@ -29,7 +31,8 @@ from realign.rewards.worker import answer
 from realign.runtime.samples import show
 from realign.runtime.tracking import LiveDisplay
 from tests import security_traps
-from tests.config_parts import write_experiment
+from tests.config_parts import EXPERIMENT, write_experiment
+from tests.runtime.launching import Ranks
 from tests.tiny import save_tiny
 
 PACKAGE = Path(realign.__file__).parent
@@ -129,12 +132,112 @@ def test_hydra_calls_nothing_that_a_config_names(override, sweep, monkeypatch, c
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_experiments_cannot_make_hydra_call_something_either(tmp_path):
-    text = "# @package _global_\nhydra:\n  callbacks:\n    x: {_target_: os.system, command: 'true'}\n"
-    write_experiment(tmp_path, "evil", text)
+def log_file(**handler: str) -> dict[str, Any]:
+    """Settings with which Python's logging would open a file."""
+    return {"job_logging": {"handlers": {"file": {"class": "logging.FileHandler", "filename": "victim", **handler}}}}
+
+
+ATTACKS = {
+    "a log that is written to a file": log_file(),
+    "a log that cuts a file to nothing": log_file(mode="w"),
+    "a log of Hydra's that is written to a file": {"hydra_logging": log_file()["job_logging"]},
+    "lines of a script in a log": {
+        "job_logging": {"formatters": {"simple": {"format": "\ntouch PWNED #%(message)s"}}, "root": {"level": "DEBUG"}}
+    },
+    "the class of a formatter": {"job_logging": {"formatters": {"simple": {"class": "tests.security_traps.Made"}}}},
+    "a module that Python imports at its start": {"job": {"env_set": {"PYTHONPATH": "victims"}}},
+    "a library that the system loads": {"job": {"env_set": {"LD_PRELOAD": "victim.so"}}},
+    "a variable of the environment": {"job": {"env_copy": ["HOME"]}},
+    "the name of the log": {"job": {"name": "../../victim"}},
+    "a callback": {"callbacks": {"x": {"_target_": "os.system", "command": "touch victim"}}},
+    "a launcher": {"launcher": {"_target_": "os.system", "command": "touch victim"}},
+    "a sweeper": {"sweeper": {"_target_": "os.system", "command": "touch victim"}},
+    "an argument of the sweeper": {"sweeper": {"params": {"_target_": "os.system", "command": "touch victim"}}},
+    "a variable by way of the sweeper": {"sweeper": {"params": {"+hydra.job.env_set.PYTHONPATH": "victims"}}},
+    "an override by way of Hydra's record": {"overrides": {"hydra": ["hydra.job.env_set={LD_PRELOAD: victim.so}"]}},
+    "a folder of config.yaml": {"output_subdir": "../victims"},
+    "a secret in the name of a folder": {"run": {"dir": "runs/${oc.env:HF_TOKEN}"}},
+    "permissions of a folder": {"sweep": {"mode": "777"}},
+    "a node of the config": {"job_logging": "${data.template_options}"},
+}
+COMMANDS = {
+    "train": [],
+    "--cfg job": ["--cfg", "job"],
+    "--cfg all": ["--cfg", "all"],
+    "--info": ["--info", "config"],
+    "check": ["check"],
+    "graph": ["graph"],
+    "-m": ["-m", "seed=1,2"],
+    "-m, one run": ["-m"],
+    "Ray": ["runtime=ray"],
+}
+
+
+@pytest.fixture
+def victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a file that must stay as it is; `conf` beside it is for experiments."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "victim").write_text("precious")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return folder
+
+
+def write_attack(folder: Path, settings: Mapping[str, Any]) -> None:
+    """An experiment that runs in a second, with settings of Hydra."""
+    write_experiment(folder, "evil", EXPERIMENT + yaml.safe_dump({"hydra": dict(settings)}))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_of_experiments_reaches_nothing_through_hydra(attack, command, victim, monkeypatch, capsys):
+    called: list[Any] = []
+    monkeypatch.setattr(os, "system", lambda *a, **k: called.append(a))
+    monkeypatch.setattr(security_traps, "MADE", called)
+    environment = dict(os.environ)
+    write_attack(victim.parent / "conf", ATTACKS[attack])
+    words = COMMANDS[command]
+    first, rest = (words[:1], words[1:]) if words[:1] in (["check"], ["graph"]) else ([], words)
+    assert main([*first, "--config-dir", "../conf", "experiment=evil", *rest]) == 2
+    told = capsys.readouterr()
+    assert re.match(r"error: (experiment/evil\.yaml: unknown key ')?hydra\.", told.err)
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+    assert "hf_secret" not in told.err
+    assert called == []
+    assert dict(os.environ) == environment
+    assert sorted(path.name for path in victim.parent.rglob("*")) == [
+        "conf",
+        "evil.yaml",
+        "experiment",
+        "here",
+        "victim",
+    ]
+    assert (victim / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("attack", ["a log that cuts a file to nothing", "a library that the system loads"])
+def test_ranks_of_one_run_refuse_the_same(attack, victim):
+    write_attack(victim.parent / "conf", ATTACKS[attack])
+    codes, told = Ranks(victim, "--config-dir", "../conf", "experiment=evil").ended()
+    assert codes == [2, 2]
+    assert "error: hydra.job" in "".join(told)
+    assert [path.name for path in victim.iterdir()] == ["victim"]
+    assert (victim / "victim").read_text() == "precious"
+
+
+def test_the_same_experiment_without_settings_of_hydra_runs(victim):
+    write_attack(victim.parent / "conf", {})
+    assert main(["--config-dir", "../conf", "experiment=evil"]) == 0
+    assert (victim / "victim").read_text() == "precious"
+
+
+def test_an_experiment_that_one_run_of_a_sweep_chooses_is_checked_too(tmp_path):
+    write_attack(tmp_path, ATTACKS["a callback"])
+    write_experiment(tmp_path, "harmless")
     with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
         compose(["experiment=evil"], tmp_path)
-    write_experiment(tmp_path, "harmless", text.partition("hydra")[0] + "steps: 1\nbatch_prompts: 1\n")
     with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
         check_launch(["experiment=harmless,evil"], tmp_path)
 

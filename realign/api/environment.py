@@ -34,7 +34,8 @@ class Response:
 class Environment(Protocol):
     """One episode. A class is named in the config, and an instance of it is made for every episode.
 
-    Its methods may also be plain functions, which run in threads. A method `close()`, where there is one, is called
+    Its methods may also be plain functions, which run in threads: use these for code that blocks, since coroutines of
+    all environments share one event loop. A method `close()`, where there is one, is called
     once when the episode is over, however it ended.
     """
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from realign.config.components import fill
 from realign.config.errors import OPTIONAL, ConfigError, explain, not_a_component, one_line
 from realign.config.folders import experiments_dir
-from realign.config.hydra_node import without_hydra
+from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
 from realign.config.schema import COMPONENTS, ExperimentConfig
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
     register_schema()
 
     try:
-        composed = without_hydra(_whole([*search_path(config_dir), *overrides]))
+        _refuse_search_path(overrides)
+        composed = without_hydra(_checked(overrides, config_dir))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explained(error, overrides, config_dir)) from error
     return resolve(composed)
@@ -141,13 +144,18 @@ def register_schema() -> None:
 
 def search_path(config_dir: Path | str | None) -> list[str]:
     """The override that adds a user's folder of config groups to those that are searched."""
+    quoted = [url.replace("\\", "\\\\").replace("'", "\\'") for url in _search_urls(config_dir)]
+    return [f"hydra.searchpath=['{url}']" for url in quoted]
+
+
+def _search_urls(config_dir: Path | str | None) -> list[str]:
+    """The value of Hydra's search path that `search_path` sets."""
     if config_dir is None:
         return []
     folder = Path(config_dir).resolve()
     if not folder.is_dir():
         raise ConfigError(f"--config-dir: there is no folder {str(config_dir)!r}")
-    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    return [f"hydra.searchpath=['file://{quoted}']"]
+    return [f"file://{folder}"]
 
 
 def hydra_main(task: Callable[[DictConfig], Any]) -> Callable[[], Any]:
@@ -159,7 +167,7 @@ def hydra_main(task: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
 
 def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> None:
-    """Refuse, of every run that a command line asks for, what would make Hydra itself call something.
+    """Check Hydra's own node in every run that a command line starts.
 
     Args:
         overrides: as for `compose`; of a sweep (`seed=1,2`) each combination is composed.
@@ -174,15 +182,54 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
     check_words(overrides)
     register_schema()
     try:
-        folder = search_path(config_dir)
-        whole = _whole(folder + [word for word, choices in _choices(overrides) if choices == [word]])
-        without_hydra(whole)
-        more = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
-        swept = [choices for _, choices in _choices([*overrides, *more])]
-        for words in product(*swept) if any(len(choices) > 1 for choices in swept) else ():
-            without_hydra(_whole([*folder, *words]))
+        _refuse_search_path(overrides)
+        given = _choices(overrides)
+        whole = _checked([choice.text for choice in given if choice.values == [choice.text]], config_dir)
+        params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
+        swept = {choice.key: choice.values for choice in [*_choices(params), *given]}  # the command line wins
+        if params or any(len(values) > 1 for values in swept.values()):
+            for words in product(*swept.values()):
+                _checked(words, config_dir)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explained(error, overrides, config_dir)) from error
+
+
+def _refuse_search_path(overrides: Sequence[str]) -> None:
+    """Refuse overrides of Hydra's search path, before anything is composed with them.
+
+    A search path may name a Python package, which Hydra imports to read configs from it.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for text, one in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
+        if one.key_or_group == "hydra.searchpath":
+            raise ConfigError(f"{one_line(text)}: this setting of Hydra cannot be changed. Use --config-dir.")
+
+
+def _checked(overrides: Sequence[str], config_dir: Path | str | None) -> DictConfig:
+    """Compose the whole config, and check Hydra's own node.
+
+    Raises:
+        ConfigError: the node has a setting that no config may change.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    words = [*search_path(config_dir), *overrides]
+    whole = _whole(words)
+    found = node_of(whole)
+    given: dict[str, list[str]] = {"hydra": [], "task": []}
+    for word, one in zip(words, OverridesParser.create().parse_overrides(words), strict=True):
+        given["hydra" if one.is_hydra_override() else "task"].append(word)
+    default = _default_node(launcher_of(found))
+    check_node(found, {**default, "overrides": given, "searchpath": _search_urls(config_dir)})
+    check_folders(whole)
+    return whole
+
+
+@cache
+def _default_node(launcher: str) -> Mapping[str, Any]:
+    """Hydra's own node as it is composed with a launcher, without files and overrides of the user."""
+    return MappingProxyType(node_of(_whole([f"hydra/launcher={launcher}"])))
 
 
 def _whole(overrides: Sequence[str]) -> DictConfig:
@@ -194,23 +241,40 @@ def _whole(overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(str(experiments_dir()), version_base=HYDRA_VERSION, job_name="realign"):
         try:
             return hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
-        except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf's, merging into null
+        except KeyError as error:  # Hydra reads the environment variables that a config names
+            raise ConfigCompositionException(
+                f"hydra.job.env_copy: the environment variable {error} is not set. Keep the default of this setting."
+            ) from error
+        except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # merging into null
             raise ConfigCompositionException(
                 f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
                 f"key that is null, or no mapping? {' '.join(overrides)}"
             ) from error
 
 
-def _choices(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each override and what it stands for: itself, or in a sweep one override for each of its values."""
+@dataclass(frozen=True)
+class _Choice:
+    """An override, and the overrides that it amounts to in the runs of a sweep."""
+
+    text: str
+    """The override."""
+    key: str
+    """Its key, with a + or ~ in front if it has one."""
+    values: list[str]
+    """The override itself, or in a sweep one override for each of its values."""
+
+
+def _choices(overrides: Sequence[str]) -> list[_Choice]:
+    """Parse overrides, and list the values of those that are swept."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob
 
     found = []
     for text, one in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
+        key = one.get_key_element()
         if isinstance(one.value(), Glob):
-            raise ConfigError(f"{text}: list the values, as in {one.get_key_element()}=a,b; glob is not supported")
+            raise ConfigError(f"{text}: list the values, as in {key}=a,b; glob is not supported")
         sweep = one.is_discrete_sweep()
-        values = [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()] if sweep else [text]
-        found.append((text, values))
+        values = [f"{key}={value}" for value in one.sweep_string_iterator()] if sweep else [text]
+        found.append(_Choice(text, key, values))
     return found

@@ -1,4 +1,4 @@
-"""Calling environments, each of which can only fail alone: coroutines on an event loop, plain functions in threads."""
+"""Calls of environments under a deadline: coroutines on an event loop, plain functions in threads."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from realign.environments.answers import Step
+from realign.environments.loops import BlockedLoops
 from realign.environments.slots import Slots
 from realign.rewards.text import visible
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_OWN = {__file__, asyncio.timeouts.__file__}
+GRACE_S = 5.0
+"""Seconds beyond `timeout_s` that a call has to end after its cancellation, and that a loop may be blocked."""
 
 
 @dataclass(frozen=True)
@@ -33,45 +32,81 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of calls."""
+    """Limits of the calls of one environment class, shared by all of its batches."""
 
     timeout_s: float
-    """Seconds that one may take."""
+    """Seconds that one call may take."""
     slots: Slots
-    """For those that are under way, also of other threads."""
+    """Limit on concurrent calls, shared by all threads."""
+    blocked: BlockedLoops = field(default_factory=BlockedLoops)
+    """The loops that were abandoned because a call blocked them."""
+    grace_s: float = GRACE_S
+    """See `GRACE_S`."""
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which an event loop that shows no sign of life counts as blocked."""
+        return self.timeout_s + self.grace_s
 
 
 class Asker:
-    """Makes calls of environments, concurrently, inside one event loop.
+    """Makes calls of environments, concurrently, on one event loop.
 
-    A coroutine function runs on the loop: while it waits, others run; one that computes holds all of them up, and its
-    deadline too. A plain function runs in a thread of its own; one that is late is left behind, since threads cannot be
-    stopped.
+    A coroutine function runs on the loop. One that is late is cancelled; one that ignores the cancellation is left
+    running, and no longer awaited. A plain function runs in a thread of its own; one that is late is left running,
+    since threads cannot be stopped.
 
     Args:
         name: of the environment, for messages.
         limits: of its calls.
+        pulse: called on the loop before each call begins; raises CancelledError if no call may begin.
     """
 
-    def __init__(self, name: str, limits: Limits) -> None:
+    def __init__(self, name: str, limits: Limits, pulse: Callable[[], None]) -> None:
         self.name = name
-        self.timeout_s = limits.timeout_s
-        self.slots = limits.slots
+        self.limits = limits
+        self.pulse = pulse
 
-    async def ask(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
-        """Make a call and read what it returns; whatever it does, short of ending the process, becomes an `Answer`."""
-        deadline = asyncio.timeout(self.timeout_s)
+    async def ask(
+        self, call: Callable[[], Any], read: Callable[[Any], Step], keep: Callable[[Answer], None] | None = None
+    ) -> Answer:
+        """Make a call and read what it returns; every exception of the call becomes an `Answer`.
+
+        Args:
+            call: of an environment.
+            read: checks what the call returned.
+            keep: called with the answer as soon as the call ends in time, even if the next call blocks the loop.
+        """
+        late = False
+
+        async def answer() -> Answer:
+            self.pulse()
+            found = await self._answer(call, read)
+            if keep is not None and not late:
+                keep(found)
+            return found
+
+        limits = self.limits
+        async with limits.slots:
+            task = asyncio.ensure_future(answer())
+            try:
+                await asyncio.wait({task}, timeout=limits.timeout_s)
+                if task.done():
+                    return task.result()
+                late = True
+                task.cancel()
+                await asyncio.wait({task}, timeout=limits.grace_s)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+        ignored = "" if task.done() else "; the call ignored its cancellation and was left running"
+        return Answer(None, f"no answer within timeout_s={limits.timeout_s:g}{ignored}")
+
+    async def _answer(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
         try:
-            async with self.slots, deadline:
-                found = await result_of(call)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise  # the run is being ended; otherwise something of the environment's own was cancelled
+            found = await result_of(call)
+        except BaseException as error:  # SystemExit too: raised in a task, it would end the event loop
             return Answer(None, _described(error))
-        except (Exception, SystemExit) as error:
-            late = isinstance(error, TimeoutError) and deadline.expired()
-            return Answer(None, f"no answer within timeout_s={self.timeout_s:g}" if late else _described(error))
         try:
             return Answer(read(found))
         except ValueError as error:
@@ -107,27 +142,9 @@ async def result_of(call: Callable[[], Any]) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-class DaemonThreads(ThreadPoolExecutor):
-    """What `asyncio.to_thread` of an environment runs in; neither a batch nor the process waits for late calls."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Start a thread for this call."""
-        found: Future[T] = Future()
-
-        def work() -> None:
-            if found.set_running_or_notify_cancel():
-                try:
-                    found.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    found.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        return found
-
-
 def _described(error: BaseException) -> str:
     """The traceback, from the environment's own code on."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return visible("".join(traceback.format_exception(type(error), error, trace)).rstrip())

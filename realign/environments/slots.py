@@ -1,58 +1,87 @@
-"""`Slots`: a bound on what is under way at a time, over the event loops of all threads."""
+"""`Slots`: a limit on concurrent calls that is shared by the event loops of all threads."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections import deque
+from typing import Any, TypeAlias
+from weakref import WeakSet
+
+_Task: TypeAlias = "asyncio.Task[Any]"
 
 
 class Slots:
-    """A semaphore that coroutines of several event loops share, each in a thread of its own; first come, first served.
+    """A first-in first-out semaphore for tasks of several event loops. A task holds at most one slot.
 
-    `asyncio.Semaphore` belongs to one loop, and one of `threading` would hold a loop up while it waits.
+    `asyncio.Semaphore` belongs to one loop, and a semaphore of `threading` would block a loop while it waits. The slots
+    of a loop that is blocked can be taken back (`abandon`), since its tasks cannot release them.
     """
 
     def __init__(self, number: int) -> None:
-        """Let `number` coroutines in at a time."""
+        """Let `number` tasks in at a time."""
         self._lock = threading.Lock()  # guards what follows
         self._free = number
-        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[_Task, asyncio.Future[None]]] = deque()
+        self._holders: dict[_Task, asyncio.AbstractEventLoop] = {}
+        self._abandoned: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
     async def __aenter__(self) -> None:
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
+        """Wait for a slot.
+
+        Raises:
+            CancelledError: the loop was abandoned.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
         with self._lock:
+            if loop in self._abandoned:
+                raise asyncio.CancelledError("the event loop was abandoned")
             if self._free:
                 self._free -= 1
+                self._holders[task] = loop
                 return
-            self._waiting.append((loop, turn))
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append((task, turn))
         try:
             await turn
         except asyncio.CancelledError:
             with self._lock:
-                if (loop, turn) in self._waiting:
-                    self._waiting.remove((loop, turn))
-            if not turn.cancelled():  # it was this one's turn already
-                self._leave()
+                if (task, turn) in self._waiting:
+                    self._waiting.remove((task, turn))
+                self._release(task)  # the slot may have been granted before the task was cancelled
             raise
 
     async def __aexit__(self, *raised: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         with self._lock:
-            while self._waiting:
-                loop, turn = self._waiting.popleft()
-                try:
-                    loop.call_soon_threadsafe(self._let_in, turn)
-                    return
-                except RuntimeError:  # its loop has ended, and with it whoever waited
-                    continue
-            self._free += 1
+            self._release(task)
 
-    def _let_in(self, turn: asyncio.Future[None]) -> None:
-        if turn.cancelled():
-            self._leave()
-        else:
-            turn.set_result(None)
+    def abandon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take back the slots of this loop's tasks, and let no further task of the loop in."""
+        with self._lock:
+            self._abandoned.add(loop)
+            self._waiting = deque((task, turn) for task, turn in self._waiting if turn.get_loop() is not loop)
+            for task in [task for task, home in self._holders.items() if home is loop]:
+                self._release(task)
+
+    def _release(self, task: _Task) -> None:
+        """Pass the slot of this task on, if it holds one. The caller holds the lock."""
+        if self._holders.pop(task, None) is None:
+            return
+        while self._waiting:
+            following, turn = self._waiting.popleft()
+            loop = turn.get_loop()
+            try:
+                loop.call_soon_threadsafe(_grant, turn)
+            except RuntimeError:  # the loop is closed, so its task no longer waits
+                continue
+            self._holders[following] = loop
+            return
+        self._free += 1
+
+
+def _grant(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -72,7 +72,8 @@ class EnvironmentInterface(ModelInterface):
     """Give all episodes of a prompt one seed: where the seed decides how an episode begins, a group is compared from
     one beginning. false: each has its own."""
     timeout_s: float = 30.0
-    """Seconds that one call of an environment may take."""
+    """Seconds that one call of an environment may take; a coroutine that blocks its event loop for 5 s more fails all
+    episodes of the batch that are not over."""
     concurrency: int = 64
     """Calls of environments under way at a time, with `rollout=async` too."""
     max_failed_fraction: float = 0.5
@@ -96,7 +97,7 @@ class EnvironmentInterface(ModelInterface):
         if not self.chat and (self.template_options or self.role != "tool"):
             raise ValueError("role and template_options belong to chat=true, and have no effect without it")
         self._make: Callable[[], Environment] | None = None
-        self._slots = Slots(self.concurrency)
+        self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # of all batches, also at the same time
         self._failures = Failures(self.environment, self.max_failed_fraction)
 
     @property
@@ -144,9 +145,8 @@ class EnvironmentInterface(ModelInterface):
         episodes = [Episode(f"{i}/{j}", ids.cpu()) for i, ids, _ in prompts for j in range(n)]
         starts = [(row, self._seed(model, str(i), j)) for i, _, row in prompts for j in range(n)]
         writer = TurnWriter(model.tokenizer, self.chat, self.role, self.template_options)
-        limits = Limits(self.timeout_s, self._slots)
         seed = model.call_seed("generate")
-        with Worlds(self.environment, self._opened(), writer, limits) as worlds:
+        with Worlds(self.environment, self._opened(), writer, self._limits) as worlds:
             self._take(episodes, model.lead(partial(worlds.reset, starts)))
             for turn in range(self.max_turns):
                 live = {place: episode for place, episode in enumerate(episodes) if not episode.over}

@@ -57,6 +57,11 @@ class Records:
         return records
 
     def _take_over(self, folder: Path, start: Start, sizes: Mapping[str, int]) -> None:
+        if unknown := sizes.keys() - set(self.NAMES):
+            raise ValueError(
+                f"records.sizes={sorted(map(str, unknown))} in the checkpoint: expected only {', '.join(self.NAMES)}. "
+                "The checkpoint was changed; resume from another one."
+            )
         for name, size in sizes.items():
             source = start.run / f"{name}.jsonl"
             found = source.stat().st_size if source.is_file() else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realign.engines.folders import save_folder
+from realign.engines.folders import refuse_link, save_folder
 from realign.engines.ranks import Ranks
 
 
@@ -50,6 +51,10 @@ class CheckpointSpec:
 
 
 _OR_NULL = {"every_steps": ", or null"}
+
+
+_SAVED = re.compile(r"step_[0-9]{6,}")
+"""Names of the folders of models that a run makes every `every_steps` steps."""
 
 
 @dataclass
@@ -90,8 +95,7 @@ class Saves:
             return
         self._made.append(self.folder / name)
         while self.keep is not None and len(self._made) > self.keep:
-            if (oldest := self._made.pop(0)).exists():  # a run that was resumed may have removed it before
-                shutil.rmtree(oldest)
+            self._remove(self._made.pop(0))
 
     def state_dict(self) -> dict[str, Any]:
         """The folders that were made, the metrics that are known, and the best value with the metric it is of."""
@@ -100,11 +104,37 @@ class Saves:
         return {"made": made, "known": sorted(self._known), **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; the best value only if it is of the same metric."""
-        self._made = [self.folder / name for name in state["made"]]
+        """Restore what `state_dict` returned; the best value only if it is of the same metric.
+
+        Raises:
+            ValueError: a saved folder is not the name of a folder that a run makes, or is a link.
+        """
+        made = state["made"]
+        if not isinstance(made, list):
+            raise ValueError(f"saves.made={made!r} in the checkpoint: expected a list of folder names.")
+        self._made = [self._own_folder(name) for name in made]
         self._known = set(state["known"])
         if state["best"] == self.best:
             self._record, self.best_step = state["record"], state["best_step"]
+
+    def _own_folder(self, name: Any) -> Path:
+        """Return the folder that a checkpoint names, which `_remove` may delete later."""
+        if not isinstance(name, str) or not _SAVED.fullmatch(name):
+            raise ValueError(
+                f"saves.made={name!r} in the checkpoint: expected names such as step_000050. "
+                "The checkpoint was changed; resume from another one."
+            )
+        refuse_link(self.folder / name)
+        return self.folder / name
+
+    def _remove(self, path: Path) -> None:
+        """Delete a folder of models, if it is a direct child of the run's folder; a resumed run may have deleted it."""
+        refuse_link(path)
+        if not path.exists():
+            return
+        if not _SAVED.fullmatch(path.name) or path.resolve().parent != self.folder.resolve():
+            raise ValueError(f"{str(path)!r} is not a folder of models in {str(self.folder)!r}. It was not removed.")
+        shutil.rmtree(path)
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
         """Write the models of all roles, and `record` beside them, or nothing: a full disk costs this folder only."""

@@ -11,6 +11,7 @@ import pytest
 
 from realign.data import PromptData
 from realign.engines import TransformersModel
+from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime.saving import CheckpointSpec
 
@@ -20,6 +21,7 @@ ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.s
 FAULTS = [row for row in ROWS if len(row) == 4 and row[0] != "fault"]
 SETTINGS = [row for row in ROWS if len(row) == 3 and row[0] != "setting"]
 PLACES = {
+    "interfaces.agent": EnvironmentInterface,
     "interfaces.reward": RuleRewardInterface,
     "models.actor": TransformersModel,
     "data": PromptData,
@@ -41,7 +43,7 @@ def named(cell: str) -> list[tuple[str, str]]:
 
 def test_the_page_has_its_tables():
     assert len(FAULTS) > 40
-    assert len(SETTINGS) == 7
+    assert len(SETTINGS) == 9
     assert all(len(row) in (3, 4) for row in ROWS)
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -16,12 +15,11 @@ def test_who_comes_first_goes_first_and_who_gives_up_takes_no_slot():
             async with slots:
                 order.append(name)
 
-        await slots.__aenter__()
-        tasks = [asyncio.create_task(one(name)) for name in "abc"]
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        await asyncio.sleep(0)
-        await slots.__aexit__()
+        async with slots:
+            tasks = [asyncio.create_task(one(name)) for name in "abc"]
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+            await asyncio.sleep(0)
         tasks[0].cancel()  # whose turn it is already
         await asyncio.gather(*tasks, return_exceptions=True)
         await one("d")
@@ -42,24 +40,69 @@ def test_an_error_inside_gives_the_slot_back():
     assert asyncio.run(scenario()) == 1
 
 
+def waiting(slots: Slots) -> tuple[asyncio.AbstractEventLoop, asyncio.Task[str]]:
+    """A loop that is not running, whose task waits for a slot or holds one."""
+    loop = asyncio.new_event_loop()
+
+    async def hold() -> str:
+        async with slots:
+            await asyncio.sleep(60)
+        return "held"
+
+    task = loop.create_task(hold())
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    return loop, task
+
+
+def discard(loop: asyncio.AbstractEventLoop, task: asyncio.Task[str]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    loop.close()
+
+
 def test_a_loop_that_has_ended_keeps_nobody_waiting():
-    slots, waits = Slots(1), threading.Event()
+    slots = Slots(1)
 
-    async def gives_up():
-        task = asyncio.create_task(slots.__aenter__())
-        await asyncio.sleep(0)
-        waits.set()
-        loop = asyncio.get_running_loop()
-        loop.stop()  # as a process does that is being ended
-        await task
+    async def scenario() -> asyncio.Task[str]:
+        async with slots:
+            loop, task = await asyncio.to_thread(waiting, slots)
+            loop.close()
+        return task
 
-    asyncio.new_event_loop().run_until_complete(slots.__aenter__())
-    other = asyncio.new_event_loop()
-    task = other.create_task(gives_up())
-    other.run_forever()
-    other.close()
-    assert not task.done()
-    asyncio.new_event_loop().run_until_complete(slots.__aexit__())
+    assert not asyncio.run(scenario()).done()
+    assert slots._free == 1
 
-    assert waits.is_set()
+
+def test_an_abandoned_loop_gives_back_what_it_holds_once_and_gets_no_more():
+    slots = Slots(1)
+    stuck, holder = waiting(slots)
+    behind, follower = waiting(slots)
+    other, waiter = waiting(slots)
+    assert slots._free == 0
+    slots.abandon(behind)
+    slots.abandon(stuck)
+    assert list(slots._holders) == [waiter]  # not `follower`, which came first
+    discard(stuck, holder)  # its own release comes too late
+    discard(behind, follower)
+    assert list(slots._holders) == [waiter]
+    again = asyncio.new_event_loop()
+    slots.abandon(again)
+    with pytest.raises(asyncio.CancelledError, match="the event loop was abandoned"):
+        again.run_until_complete(slots.__aenter__())
+    again.close()
+    discard(other, waiter)
+    assert slots._free == 1
+
+
+def test_a_slot_that_was_granted_to_a_loop_that_is_then_abandoned_goes_on():
+    slots = Slots(1)
+    first, holder = waiting(slots)
+    second, granted = waiting(slots)
+    discard(first, holder)  # grants the slot to a loop that does not run
+    assert list(slots._holders) == [granted]
+    slots.abandon(second)
+    assert slots._free == 1
+    discard(second, granted)
     assert slots._free == 1

@@ -155,3 +155,61 @@ class OddStep:
 
 def function(row):
     return row
+
+
+class Blocking:
+    """Coroutines that misbehave in the way that the row names, on the event loop, until `release` is set."""
+
+    release = threading.Event()
+    """Set by the test at its end, so that the threads that it blocked end, too."""
+    closed: ClassVar[list[str]] = []
+    """Names of the rows whose environments were closed."""
+
+    async def reset(self, row):
+        self.name, self.how = row["name"], row["how"]
+        if self.how == "reset blocks":
+            Blocking.release.wait()
+        return "", {}
+
+    async def step(self, response):
+        if self.how == "step blocks" or (self.how == "second step blocks" and response.turn == 1):
+            blocked_here()
+        if self.how == "waits":
+            await asyncio.sleep(60)
+        if self.how == "swallows":
+            await swallow()
+        if self.how == "stops the loop":
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(0.01)
+        if self.how == "exits in a task":
+            self.task = asyncio.create_task(leave())
+            await asyncio.sleep(0.01)
+        if self.how == "leaves a task":
+            self.task = asyncio.create_task(swallow())
+        if self.how in ("two turns", "second step blocks") and response.turn == 0:
+            return "", 0.0, False, False, {}
+        return "", 1.0, True, False, {}
+
+    async def close(self):
+        Blocking.closed.append(self.name)
+        if self.how == "close swallows":
+            await swallow()
+        if self.how == "close blocks":
+            Blocking.release.wait()
+
+
+def blocked_here():
+    Blocking.release.wait()
+
+
+async def swallow():
+    """Waits until `release` is set, whoever cancels it."""
+    while not Blocking.release.is_set():
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            continue
+
+
+async def leave():
+    sys.exit(3)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync
-from realign.environments import EnvironmentFailure
+from realign.environments import EnvironmentFailure, loops
 from realign.interfaces import decoupled_ppo, grpo, ppo, raft
 from realign.interfaces.environment import EnvironmentInterface, dataflow, with_environment
 from realign.rewards.tally import Tally
 from realign.testing import BigramEngine
-from tests.environments.worlds import Bad, Busy, Plain, Tool
+from tests.environments.worlds import Bad, Blocking, Busy, Plain, Tool
 from tests.tiny import TEXT, tiny_tokenizer
 
 TOOL = "tests.environments.worlds:Tool"
@@ -324,6 +324,23 @@ def test_an_environment_that_hangs_is_left_behind():
     with pytest.raises(EnvironmentFailure, match=r"1 times no answer within timeout_s=0\.2"):
         hold(settings("tests.environments.worlds:Threaded", timeout_s=0.2), engine, batch({"q": {}}))
     assert time.monotonic() - started < 4  # and not when the thread has ended, after 5 s
+
+
+def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monkeypatch):
+    monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
+    interface = settings("tests.environments.worlds:Blocking", timeout_s=0.3, max_failed_fraction=0.5)
+    interface._limits = replace(interface._limits, grace_s=1.0)
+    rows = {name: {"name": name, "how": how} for name, how in (("q", "good"), ("r", "step blocks"))}
+    engine = Scripted({"q/0/turn0": "x.", "r/0/turn0": "x."})
+    Blocking.release.clear()
+    try:
+        assert hold(interface, engine, batch(rows))["rewards"].isnan().tolist() == [False, True]
+        assert caplog.text.count("blocked its event loop") == 1
+        with pytest.raises(EnvironmentFailure, match="2 threads are blocked by calls that do not return"):
+            hold(interface, engine, batch(rows))
+        assert caplog.text.count("blocked its event loop") == 1
+    finally:
+        Blocking.release.set()
 
 
 def test_plain_environments_are_made_beside_each_other_in_the_threads_of_their_reset():

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -280,6 +283,51 @@ def test_a_run_that_saves_models_can_go_on_from_the_beginning(tmp_path):
     assert result.series("step") == [0, 1, 2, 3, 4]
     assert result.series("loss") == whole.series("loss")
     assert result.series("eval/reward") == whole.series("eval/reward")
+
+
+SAVING = {"save_every_steps": 1, "keep_saves": 1}
+
+
+def change_checkpoint(out: Path, step: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Replace a checkpoint by one with another tree, and with the right hashes."""
+    tree = next(one for one in list_checkpoints(out / "checkpoints") if one.step == step).read()
+    change(tree)
+    write_checkpoint(out / "checkpoints", step, tree)
+
+
+def saved(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("step_*"))
+
+
+def test_a_resumed_run_removes_the_models_that_it_saved_before(tmp_path):
+    out = done(tmp_path, **SAVING)
+    assert saved(out) == ["step_000002"]  # the models of the last step are in `final`
+    resumed(tmp_path, **SAVING)
+    assert saved(out) == ["step_000004"]
+
+
+@pytest.mark.parametrize("name", ["{victim}", "../victim", "final", "step_000001/../../victim", ""])
+def test_a_checkpoint_of_somebody_else_removes_no_folder(tmp_path, name):
+    out = done(tmp_path, **SAVING)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    name = name.format(victim=victim)
+    change_checkpoint(out, 3, lambda tree: tree["saves"].update(made=[name]))
+    with pytest.raises(ValueError, match=re.escape(f"saves.made={name!r} in the checkpoint")):
+        resumed(tmp_path, **SAVING)
+    assert victim.is_dir()
+    assert (out / "final").is_dir()
+
+
+@pytest.mark.parametrize("name", ["../secret", "{folder}/secret", "config", ""])
+def test_a_checkpoint_of_somebody_else_reads_no_other_file(tmp_path, name):
+    out = done(tmp_path)
+    (tmp_path / "secret.jsonl").write_text("secret")
+    name = name.format(folder=tmp_path)
+    change_checkpoint(out, 3, lambda tree: tree["records"]["sizes"].update({name: 6}))
+    with pytest.raises(ValueError, match=r"records\.sizes=.* in the checkpoint: expected only metrics, samples, eval"):
+        resumed(tmp_path, resume=str(out), output_dir=tmp_path / "branch")
+    assert not list((tmp_path / "branch").glob("secret*"))
 
 
 def test_another_batch_size_goes_on_at_the_same_row(tmp_path):

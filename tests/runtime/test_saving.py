@@ -1,7 +1,9 @@
 import errno
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +100,80 @@ def test_what_was_made_and_the_record_are_taken_back(tmp_path):
     other.load_state_dict(state)
     other.after_step(4, {"accuracy": 0.5}, last=False)
     assert json.loads((tmp_path / "best" / "best.json").read_text())["metric"] == "accuracy"
+
+
+def state_of(made: Any) -> dict[str, Any]:
+    return {"made": made, "known": [], "best": None, "record": 0.0, "best_step": None}
+
+
+BAD_NAMES = [
+    *("", ".", "..", "../victim", "../run", "./step_000001", "step_000001/", "step_000001/..", "step_000001/actor"),
+    *("step_", "step_1", "step_00001", "step_-00001", "step_000001 ", " step_000001", "step_000001\n", "Step_000001"),
+    *("step_00000\uff11", "step_000001\0", ".step_000001", "step_000001.old", "x_step_000001", "~/step_000001"),
+    *("final", "best", "checkpoints", "config.yaml", "metrics.jsonl", "*", "step_*"),
+    *(None, 1, 1.0, True, [], ["step_000001"], {"step_000001": 1}),
+]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=repr)
+def test_a_checkpoint_names_only_folders_that_a_run_makes(tmp_path, name):
+    kept = saves(tmp_path / "run", every_steps=1, keep=1)
+    for made in ([name], ["step_000001", name]):
+        with pytest.raises(ValueError, match=re.escape(f"saves.made={name!r} in the checkpoint")) as caught:
+            kept.load_state_dict(state_of(made))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("made", [None, "step_000001", {"step_000001": 1}, 3], ids=repr)
+def test_the_folders_of_a_checkpoint_are_a_list(tmp_path, made):
+    with pytest.raises(ValueError, match=re.escape(f"saves.made={made!r} in the checkpoint: expected a list")):
+        saves(tmp_path).load_state_dict(state_of(made))
+
+
+@pytest.mark.parametrize("name", ["{victim}", "../victim", "step_000001/../../victim"])
+def test_no_folder_outside_of_the_run_is_removed(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "run" / "step_000001").mkdir(parents=True)
+    kept = saves(tmp_path / "run", every_steps=1, keep=1)
+    with pytest.raises(ValueError, match=r"saves\.made="):
+        kept.load_state_dict(state_of([name.format(victim=victim)]))
+    kept.after_step(2, {}, last=False)
+    assert victim.is_dir()
+
+
+def test_a_link_is_refused_when_a_checkpoint_names_it_and_when_it_appears_later(tmp_path):
+    victim = tmp_path / "victim" / "step_000001"
+    victim.mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    link = tmp_path / "run" / "step_000001"
+    kept = saves(tmp_path / "run", every_steps=1, keep=1)
+    kept.load_state_dict(state_of([link.name]))
+    link.symlink_to(victim)
+    with pytest.raises(ValueError, match="step_000001' is a link to"):
+        kept.after_step(2, {}, last=False)
+    with pytest.raises(ValueError, match="step_000001' is a link to"):
+        kept.load_state_dict(state_of([link.name]))
+    assert victim.is_dir()
+
+
+def test_the_folder_of_the_run_may_be_a_link(tmp_path):
+    (tmp_path / "disk" / "step_000001").mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    kept = saves(tmp_path / "run", every_steps=1, keep=1)
+    kept.load_state_dict(state_of(["step_000001"]))
+    kept.after_step(2, {}, last=False)
+    assert names(tmp_path / "disk") == ["step_000002"]
+
+
+def test_steps_of_seven_digits_are_kept_and_removed_too(tmp_path):
+    first = saves(tmp_path, every_steps=1, keep=2)
+    for step in (999_999, 1_000_000):
+        first.after_step(step, {}, last=False)
+    second = saves(tmp_path, every_steps=1, keep=2)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.after_step(1_000_001, {}, last=False)
+    assert names(tmp_path) == ["step_1000000", "step_1000001"]
 
 
 @pytest.mark.parametrize(

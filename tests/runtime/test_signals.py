@@ -20,6 +20,7 @@ from realign.runtime.checkpoints import list_checkpoints
 from realign.runtime.signals import Interrupted, StopSignals
 from tests.config_parts import write_experiment
 from tests.runtime.test_state import untimed
+from tests.tiny import save_tiny
 
 CHECKOUT = experiments_dir().parent
 STEPS = 40
@@ -65,9 +66,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def command(*more: str) -> subprocess.Popen[str]:
+def command(*more: str, args: Sequence[str] = ARGS) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{os.getcwd()}", "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-m", "realign.cli", *ARGS, *more]
+    arguments = [sys.executable, "-m", "realign.cli", *args, *more]
     return subprocess.Popen(
         arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     )
@@ -128,6 +129,84 @@ def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here):
     assert process.returncode == 143
     assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
     assert untimed(Path("run/metrics.jsonl"))[-1]["step"] == 2
+
+
+CONVERSATION = """\
+import time
+from pathlib import Path
+
+class Blocks:
+    async def reset(self, row):
+        return "", {}
+
+    async def step(self, response):
+        lines = len(Path("run/metrics.jsonl").read_text().splitlines())
+        if lines > 1 or Path("block").exists():  # in the second step, or at once
+            Path("waiting").touch()
+            time.sleep(3600)
+        return "", float(len(response.text)), True, False, {}
+"""
+CONVERSE = (
+    "experiment=grpo_environment",
+    "models.actor.path=model",
+    "data.path=rows.jsonl",
+    "interfaces.agent.environment=conversation.py:Blocks",
+    "interfaces.agent.max_failed_fraction=1",
+    "interfaces.agent.max_episode_tokens=8",
+    "interfaces.actor.generation={n: 4, max_new_tokens: 4}",
+    "batch_prompts=2",
+    "steps=3",
+    "checkpoint.every_steps=1",
+    "output_dir=run",
+)
+
+
+@pytest.fixture
+def conversing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "model", "gpt2")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "conversation.py").write_text(CONVERSATION)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("conversing")
+def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline():
+    process = command("interfaces.agent.timeout_s=2", args=CONVERSE)
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert err.splitlines()[-1] == "stopped after step 2 of 3; go on with resume=auto"
+    assert "blocked its event loop for more than 7 s" in out
+    assert "time.sleep(3600)" in out
+    assert untimed(Path("run/metrics.jsonl"))[-1]["missing_rewards"] == 1.0
+
+
+@pytest.mark.usefixtures("conversing")
+def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waiting():
+    process = command("interfaces.agent.timeout_s=36000", args=CONVERSE)
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(signal.SIGTERM)
+    assert "once more" in read_until(process, "stopping after")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
+
+
+@pytest.mark.usefixtures("conversing")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(number, code):
+    Path("block").touch()
+    evaluation = ("_target_=realign.runtime.EpisodeEvaluation", "episodes=${interfaces.agent}", "data=${data}")
+    process = command(
+        "interfaces.agent.timeout_s=36000", *(f"evaluation.{setting}" for setting in evaluation), args=CONVERSE
+    )
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert err.splitlines()[-1] == "interrupted"
 
 
 def read_until(process: subprocess.Popen[str], word: str) -> str:
