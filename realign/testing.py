@@ -31,6 +31,7 @@ from realign.api import (
     stat_values,
 )
 from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.trace import keep_traces, with_responses
 from realign.functional import last_true, previous
 
 
@@ -136,12 +137,12 @@ class BigramEngine:
         total, collected = torch.zeros((), dtype=torch.float64), list[Stats]()
         for p in self.parameters:
             p.requires_grad_(True).grad = None
-        for mb in data.split(mb_spec):
+        for mb in with_responses(data, mb_spec).split(mb_spec):
             loss, stats = loss_fn(self.output(mb), mb)
             if weight > 0 and loss.requires_grad:
                 (loss / weight).backward()
             total = total + loss.detach()
-            collected.append(merge_stats([stats]))
+            collected.append(merge_stats([keep_traces(stats, mb, mb_spec)]))
         merged = merge_stats(collected)
         stepping = bool(weight > 0) and (step_if is None or step_if(merged))
         for p in self.parameters:

@@ -25,11 +25,13 @@ class MicroBatchSpec:
             the pass computes once for all sequences of a prompt counts once.
         n_microbatches: cut into at least this many, as far as there are groups to part.
         whole_groups: never cut a group, the sequences of one prompt. Set by algorithms whose loss compares them.
+        trace_ids: prompts whose token values the engine returns with the metrics (`realign.api.trace`); off if empty.
     """
 
     max_tokens_per_microbatch: int | None = None
     n_microbatches: int = 1
     whole_groups: bool = field(default=False, repr=False)
+    trace_ids: tuple[Hashable, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens_per_microbatch", "n_microbatches"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from realign.api.data import SequenceSample
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.stats import Stat, Stats
+from realign.api.stats import Stat, Stats, TokenValues
 from realign.errors import SettingsError
 
 
@@ -125,7 +125,9 @@ class ModelOutput(Protocol):
 
 
 PostHook: TypeAlias = Callable[[ModelOutput, SequenceSample], SequenceSample]
-LossFn: TypeAlias = Callable[[ModelOutput, SequenceSample], tuple[Tensor, Mapping[str, Stat | tuple[Tensor, Tensor]]]]
+LossFn: TypeAlias = Callable[
+    [ModelOutput, SequenceSample], tuple[Tensor, Mapping[str, Stat | TokenValues | tuple[Tensor, Tensor]]]
+]
 LossWeightFn: TypeAlias = Callable[[SequenceSample], Tensor]
 StepIf: TypeAlias = Callable[[Stats], bool]
 

@@ -58,7 +58,26 @@ class Correlation(NamedTuple):
     xy: Tensor
 
 
-Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Correlation
+class TokenValues(NamedTuple):
+    """Values [T] of the tokens of a micro-batch, as a loss reports them for a token-level view; see `Trace`."""
+
+    values_T: Tensor
+
+
+class Trace(NamedTuple):
+    """Values of the tokens of traced prompts (`MicroBatchSpec.trace_ids`); merged by concatenation, never averaged."""
+
+    values: Tensor
+    """Of all traced sequences, end to end; float32."""
+    tokens: Tensor
+    """[traced sequences] number of tokens of each."""
+    prompts: Tensor
+    """[traced sequences] index of its prompt in `trace_ids`."""
+    responses: Tensor
+    """[traced sequences] index of the response among those to its prompt."""
+
+
+Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Correlation | Trace
 Stats: TypeAlias = dict[str, Stat]
 
 
@@ -110,6 +129,7 @@ def stat_values(stats: Mapping[str, Stat | tuple[Tensor, Tensor]]) -> dict[str, 
     """
     checked = merge_stats([stats])
     by_device: dict[torch.device, list[Tensor]] = {}
+    checked = {name: stat for name, stat in checked.items() if not isinstance(stat, Trace)}
     for stat in checked.values():
         for x in stat:
             by_device.setdefault(x.device, []).append(x.double())
@@ -154,6 +174,8 @@ def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
             f"found {type(raw).__name__}"
         )
     fields = [torch.as_tensor(x).detach() for x in raw]
+    if kind is Trace:
+        return Trace(*fields)
     for x in fields:
         if x.numel() != 1:
             raise ValueError(f"metric {name!r} must be of single numbers, found a tensor of shape {list(x.shape)}")
@@ -178,6 +200,8 @@ def _merge(name: str, a: Stat, b: Stat) -> Stat:
         return Sum(a.value + b.value)
     if isinstance(a, Variance) and isinstance(b, Variance):
         return Variance(a.n + b.n, a.x + b.x, a.xx + b.xx)
+    if isinstance(a, Trace) and isinstance(b, Trace):
+        return Trace(*(torch.cat([p, q]) for p, q in zip(a, b, strict=True)))
     if isinstance(a, Correlation) and isinstance(b, Correlation):
         return Correlation(*(p + q for p, q in zip(a, b, strict=True)))
     raise ValueError(f"metric {name!r} is a {type(a).__name__} in one part and a {type(b).__name__} in another")

@@ -20,6 +20,7 @@ from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.stats import Stats, merge_stats
+from realign.api.trace import keep_traces, with_responses
 from realign.engines.cores import ParallelPasses, side_by_side
 from realign.engines.ema import WeightAverage
 from realign.engines.folders import AVERAGED, save_folder
@@ -238,7 +239,7 @@ class TransformersEngine:
         stepper = self._trained()
         stepper.zero_grad()
         weight = weight.to(self.device)
-        passes = self.network.passes(part, mb_spec, parallel=True, training=True)
+        passes = self.network.passes(with_responses(part, mb_spec), mb_spec, parallel=True, training=True)
 
         def compute(micro_batch: tuple[SequenceSample, Layout]) -> tuple[Tensor, Any, list[Tensor | None]]:
             here, layout = micro_batch
@@ -250,7 +251,7 @@ class TransformersEngine:
                 gradients = stepper.differentiate(loss / weight)
             elif loss.requires_grad:
                 (loss / weight).backward()
-            return loss.detach().float(), stats, gradients
+            return loss.detach().float(), keep_traces(stats, moved, mb_spec), gradients
 
         losses: list[Tensor] = []
         metrics: list[Any] = []  # plain (sum, count) pairs are merged too

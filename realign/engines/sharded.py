@@ -18,6 +18,7 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
+from realign.api.trace import keep_traces, with_responses
 from realign.engines.cores import ParallelPasses
 from realign.engines.engine import Accumulated, Forward, TransformersEngine, added, check_loss
 from realign.engines.facts import facts_of
@@ -140,7 +141,7 @@ class ShardedEngine(TransformersEngine):
         self._trained()
         weight = weight.to(self.device)
         self.network.forget_gradients()
-        passes = self.network.passes(part, mb_spec, training=True)
+        passes = self.network.passes(with_responses(part, mb_spec), mb_spec, training=True)
         idle = self._idle_rounds(passes)
         losses: list[Tensor] = []
         metrics: list[Any] = []
@@ -152,7 +153,7 @@ class ShardedEngine(TransformersEngine):
                 check_loss(loss)
                 self.network.differentiate(output.hidden_RH, loss / weight)
                 losses.append(loss.detach().float())
-                metrics.append(stats)
+                metrics.append(keep_traces(stats, moved, mb_spec))
             for _ in idle:
                 self.network.differentiate(self.network.idle(training=True), None)
         self.network.take_gradients()

@@ -34,6 +34,7 @@ from realign.api import (
     RoleModel,
     SequenceSample,
     Stats,
+    TokenValues,
     masked_mean,
     merge_stats,
     part_sizes,
@@ -341,19 +342,21 @@ class PPOActorInterface(ModelInterface):
         tokens = PolicyTokens.of(logprobs_T, old_T, minibatch)
         policy = policy_loss_of(self.objective, tokens, weight_T)
         loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
+        trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}
         if self.kl_control.is_in_loss:
             penalty_T, kl_stats = self.kl_control.in_loss(logprobs_T, minibatch)
-            loss_T, stats = loss_T + penalty_T, stats | kl_stats
+            loss_T, stats, trace["kl_penalty"] = loss_T + penalty_T, stats | kl_stats, penalty_T
         if self.entropy_coef:
             loss_T = loss_T - self.entropy_coef * entropy_T
         if self.value is not None:
-            value_loss_T, value = self.value(output.values(), minibatch)
-            loss_T, stats = loss_T + self.value.coef * value_loss_T, stats | value
+            trace["value"] = output.values()
+            value_loss_T, metrics = self.value(trace["value"], minibatch)
+            loss_T, stats = loss_T + self.value.coef * value_loss_T, stats | metrics
         loss = self.aggregation.total(torch.where(mask_T, loss_T, 0), divisor_T, minibatch.cu_seqlens())
         if self.ptx_coef:
             text_loss, text_stats = pretraining_loss(output, minibatch)
             loss, stats = loss + text_loss, stats | text_stats
-        return loss, stats
+        return loss, stats | {f"token/{name}": TokenValues(x_T.detach()) for name, x_T in trace.items()}
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """What the engine divides the sum by, after every filter and the correction."""

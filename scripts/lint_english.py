@@ -1,0 +1,101 @@
+"""Check the prose of the project against the rules of plain technical English.
+
+Reads docs (`*.md`), docstrings, comments, and the texts of `raise`, `warnings.warn` and logging calls. Rejects the
+phrases of `english_phrases.txt`, and sentences of more than 30 words in docs and docstrings. Prints one line per finding
+and exits with 1 if there is any.
+
+    python scripts/lint_english.py [FILE OR FOLDER ...]
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LONGEST = 30
+"""Words of a sentence."""
+CALLS = ("warn", "warning", "info", "error", "print", "debug", "note", "add_note")
+Text = tuple[int, str, bool]
+"""Line, text, and whether its sentences are measured."""
+
+
+def phrases() -> list[tuple[re.Pattern[str], str]]:
+    """The patterns of `english_phrases.txt`, with what to write instead."""
+    found = []
+    for line in (HERE / "english_phrases.txt").read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith("#"):
+            phrase, _, instead = line.partition("->")
+            words = r"\s+".join(map(re.escape, phrase.split()))
+            found.append((re.compile(rf"(?<![\w-]){words}(?![\w-])", re.IGNORECASE), f"{phrase.strip()!r}: {instead.strip()}"))
+    return found
+
+
+def markdown(source: str) -> Iterator[Text]:
+    """The paragraphs of a page, without code, tables and links' targets."""
+    source = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
+    line = 1
+    for block in re.split(r"(\n\s*\n)", source):
+        for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.)\s)", block):
+            text = re.sub(r"\]\([^)]*\)", "]", item)
+            if text.strip():
+                yield line + len(item) - len(item.lstrip("\n")), text, not text.lstrip().startswith(("|", "#", "<"))
+            line += item.count("\n") + 1
+        line -= 1
+
+
+def python(source: str) -> Iterator[Text]:
+    """Docstrings (of fields too), comments and messages of a module."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, re.split(r"\n\s*>>> ", node.value.value)[0], True
+        elif isinstance(node, ast.Raise | ast.Call):
+            name = node.func if isinstance(node, ast.Call) else None
+            if name is None or (isinstance(name, ast.Attribute) and name.attr in CALLS):
+                for part in ast.walk(node):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield part.lineno, part.value, False
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string, False
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a text, without code, tables and lists of arguments."""
+    plain = re.sub(r"`[^`]*`", "X", text)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.|\w+(?:, \w+)*:)\s)", plain):
+        yield from re.split(r"(?<=[.:;!?])\s+", paragraph)
+
+
+def findings(path: Path, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[str]:
+    """One line for each phrase and each long sentence of a file."""
+    source = path.read_text(encoding="utf-8")
+    for line, text, measured in markdown(source) if path.suffix == ".md" else python(source):
+        for pattern, message in rules:
+            for match in pattern.finditer(text):
+                yield f"{path}:{line + text[: match.start()].count(chr(10))}: {message}"
+        for sentence in sentences(text) if measured else ():
+            if (words := len(re.findall(r"[\w'/-]+", sentence))) > LONGEST:
+                yield f"{path}:{line}: a sentence of {words} words: {' '.join(sentence.split())[:60]} ..."
+
+
+def main(arguments: list[str]) -> int:
+    """Check files and folders; returns the exit code."""
+    rules, found = phrases(), list[str]()
+    for name in arguments:
+        path = Path(name)
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".md", ".py")) if path.is_dir() else [path]
+        for file in files:
+            found += findings(file, rules)
+    print("\n".join(found) or "English: no findings")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
