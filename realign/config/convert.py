@@ -54,7 +54,7 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
         if raw == words.NONE and words.is_optional(annotation):
             return None
-        if words.is_word(raw) and (cls := words.class_of_word(raw, annotation, where)) is not None:
+        if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
             raw = {words.TARGET: words.import_path(cls)}
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):

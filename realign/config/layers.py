@@ -76,12 +76,13 @@ class Layers:
             self._pop(config, key)
         whole = OmegaConf.to_container(config, resolve=False)
         assert isinstance(whole, dict)
-        upper = {key: value for key, value in whole.items() if key in ROOTS and isinstance(value, Mapping)}
+        upper = {str(key): value for key, value in whole.items() if key in ROOTS and isinstance(value, dict)}
         group, _, name = path.rpartition("/")
         label = f"{group}={name}" if group else f"{path}.yaml"
         self._own(owned, upper, label)
+        words = self._lay(upper, label)
         self.files.append(Layer(f"{path}.yaml", config))
-        for place, target in self._lay(upper, label).items():
+        for place, target in words.items():
             self._set_target(place, target)
         _merge(self.view, upper)
 
@@ -140,7 +141,7 @@ class Layers:
                 else:
                     self._drop(path, by)
         chosen = self._text(target if target is not None else self._mapping(path).get(TARGET))
-        for name, value in upper.items():
+        for name in upper:
             if name != TARGET:
                 self._lay_field(place.child(name, chosen), (*path, name), upper, by, rewritten)
 

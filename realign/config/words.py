@@ -12,7 +12,7 @@ import sys
 import types
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from realign.config.errors import ConfigError, suggest
 
@@ -33,7 +33,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
 
 
-def is_word(value: Any) -> bool:
+def is_word(value: Any) -> TypeGuard[str]:
     """Whether a value is text that can choose a component: one identifier other than `none` and `null`."""
     return isinstance(value, str) and value.isidentifier() and value.lower() not in (NONE, "null")
 
@@ -127,7 +127,9 @@ def _takes_text(member: Any) -> bool:
 
 
 def _is_constructible(cls: type) -> bool:
-    return not inspect.isabstract(cls) and (dataclasses.is_dataclass(cls) or cls.__init__ is object.__init__)
+    return not inspect.isabstract(cls) and (
+        dataclasses.is_dataclass(cls) or inspect.getattr_static(cls, "__init__") is object.__init__
+    )
 
 
 def _has_fields(cls: type) -> bool:
