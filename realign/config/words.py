@@ -127,9 +127,9 @@ def _takes_text(member: Any) -> bool:
 
 
 def _is_constructible(cls: type) -> bool:
-    return not inspect.isabstract(cls) and (
-        dataclasses.is_dataclass(cls) or inspect.getattr_static(cls, "__init__") is object.__init__
-    )
+    if inspect.isabstract(cls):
+        return False
+    return dataclasses.is_dataclass(cls) or inspect.getattr_static(cls, "__init__") is object.__init__
 
 
 def _has_fields(cls: type) -> bool:

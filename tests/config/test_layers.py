@@ -92,11 +92,11 @@ def folder(tmp_path: Path) -> Folder:
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch, request):
+def mine(tmp_path, monkeypatch):
     (tmp_path / "my_file.py").write_text(MINE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    request.addfinalizer(lambda: sys.modules.pop("my_file", None))
-    return "my_file"
+    yield "my_file"
+    sys.modules.pop("my_file", None)
 
 
 # --- spellings of one choice ---
@@ -217,20 +217,20 @@ def test_text_and_enum_fields_are_untouched(folder):
         (["objective=gspo", "objective.dual=3"], "unknown key 'interfaces.actor.objective.dual'"),
         (
             ["objective=gspo", "objective.high=3"],
-            "interfaces.actor.objective.high=3.0: must be at least 0 and at most 1",
+            "interfaces.actor.objective.high=3.0: must be at least 0 and",
         ),
         (
             ["correction=none", "correction.cap=3"],
-            "interfaces.actor.correction.cap sets a field of interfaces.actor.cor",
+            "interfaces.actor.correction.cap sets a field of interfaces.actor.",
         ),
         (
             ["correction.cap=3", "correction=null"],
-            "interfaces.actor.correction.cap sets a field of interfaces.actor.cor",
+            "interfaces.actor.correction.cap sets a field of interfaces.actor.",
         ),
         (["objective=gspo", f"objective._target_={HERE}.Clip"], "gspo and tests.config.components.Clip are chosen for"),
         (
             [f"objective={{_target_: {HERE}.Clip}}", "objective=gspo"],
-            "tests.config.components.Clip and gspo are chosen",
+            "config.components.Clip and gspo are chosen",
         ),
         (["label=gspo", "label.x=1"], "interfaces.actor.label=gspo is not a component, but a further key sets a field"),
         (["+epochs=2"], "Could not append to config. An item is already at 'interfaces.actor.epochs'"),
@@ -375,14 +375,14 @@ def test_keys_can_be_deleted(folder, words, expected):
 def presets(folder: Folder) -> Folder:
     folder.actor("clipped", "{objective: {low: 0.3, dual: 3}, correction: {cap: 3}, epochs: 6, label: mine}")
     owned = "[interfaces.actor.objective, interfaces.actor.correction, interfaces.actor.style]"
-    folder.preset("my_gspo", owned, f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}, style: gspo}}")
+    folder.preset("mine", owned, f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}, style: gspo}}")
     folder.preset("worded", owned, "{objective: gspo, correction: null}")
     folder.preset("clip", owned, "{objective: clip}")
     return folder
 
 
 def test_a_preset_discards_what_experiments_say_of_its_places_and_nothing_else(presets):
-    made = presets.experiment("algorithm=my_gspo", name="clipped")
+    made = presets.experiment("algorithm=mine", name="clipped")
     assert made.interfaces["actor"] == Actor(
         objective=Gspo(low=0.01), style=made.interfaces["actor"].style, epochs=6, label="mine"
     )
@@ -392,45 +392,45 @@ def test_a_preset_discards_what_experiments_say_of_its_places_and_nothing_else(p
         "interfaces.actor.correction.cap=3 of experiment/clipped.yaml",
     ]
     assert presets.built("algorithm=clip", name="clipped").objective == Clip()  # the same class, and still discarded
-    assert "owns" not in compose(["experiment=clipped", "algorithm=my_gspo"], presets.path).interfaces
+    assert "owns" not in compose(["experiment=clipped", "algorithm=mine"], presets.path).interfaces
 
 
 def test_a_field_on_the_command_line_applies_to_the_class_of_the_preset(presets):
-    for words in (["algorithm=my_gspo", f"{OBJECTIVE}.high=0.28"], [f"{OBJECTIVE}.high=0.28", "algorithm=my_gspo"]):
+    for words in (["algorithm=mine", f"{OBJECTIVE}.high=0.28"], [f"{OBJECTIVE}.high=0.28", "algorithm=mine"]):
         assert presets.built(*words, name="clipped").objective == Gspo(low=0.01, high=0.28)
     assert presets.built("algorithm=worded", f"{OBJECTIVE}.high=0.28", name="clipped").objective == Gspo(high=0.28)
     for same in (f"{OBJECTIVE}=gspo", f"{OBJECTIVE}._target_={HERE}.Gspo"):
-        assert presets.built("algorithm=my_gspo", same, name="clipped").objective == Gspo(low=0.01)
+        assert presets.built("algorithm=mine", same, name="clipped").objective == Gspo(low=0.01)
         assert presets.built("algorithm=worded", same, name="clipped").objective == Gspo()
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["algorithm=my_gspo", "objective=clip"], ["objective", "algorithm=my_gspo"]),
-        (["algorithm=my_gspo", f"objective._target_={HERE}.Clip"], ["objective", "algorithm=my_gspo"]),
-        (["algorithm=my_gspo", f"objective={{_target_: {HERE}.Clip, dual: 3}}"], ["objective", "algorithm=my_gspo"]),
-        (["algorithm=my_gspo", "objective=clip", "objective.dual=3"], ["objective", "algorithm=my_gspo"]),
+        (["algorithm=mine", "objective=clip"], ["objective", "algorithm=mine"]),
+        (["algorithm=mine", f"objective._target_={HERE}.Clip"], ["objective", "algorithm=mine"]),
+        (["algorithm=mine", f"objective={{_target_: {HERE}.Clip, dual: 3}}"], ["objective", "algorithm=mine"]),
+        (["algorithm=mine", "objective=clip", "objective.dual=3"], ["objective", "algorithm=mine"]),
         (
-            ["algorithm=my_gspo", "objective.dual=3"],
-            ["unknown key 'interfaces.actor.objective.dual'", "algorithm=my_gspo"],
+            ["algorithm=mine", "objective.dual=3"],
+            ["unknown key 'interfaces.actor.objective.dual'", "algorithm=mine"],
         ),
         (
-            ["algorithm=my_gspo", "objective=null"],
-            ["objective: none contradicts algorithm=my_gspo, which sets it to gspo"],
+            ["algorithm=mine", "objective=null"],
+            ["objective: none contradicts algorithm=mine, which sets it to gspo"],
         ),
-        (["algorithm=my_gspo", "~objective"], ["~interfaces.actor.objective contradicts algorithm=my_gspo"]),
+        (["algorithm=mine", "~objective"], ["~interfaces.actor.objective contradicts algorithm=mine"]),
         (
-            ["algorithm=my_gspo", "style=none"],
-            ["interfaces.actor.style: none contradicts algorithm=my_gspo", "to gspo"],
+            ["algorithm=mine", "style=none"],
+            ["interfaces.actor.style: none contradicts algorithm=mine", "to gspo"],
         ),
         (["algorithm=worded", "objective=clip"], ["objective: clip contradicts algorithm=worded", "sets it to gspo"]),
         (["algorithm=worded", "objective=clip", "objective.low=0.1"], ["objective: clip contradicts algorithm=worded"]),
         (["algorithm=worded", "correction.cap=3"], ["correction: a component contradicts algorithm=worded", "to none"]),
         (["algorithm=worded", "correction=importance_correction"], ["correction: importance_correction contradicts"]),
         (
-            ["algorithm=my_gspo", "_target_=tests.config_parts.Actor"],
-            ["interfaces.actor.objective", "algorithm=my_gspo"],
+            ["algorithm=mine", "_target_=tests.config_parts.Actor"],
+            ["interfaces.actor.objective", "algorithm=mine"],
         ),
     ],
 )
@@ -445,14 +445,14 @@ def test_the_command_line_may_not_contradict_a_preset(presets, words, parts):
 
 
 def test_a_place_that_a_preset_owns_and_leaves_alone_can_be_set(presets):
-    made = presets.built("algorithm=my_gspo", "interfaces.actor.correction.cap=9", name="clipped")
+    made = presets.built("algorithm=mine", "interfaces.actor.correction.cap=9", name="clipped")
     assert made.correction == ImportanceCorrection(cap=9)
 
 
 def test_an_experiment_may_build_on_a_preset_and_choose_otherwise(presets):
     presets.write(
         "experiment/on_preset",
-        "defaults: [base, /algorithm/my_gspo, _self_]\ninterfaces: {actor: {objective: {high: 0.02}}}\n",
+        "defaults: [base, /algorithm/mine, _self_]\ninterfaces: {actor: {objective: {high: 0.02}}}\n",
     )
     assert presets.built(name="on_preset").objective == Gspo(low=0.01, high=0.02)
     presets.actor("otherwise", f"{{objective: {{_target_: {HERE}.Clip}}}}", parent="on_preset")
