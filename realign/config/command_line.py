@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from realign.config.errors import ConfigError
 from realign.config.places import ROOTS
+from realign.config.trees import Path, get
 from realign.config.words import NONE, TARGET, is_word
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
-
-    from realign.config.layers import Path
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
         path = tuple(override.key_or_group.split("."))
         if override.is_delete():
             deleted.append(path)
-        elif not (override.is_add() and not isinstance(override.value(), dict) and _present(present, path)):
+        elif not (override.is_add() and not isinstance(override.value(), dict) and get(present, path) is not None):
             _put(tree, path, override.value())
     return tree, deleted
 
@@ -68,12 +67,6 @@ def _is_ours(override: Override) -> bool:
     if root not in ROOTS or override.is_sweep_override() or override.package is not None:
         return False
     return "[" not in rest and (bool(rest) or isinstance(override.value(), dict))
-
-
-def _present(node: Any, path: Path) -> bool:
-    for name in path:
-        node = node.get(name) if isinstance(node, dict) else None
-    return node is not None
 
 
 def _put(tree: dict[str, Any], path: Path, value: Any) -> None:

@@ -20,11 +20,11 @@ from realign.config.command_line import Word
 from realign.config.errors import ConfigError, suggest
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import REPORT
+from realign.config.trees import MISSING, Path, delete_leaf, get, has, leaves, merge, node_at, remove
 from realign.config.words import NONE, TARGET, import_path, is_word, snake_case
 
 OWNS = "owns"
 """Key of a file that lists the places it owns."""
-Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Layers:
         self.files.append(Layer(f"{path}.yaml", config))
         for place, target in words.items():
             self._set_target(place, target)
-        _merge(self.view, upper)
+        merge(self.view, upper)
 
     def add_command_line(self, tree: dict[str, Any], deleted: Sequence[Path]) -> dict[Path, str]:
         """Lay the overrides of the command line over the files.
@@ -101,14 +101,14 @@ class Layers:
         """
         self._check_owned(tree, deleted)
         for path in deleted:
-            _remove(self.view, path)
+            remove(self.view, path)
         rewritten = self._lay(tree, None)
-        _merge(self.view, tree)
+        merge(self.view, tree)
         return rewritten
 
     def dropped(self) -> list[str]:
         """The discarded keys whose values differ from the final ones, with their file and the layer above it."""
-        return [str(drop) for drop in self.drops if _get(self.view, drop.path, _MISSING) != drop.value]
+        return [str(drop) for drop in self.drops if get(self.view, drop.path, MISSING) != drop.value]
 
     # --- choosing classes ---
 
@@ -149,7 +149,7 @@ class Layers:
         self, place: Place, path: Path, owner: dict[str, Any], by: str | None, rewritten: dict[Path, str]
     ) -> None:
         """The same for one field: `owner` is the mapping of the upper layer that has it."""
-        value, lower = owner[path[-1]], _get(self.view, path)
+        value, lower = owner[path[-1]], get(self.view, path)
         if is_word(value) and isinstance(lower, dict):
             target = place.of_word(value)
             if target is None:
@@ -221,12 +221,12 @@ class Layers:
         """Find overrides that set an owned place itself to something else; fields of its class may be overridden."""
         for key, owner in self.owners.items():
             path = tuple(key.split("."))
-            lower, upper = _get(self.view, path, _MISSING), _get(tree, path, _MISSING)
-            if lower is _MISSING:
+            lower, upper = get(self.view, path, MISSING), get(tree, path, MISSING)
+            if lower is MISSING:
                 continue
             if any(path[: len(gone)] == gone for gone in deleted):
                 raise ConfigError(f"~{key} contradicts {owner}, which sets {key}; remove one of them")
-            if upper is not _MISSING and _contradicts(upper, lower):
+            if upper is not MISSING and _contradicts(upper, lower):
                 raise ConfigError(
                     f"{key}: {_shown(upper)} contradicts {owner}, which sets it to {_shown(lower)}; remove one of them"
                 )
@@ -235,18 +235,18 @@ class Layers:
 
     def _drop(self, path: Path, by: str | None) -> None:
         """Discard everything below a path from the files and the view, and record it."""
-        if not _has(self.view, path):
+        if not has(self.view, path):
             return
-        for leaf, value in list(_leaves(_get(self.view, path), path)):
-            holders = [layer for layer in self.files if _node(layer.config, leaf) is not None]
+        for leaf, value in list(leaves(get(self.view, path), path)):
+            holders = [layer for layer in self.files if node_at(layer.config, leaf) is not None]
             if by is None and (owned := self._owner_of(leaf)) is not None and holders:
                 place, owner = owned
                 raise ConfigError(f"{place}: the command line chooses another class than {owner}; remove one of them")
             if holders:
                 self.drops.append(Dropped(leaf, value, holders[-1].source, by or "the command line"))
             for layer in holders:
-                _delete(layer.config, leaf, len(path))
-        _remove(self.view, path)
+                delete_leaf(layer.config, leaf, len(path))
+        remove(self.view, path)
         for key in [key for key in self.owners if tuple(key.split("."))[: len(path)] == path]:
             del self.owners[key]  # a higher layer decides about the place now
 
@@ -257,12 +257,12 @@ class Layers:
     def _set_target(self, path: Path, target: str) -> None:
         """Write a class for a word in the highest file that has the word, and in the view."""
         for layer in reversed(self.files):
-            node = _node(layer.config, path)
+            node = node_at(layer.config, path)
             if node is not None:
                 with flag_override(layer.config, ["struct", "readonly"], False):
-                    _node(layer.config, path[:-1])[path[-1]] = {TARGET: target}
+                    node_at(layer.config, path[:-1])[path[-1]] = {TARGET: target}
                 break
-        parent = _get(self.view, path[:-1])
+        parent = get(self.view, path[:-1])
         if isinstance(parent, dict) and is_word(parent.get(path[-1])):
             parent[path[-1]] = {TARGET: target}
 
@@ -278,7 +278,7 @@ class Layers:
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         """The mapping at a path of the view, through an interpolation; empty where there is none."""
-        found = _get(self.view, path)
+        found = get(self.view, path)
         if isinstance(found, str) and "${" in found:
             found = self._interpolated(found)
         return found if isinstance(found, dict) else {}
@@ -292,9 +292,6 @@ class Layers:
             return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()  # type: ignore[union-attr]
         except (OmegaConfBaseException, AttributeError):
             return None  # of a key outside the components, or of one that a higher layer sets
-
-
-_MISSING = object()
 
 
 def _resolved(place: Place, word: Word) -> str:
@@ -331,62 +328,3 @@ def _root_places(root: str, node: Any) -> Iterator[tuple[Path, Any]]:
             yield (root, role), value
     else:
         yield (root,), node
-
-
-def _get(node: Any, path: Path, default: Any = None) -> Any:
-    for name in path:
-        if not isinstance(node, dict) or name not in node:
-            return default
-        node = node[name]
-    return node
-
-
-def _has(node: Any, path: Path) -> bool:
-    return _get(node, path, _MISSING) is not _MISSING
-
-
-def _remove(node: Any, path: Path) -> None:
-    if isinstance(parent := _get(node, path[:-1]), dict):
-        parent.pop(path[-1], None)
-
-
-def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> None:
-    for key, value in upper.items():
-        if isinstance(value, dict):
-            below = lower.get(key)
-            lower[key] = dict(below) if isinstance(below, dict) else {}
-            _merge(lower[key], value)
-        else:
-            lower[key] = value
-
-
-def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _leaves(value, (*path, str(key)))
-    else:
-        yield path, node
-
-
-def _node(config: Any, path: Path) -> Any:
-    """The node at a path of a file, not followed through interpolations; None where there is none."""
-    for name in path:
-        if (
-            not isinstance(config, DictConfig)
-            or config._is_none()
-            or config._is_interpolation()
-            or config._is_missing()
-        ):
-            return None
-        config = config._get_node(name)
-    return config
-
-
-def _delete(config: DictConfig, path: Path, top: int) -> None:
-    """Remove a leaf of a file, and the mappings above it, down to the depth `top`, that it leaves empty."""
-    with flag_override(config, ["struct", "readonly"], False):
-        for depth in range(len(path), top - 1, -1):
-            parent = _node(config, path[: depth - 1])
-            if depth < len(path) and len(parent[path[depth - 1]]):
-                return
-            del parent[path[depth - 1]]
