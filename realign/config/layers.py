@@ -9,6 +9,7 @@ are imported only if two layers differ about a place.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +132,8 @@ class Layers:
         """Lay a mapping over what stands at `path`; `by` is None for the command line."""
         if isinstance(upper.get(TARGET), Word):
             upper[TARGET] = rewritten[path] = _resolved(place, upper[TARGET])
+        if upper:
+            self._expand(path)
         lower = self._mapping(path)
         below, target = lower.get(TARGET), upper.get(TARGET)
         if target is not None and lower and target != below:
@@ -255,16 +258,30 @@ class Layers:
         return next(owned, None)
 
     def _set_target(self, path: Path, target: str) -> None:
-        """Write a class for a word in the highest file that has the word, and in the view."""
+        """Write the class of a word in the highest file that has the word, and in the view."""
+        self._write(path, {TARGET: target})
+        if is_word(get(self.view, path)):
+            get(self.view, path[:-1])[path[-1]] = {TARGET: target}
+
+    def _expand(self, path: Path) -> None:
+        """Turn an interpolation of a whole component into one for each of its values, so that a layer can change some.
+
+        On the command line Hydra itself would replace the interpolation, and with it all other values.
+        """
+        text = get(self.view, path)
+        source = re.fullmatch(r"\$\{([\w.]*\w)\}", text) if isinstance(text, str) else None
+        found = self._mapping(path)
+        if source is not None and found:
+            get(self.view, path[:-1])[path[-1]] = linked = _links(found, source[1])
+            self._write(path, linked)
+
+    def _write(self, path: Path, value: Mapping[str, Any]) -> None:
+        """Replace a value in the highest file that has it."""
         for layer in reversed(self.files):
-            node = node_at(layer.config, path)
-            if node is not None:
+            if node_at(layer.config, path) is not None:
                 with flag_override(layer.config, ["struct", "readonly"], False):
-                    node_at(layer.config, path[:-1])[path[-1]] = {TARGET: target}
-                break
-        parent = get(self.view, path[:-1])
-        if isinstance(parent, dict) and is_word(parent.get(path[-1])):
-            parent[path[-1]] = {TARGET: target}
+                    node_at(layer.config, path[:-1])[path[-1]] = value
+                return
 
     @staticmethod
     def _pop(config: DictConfig, key: str) -> Any:
@@ -292,6 +309,18 @@ class Layers:
             return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()  # type: ignore[union-attr]
         except (OmegaConfBaseException, AttributeError):
             return None  # of a key outside the components, or of one that a higher layer sets
+
+
+def _links(node: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A mapping of interpolations to the values of the mapping `node` at the key `source`."""
+    return {
+        key: _links(value, f"{source}.{key}")
+        if isinstance(value, dict)
+        else value
+        if key == TARGET
+        else f"${{{source}.{key}}}"
+        for key, value in node.items()
+    }
 
 
 def _resolved(place: Place, word: Word) -> str:

@@ -354,6 +354,17 @@ def test_interpolations_work_across_layers(folder):
     assert folder.built(f"{OBJECTIVE}=gspo", name="copied").objective == Gspo()
 
 
+def test_a_field_of_an_interpolated_component_leaves_its_other_fields_alone(folder):
+    terms = f"terms: {{a: {{_target_: {HERE}.Clip, low: 0.5, dual: 3}}}}"
+    folder.actor("copied", f"{{{terms}, objective: '${{interfaces.actor.terms.a}}'}}")
+    for words in ([f"{OBJECTIVE}.high=0.1"], [f"{OBJECTIVE}=clip", f"{OBJECTIVE}.high=0.1"]):
+        made = folder.built(*words, "interfaces.actor.terms.a.dual=4", name="copied")
+        assert made.objective == Clip(low=0.5, high=0.1, dual=4)
+        assert made.terms == {"a": Clip(low=0.5, dual=4)}
+    made = folder.built(f"{OBJECTIVE}=gspo", f"{OBJECTIVE}.high=0.1", name="copied")
+    assert (made.objective, made.terms) == (Gspo(high=0.1), {"a": Clip(low=0.5, dual=3)})
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
