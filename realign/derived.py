@@ -69,6 +69,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     idle += [f"models.{r}" for r in e.models if r not in e.roles]
     idle += [f"models.{r}.optimizer" for r in e.models if r in untrained and getattr(e.models[r], "optimizer", None)]
     rows["config keys never read"] = ", ".join(idle) or "none"
+    if e.dropped:
+        rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
     return list(rows.items())
 
 

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from realign.config.errors import ConfigError, explain, one_line
+from realign.config.errors import explain, one_line
+from realign.errors import RealignError
 from realign.mistakes import raised_on_purpose
 
 BUG, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -70,8 +71,8 @@ def described(error: BaseException, debug: bool) -> tuple[str, int]:
 
 def user_message(error: Exception) -> str | None:
     """One line for an error that realign or Hydra raised on purpose, or that the disk did; None for a bug."""
-    if isinstance(error, ConfigError):
-        return str(error)
+    if isinstance(error, RealignError):
+        return one_line(error)
     if isinstance(error, OSError):
         return one_line(error)
     kinds = (ValueError, RuntimeError, ArithmeticError, ImportError)

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -37,24 +36,30 @@ Start: TypeAlias = "Callable[[ExperimentConfig], int]"
 def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
     """Check the command line, and let Hydra compose one run, or each of a sweep, for `start`; also `--cfg`."""
     from realign.config import compose
-    from realign.config.composition import check_launch, hydra_main, search_path
+    from realign.config.composition import check_launch, register_schema, search_path
+    from realign.config.loader import run_application, show_config, show_info
 
     check_launch(overrides, args.config_dir)
     if args.multirun:
         _check_sweep(overrides)
     if not (args.multirun or args.cfg or args.info):
         _check_start(build(compose(overrides, args.config_dir)))  # before Hydra makes a folder for it
-    flags = ["--multirun"] if args.multirun else []
-    flags += ["--resolve"] if args.resolve else []
-    flags += [f"--{name}={getattr(args, name)}" for name in ("cfg", "package", "info") if getattr(args, name)]
 
     def job(composed: DictConfig) -> None:
         if code := start(_config_of_job(composed)):
             raise SystemExit(code)
 
-    with _terminated_by_exception(), _hydra_arguments([*flags, *search_path(args.config_dir), *overrides]):
+    words = [*search_path(args.config_dir), *overrides]
+    register_schema()
+    if args.cfg:
+        show_config(words, args.cfg, args.package, args.resolve)
+        return 0
+    if args.info:
+        show_info(words, args.info)
+        return 0
+    with _terminated_by_exception():
         try:
-            hydra_main(job)()
+            run_application(job, words, args.multirun)
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 1
     return 0
@@ -243,18 +248,3 @@ def _terminated_by_exception() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _hydra_arguments(argv: list[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv`, and hands its exceptions on only if this variable is set."""
-    before, variable = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [before[0], *argv], "1"
-    try:
-        yield
-    finally:
-        sys.argv = before
-        if variable is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = variable

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, Model, ModelInterface, SequenceSample
+from realign.errors import SettingsError
 from realign.testing import BigramEngine
 
 HERE = "tests.config_parts"
@@ -29,7 +30,7 @@ class Norm:
 
     def __post_init__(self) -> None:
         if self.eps <= 0:
-            raise ValueError(f"eps must be positive, found {self.eps}")
+            raise SettingsError(f"eps must be positive, found {self.eps}")
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Prompts:
 
 def one_call(*, extra: bool = False, repeats: int = 1) -> DataflowGraph:
     if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, found {repeats}")
+        raise SettingsError(f"repeats must be at least 1, found {repeats}")
     train = RPC("train", "actor", "train_step", ("input_ids", "extra") if extra else ("input_ids",))
     return DataflowGraph((train,), dataset_keys=("input_ids",))
 

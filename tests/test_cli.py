@@ -13,6 +13,7 @@ import yaml
 
 import realign
 from realign import cli
+from realign.config import ConfigError
 from realign.config.folders import experiments_dir, list_experiments
 from tests.config_parts import EXPERIMENT, write_experiment
 
@@ -99,10 +100,10 @@ def test_trap_g6_a_mistake_is_one_line_on_stderr_exit_2_and_leaves_no_file(here,
 
 
 def test_debug_shows_the_traceback(here, monkeypatch):
-    with pytest.raises(ValueError, match="unknown key 'stepss'"):
+    with pytest.raises(ConfigError, match="unknown key 'stepss'"):
         realign_main("experiment=bigram", "stepss=3", "--debug")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(ValueError, match="unknown key 'stepss'"):
+    with pytest.raises(ConfigError, match="unknown key 'stepss'"):
         realign_main("experiment=bigram", "stepss=3")
 
 

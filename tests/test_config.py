@@ -23,7 +23,7 @@ from realign.config import (
 from realign.config.composition import config_of
 from realign.config.convert import convert
 from realign.config.folders import experiments_dir, list_experiments
-from realign.config.schema import COMPONENTS
+from realign.config.schema import COMPONENTS, REPORT
 from realign.data import DataSpec
 from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import ModelSpec
@@ -267,7 +267,7 @@ def test_the_schema_and_the_experiment_have_the_same_defaults():
     of_experiment = {f.name: f for f in dataclasses.fields(Experiment)}
     example = Experiment("x", 1, 1, DataflowGraph(()), {}, {}, data=None)
     for field in dataclasses.fields(ExperimentConfig):
-        if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads"):
+        if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads", *REPORT):
             continue
         if field.name in COMPONENTS and field.name != "trackers":
             continue
@@ -278,7 +278,7 @@ def test_the_schema_and_the_experiment_have_the_same_defaults():
             default, expected = dataclasses.asdict(default), dataclasses.asdict(expected)
             expected.pop("whole_groups", None)  # for algorithms to set, not for users
         assert default == expected, field.name
-    assert {f.name for f in dataclasses.fields(ExperimentConfig)} - of_experiment.keys() == {"threads"}
+    assert {f.name for f in dataclasses.fields(ExperimentConfig)} - of_experiment.keys() == {"threads", *REPORT}
     assert of_experiment.keys() <= {f.name for f in dataclasses.fields(ExperimentConfig)}
 
 
@@ -400,7 +400,7 @@ def test_a_config_dir_with_odd_characters(tmp_path):
 )
 def test_parts_that_do_not_fit_fail_before_anything_is_loaded(folder, monkeypatch, overrides, message):
     monkeypatch.setattr(Bigram, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ConfigError, ValueError), match=message):
         build_experiment(compose(["experiment=bigram", *overrides], folder))
 
 

@@ -95,7 +95,7 @@ def test_a_config_makes_and_calls_only_what_its_place_allows(target, whole, monk
         for key in path[:-1]:
             owner = owner[key]
         owner[path[-1]] = {"_target_": target}
-        with pytest.raises(ValueError, match=r"\S"):
+        with pytest.raises(ConfigError, match=r"\S"):
             build_experiment(config_of(plain))
         assert called == [], path
     assert not {"antigravity", "webbrowser"} & (set(sys.modules) - before)

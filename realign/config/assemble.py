@@ -5,26 +5,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.components import TARGET, build, build_graph
-from realign.config.errors import ConfigError, suggest
-from realign.config.schema import COMPONENTS, ExperimentConfig
+from realign.config.components import INTERFACES, build, build_graph
+from realign.config.errors import ConfigError, suggest, unknown_key
+from realign.config.layers import OWNS
+from realign.config.places import ROOTS
+from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.targets import import_target
+from realign.config.words import TARGET
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment
-
-DEFAULT_MODEL = "realign.engines.TransformersModel"
-DEFAULT_EVALUATION = "realign.runtime.Evaluation"
-DEFAULT_CALIBRATION = "realign.runtime.RewardCalibration"
-DEFAULT_DYNAMIC_SAMPLING = "realign.runtime.DynamicSampling"
-DEFAULT_RUNTIME = "realign.runtime.RuntimeSpec"
-DEFAULT_ROLLOUT = "realign.runtime.RolloutSpec"
-DEFAULT_SYNC = "realign.api.Sync"
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -34,6 +30,11 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         ConfigError: a component is wrong; names the key.
         ValueError: the parts do not fit: the graph's roles, temperatures, an evaluation without a model.
     """
+    with _owners_named(config.owners):
+        return _build(config)
+
+
+def _build(config: ExperimentConfig) -> Experiment:
     # Imported here: composing a config must not wait for torch.
     from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, Sync
     from realign.data import DataSpec
@@ -44,22 +45,21 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     from realign.runtime.trackers import TrackerSpec
 
     _check_names(config)
-    graph = build_graph(config.graph, DataflowGraph, "graph")
-    interfaces = _roles(config.interfaces, ModelInterface, "interfaces")
-    models = _roles(config.models, ModelSpec, "models", DEFAULT_MODEL)
+    interfaces = _roles(config, ModelInterface, "interfaces")
+    graph = build_graph(config.graph, DataflowGraph, "graph", interfaces)
+    models = _roles(config, ModelSpec, "models")
     data: DataSpec = build(config.data, DataSpec, "data")
     dynamic_sampling: DynamicSampling | None = None
     if config.dynamic_sampling:
-        node = {TARGET: DEFAULT_DYNAMIC_SAMPLING, **config.dynamic_sampling}
-        dynamic_sampling = build(node, DynamicSampling, "dynamic_sampling")
+        dynamic_sampling = _one(config, DynamicSampling, "dynamic_sampling")
     evaluation: Evaluator | None = None
     if config.evaluation:
-        evaluation = build({TARGET: DEFAULT_EVALUATION, **config.evaluation}, Evaluator, "evaluation")
+        evaluation = _one(config, Evaluator, "evaluation")
         if evaluation.role not in models:
             raise ConfigError(f"evaluation.role: no model plays {evaluation.role!r}{suggest(evaluation.role, models)}")
     calibration: RewardCalibration | None = None
     if config.calibration:
-        calibration = build({TARGET: DEFAULT_CALIBRATION, **config.calibration}, RewardCalibration, "calibration")
+        calibration = _one(config, RewardCalibration, "calibration")
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty, and the run would write into the current folder; name a folder")
     try:
@@ -75,7 +75,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         batch_prompts=config.batch_prompts,
         microbatch=microbatch,
         graph=graph,
-        sync=_roles(config.sync, Sync, "sync", DEFAULT_SYNC),
+        sync=_roles(config, Sync, "sync"),
         interfaces=interfaces,
         models=models,
         data=data,
@@ -88,9 +88,9 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         save_best=config.save_best,
         sample_prompts=config.sample_prompts,
         print_samples_every_steps=config.print_samples_every_steps,
-        trackers=_roles(config.trackers, TrackerSpec, "trackers"),
-        runtime=build({TARGET: DEFAULT_RUNTIME, **config.runtime}, RuntimeSpec, "runtime"),
-        rollout=build({TARGET: DEFAULT_ROLLOUT, **config.rollout}, RolloutSpec, "rollout"),
+        trackers=_roles(config, TrackerSpec, "trackers"),
+        runtime=_one(config, RuntimeSpec, "runtime"),
+        rollout=_one(config, RolloutSpec, "rollout"),
         ratio_tolerance=config.ratio_tolerance,
         strict_ratio=config.strict_ratio,
         checkpoint=None if config.checkpoint is None else CheckpointSpec(**dataclasses.asdict(config.checkpoint)),
@@ -98,6 +98,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         resume_allow=config.resume_allow,
         resume_skip=config.resume_skip,
     )
+    experiment.dropped = list(config.dropped)
+    _check_owned(config.owners, vars(experiment))
     experiment.resolved = resolved_config(config, experiment)
     return experiment
 
@@ -121,8 +123,9 @@ def _check_names(config: ExperimentConfig) -> None:
 
 def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
     """The whole truth about a run as plain values: what the config said, and every default of every component."""
-    whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in COMPONENTS}
-    defaults = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
+    whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
+    parameters = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
+    defaults = [p for p in parameters if p.name != INTERFACES]
     return whole | {
         "models": {role: as_node(spec) for role, spec in experiment.models.items()},
         "interfaces": {role: as_node(interface) for role, interface in experiment.interfaces.items()},
@@ -159,11 +162,48 @@ def as_node(value: Any, declared: Any = None) -> Any:
     return value
 
 
-def _roles(nodes: Mapping[str, Any], kind: Any, where: str, default_target: str | None = None) -> dict[str, Any]:
+def _roles(config: ExperimentConfig, kind: Any, root: str) -> dict[str, Any]:
     """The component of each role; a role set to null is left out."""
-    target = {TARGET: default_target} if default_target else {}
+    target = _default_target(root)
     return {
-        role: build({**target, **node} if isinstance(node, Mapping) else node, kind, f"{where}.{role}")
-        for role, node in nodes.items()
+        role: build({**target, **node} if isinstance(node, Mapping) else node, kind, f"{root}.{role}")
+        for role, node in getattr(config, root).items()
         if node is not None
     }
+
+
+def _one(config: ExperimentConfig, kind: Any, root: str) -> Any:
+    return build({**_default_target(root), **getattr(config, root)}, kind, root)
+
+
+def _default_target(root: str) -> dict[str, str]:
+    default = ROOTS[root].default
+    return {} if default is None else {TARGET: default}
+
+
+def _check_owned(owners: Mapping[str, str], built: Mapping[str, Any]) -> None:
+    """Find places that a preset claims to own, and that no class has."""
+    for place, owner in owners.items():
+        root, *names = place.split(".")
+        value, key = built.get(root), root
+        for name in names:
+            if isinstance(value, Mapping):
+                value = value.get(name)  # a role that this experiment may lack
+            elif dataclasses.is_dataclass(value):
+                fields = [field.name for field in dataclasses.fields(value)]
+                if name not in fields:
+                    raise ConfigError(f"{owner}: {OWNS} lists {place}, but {unknown_key(f'{key}.{name}', fields)}")
+                value = getattr(value, name)
+            key = f"{key}.{name}"
+
+
+@contextmanager
+def _owners_named(owners: Mapping[str, str]) -> Iterator[None]:
+    """Name the preset in an error about a key that its class lacks."""
+    try:
+        yield
+    except ConfigError as error:
+        for place, owner in owners.items():
+            if f"unknown key '{place}." in str(error):
+                raise ConfigError(f"{error}; {owner} sets the class of {place}") from error
+        raise

@@ -11,13 +11,18 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from realign.config.convert import convert, type_name
-from realign.config.errors import ConfigError, one_line, suggest
+from realign.config.errors import ConfigError, one_line, unknown_key
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
+from realign.config.words import TARGET
+from realign.errors import SettingsError
+from realign.mistakes import raised_on_purpose
 
-TARGET = "_target_"
+INTERFACES = "interfaces"
+"""The parameter of a graph function that is given the built interfaces, and never a value of the config."""
 T = TypeVar("T")
 
 
@@ -57,11 +62,17 @@ def build(node: Any, kind: Any, where: str) -> Any:
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
 
 
-def build_graph(node: Any, returns: type[T], where: str) -> T:
+def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str, Any] | None = None) -> T:
     """Call the function that `node` names, if its annotation says that it returns `returns`.
 
+    Args:
+        node: `_target_` (import path of the function) and values of its arguments.
+        returns: what the function must be annotated to return.
+        where: the key of the node, for messages.
+        interfaces: the built interfaces by role, for a function that has a parameter `interfaces`.
+
     Raises:
-        ConfigError: another kind of target, an unknown, missing or ill-typed argument, or a ValueError of the function.
+        ConfigError: another kind of target, or an unknown, missing or ill-typed argument.
     """
 
     def fits(found: Any) -> bool:
@@ -80,8 +91,12 @@ def build_graph(node: Any, returns: type[T], where: str) -> T:
         for p in inspect.signature(function).parameters.values()
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
+    make = function
+    if any(p.name == INTERFACES for p in parameters):
+        make = partial(function, **{INTERFACES: {} if interfaces is None else interfaces})
+        parameters = [p for p in parameters if p.name != INTERFACES]
     given = {name: value for name, value in node.items() if name != TARGET}
-    return _construct(function, parameters, given, where)
+    return _construct(make, parameters, given, where)
 
 
 def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None) -> T:
@@ -140,7 +155,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     for name in raw:
         if name not in known:
-            raise ConfigError(f"unknown key '{prefix}{name}'{suggest(str(name), known)}")
+            raise ConfigError(unknown_key(f"{prefix}{name}", known))
     values = {}
     for p in parameters:
         default = p.default() if p.default is not None else None
@@ -154,10 +169,15 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
             values[p.name] = default
     try:
         return make(**values)
+    except SettingsError as error:
+        raise ConfigError(located(where, one_line(error), known)) from error
     except ConfigError:
         raise
-    except ValueError as error:
-        raise ConfigError(located(where, one_line(error), known)) from error
+    except Exception as error:
+        if isinstance(error, ValueError) and raised_on_purpose(error):  # for classes without `realign.settings`
+            raise ConfigError(located(where, one_line(error), known)) from error
+        error.add_note(f"while building {where or 'the config'}")
+        raise
 
 
 def located(where: str, message: str, fields: Iterable[str]) -> str:

@@ -10,25 +10,17 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.components import fill
 from realign.config.errors import OPTIONAL, ConfigError, explain, not_a_component, one_line
-from realign.config.folders import experiments_dir
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
-from realign.config.schema import COMPONENTS, ExperimentConfig
+from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-HYDRA_VERSION = "1.3"
-"""The behaviour of Hydra that is asked for (its `version_base`)."""
-
-
-ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig))
+ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> ExperimentConfig:
@@ -158,14 +150,6 @@ def _search_urls(config_dir: Path | str | None) -> list[str]:
     return [f"file://{folder}"]
 
 
-def hydra_main(task: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """`task` as a Hydra application over our experiments; it reads its arguments from `sys.argv`."""
-    import hydra
-
-    register_schema()
-    return hydra.main(version_base=HYDRA_VERSION, config_path=str(experiments_dir()), config_name="config")(task)
-
-
 def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> None:
     """Check Hydra's own node in every run that a command line starts.
 
@@ -234,22 +218,21 @@ def _default_node(launcher: str) -> Mapping[str, Any]:
 
 def _whole(overrides: Sequence[str]) -> DictConfig:
     """What Hydra makes of the overrides, with its own node."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
     from hydra.errors import ConfigCompositionException
 
-    with initialize_config_dir(str(experiments_dir()), version_base=HYDRA_VERSION, job_name="realign"):
-        try:
-            return hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
-        except KeyError as error:  # Hydra reads the environment variables that a config names
-            raise ConfigCompositionException(
-                f"hydra.job.env_copy: the environment variable {error} is not set. Keep the default of this setting."
-            ) from error
-        except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # merging into null
-            raise ConfigCompositionException(
-                f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
-                f"key that is null, or no mapping? {' '.join(overrides)}"
-            ) from error
+    from realign.config.loader import whole_config
+
+    try:
+        return whole_config(overrides)
+    except KeyError as error:  # Hydra reads the environment variables that a config names
+        raise ConfigCompositionException(
+            f"hydra.job.env_copy: the environment variable {error} is not set. Keep the default of this setting."
+        ) from error
+    except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf's, merging into null
+        raise ConfigCompositionException(
+            f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
+            f"key that is null, or no mapping? {' '.join(overrides)}"
+        ) from error
 
 
 @dataclass(frozen=True)

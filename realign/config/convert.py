@@ -16,7 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode
 from omegaconf.errors import ValidationError
 
+from realign.config import words
 from realign.config.errors import ConfigError, listed, one_line, suggest
+from realign.settings import choices_of
 
 LEAVES: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
     {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode, Path: PathNode}
@@ -49,6 +51,11 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     """
     if raw == "???":
         raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
+    if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
+        if raw == words.NONE and words.is_optional(annotation):
+            return None
+        if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
+            raw = {words.TARGET: words.import_path(cls)}
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return _one_of(raw, arguments, where, default)
@@ -59,7 +66,8 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if annotation is Any or annotation is object:
         return _plain(raw, where)
     if raw is None and annotation is not type(None):
-        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}")
+        valid = listed(found) if len(found := words.choices(annotation)) > 1 else ""
+        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}")
     if origin is Literal:
         return _choice(raw, {str(a): a for a in arguments}, where)
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
@@ -76,11 +84,6 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     raise wrong_type(raw, annotation, where)
 
 
-def choices_of(kind: type[Enum]) -> dict[str, Enum]:
-    """The members of an enum by the names that a config gives them: `async_` stands for a keyword of Python's."""
-    return {name.rstrip("_"): member for name, member in kind.__members__.items()}
-
-
 def type_name(annotation: Any) -> str:
     """An annotation as people write it."""
     if inspect.isclass(annotation) and not get_args(annotation):
@@ -95,13 +98,9 @@ def _is_plain_class(annotation: Any) -> bool:
 
 def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any) -> Any:
     """The object that a mapping stands for; None when it is just a mapping."""
-    from realign.config.components import (
-        TARGET,
-        build,
-        fill,
-    )  # a component has fields, and a field may hold a component
+    from realign.config.components import build, fill  # a component has fields, and a field may hold a component
 
-    if TARGET in raw:
+    if words.TARGET in raw:
         return build(raw, annotation, where)
     fits = annotation is Any or (_is_plain_class(annotation) and isinstance(default, annotation))
     if dataclasses.is_dataclass(default) and not isinstance(default, type) and fits:

@@ -11,6 +11,9 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
+from realign.config.renamed import renamed
+from realign.errors import ConfigError as ConfigError  # the name of this module's users
+
 MANY = 24
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
@@ -32,16 +35,17 @@ PLAIN: Mapping[str, str] = MappingProxyType({"str": "a text", "bool": "a bool", 
 OPTIONAL = ("dynamic_sampling", "evaluation", "calibration")
 
 
-class ConfigError(ValueError):
-    """A mistake in the configuration, told in one line."""
-
-
 def suggest(word: str, known: Iterable[object]) -> str:
     """The end of a message about an unknown name: the nearest valid one, and all of them unless they are many."""
     names = sorted({str(name) for name in known})
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return hint + listed(names)
+
+
+def unknown_key(key: str, known: Iterable[object]) -> str:
+    """The message about a key that does not exist: its new name, or the nearest of the keys `known` beside it."""
+    return renamed(key) or f"unknown key {key!r}{suggest(_last(key), known)}"
 
 
 def listed(names: Iterable[object]) -> str:
@@ -89,7 +93,7 @@ def explain(error: Exception) -> str:
     where = f"{file[1]}.yaml: " if file else ""
     key = cause.full_key or ""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return f"{where}unknown key {key!r}{suggest(_last(key), _siblings(key, cause.object_type))}"
+        return f"{where}{unknown_key(key, _siblings(key, cause.object_type))}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{where}{key} is missing: give it a value"
     if isinstance(cause, ValidationError) and (mistake := _mistyped(key, _first_line(cause))):

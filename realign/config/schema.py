@@ -27,6 +27,9 @@ COMPONENTS = (
 )
 """Root keys that hold components: open to any key in Hydra, checked against the classes when they are built."""
 
+REPORT = ("dropped", "owners")
+"""Root keys that only the composition sets."""
+
 
 @dataclass
 class MicroBatchConfig:
@@ -122,3 +125,7 @@ class ExperimentConfig:
     """Stop, rather than warn, when it is larger."""
     threads: int | None = None
     """CPU threads of torch; null leaves torch's own choice."""
+    dropped: list[str] = field(default_factory=list)
+    """Set by the composition: keys of lower layers that do not reach the run, with their file."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Set by the composition: place -> the layer that owns it, such as algorithm=gspo."""

@@ -126,6 +126,8 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.output_dir = Path(self.output_dir)
+        self.dropped: list[str] = []
+        """Keys of the config that a higher layer discarded, with their file."""
         self.resolved: Mapping[str, Any] = {}
         """The whole config as plain values, where this was made from one; a resumed run is compared with it."""
         self._check_resume()

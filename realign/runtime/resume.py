@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from realign.errors import CheckpointError
 from realign.runtime.checkpoints import Checkpoint, list_checkpoints, newest
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
 from realign.runtime.state import config_of, environment
@@ -79,6 +81,7 @@ def find_start(experiment: Experiment) -> Start | None:
     if found is None:
         return None
     checkpoint, state = found
+    check_version(str(checkpoint.path), state, config_of(experiment), version("realign"))
     if missing := KEYS - state.keys():
         raise ValueError(f"{checkpoint.path} is no checkpoint of a run: it lacks {', '.join(sorted(missing))}")
     anew = Part.counters in experiment.resume_skip
@@ -108,6 +111,32 @@ def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
         if (found := newest(folder, warn)) is not None:
             return found
     raise ValueError(f"resume={experiment.resume!r} holds no checkpoint (checkpoints/step_000010, say)")
+
+
+def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any], running: str) -> None:
+    """Raise an error for a checkpoint of an earlier version whose config has keys that this version lacks.
+
+    Args:
+        path: of the checkpoint, for the message.
+        state: content of the checkpoint.
+        present: config of the resumed run.
+        running: this version of realign.
+
+    Raises:
+        CheckpointError: names the version that can resume it.
+    """
+    written = str(state.get("realign", ""))
+    minor = ".".join(written.split(".")[:2])
+    if not written or minor == ".".join(running.split(".")[:2]):
+        return
+    now = {key for key, _ in _leaves(present)}
+    gone = [key for key, _ in _leaves(state.get("config", {})) if key not in now and key.split(".")[0] not in FREE]
+    if gone:
+        names = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+        raise CheckpointError(
+            f"{path} was written by realign {written}; realign {running} has no keys {names}. Resume the run with "
+            f"realign {minor}, or start a new one"
+        )
 
 
 def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: Iterable[str]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
+from realign.errors import RealignError
+
 BOUNDED = settings(
     deadline=None,
     derandomize=True,
@@ -25,19 +27,19 @@ class Refused:
 
 
 def attempt(call: Callable[[], Any], *names: str) -> Any:
-    """What `call` gives, or `Refused` if it raised a ValueError on purpose.
+    """What `call` gives, or `Refused` if it raised an error on purpose.
 
     Args:
         call: what is tried.
         names: the message must hold one of these; without any, it must just say something.
 
     Raises:
-        AssertionError: the ValueError was raised by numpy, torch or Python, and not by a `raise` of realign, or its
+        AssertionError: the error was raised by numpy, torch or Python, and not by a `raise` of realign, or its
             text names nothing.
     """
     try:
         return call()
-    except ValueError as error:
+    except (ValueError, RealignError) as error:
         trace = error.__traceback__
         while trace.tb_next is not None:
             trace = trace.tb_next

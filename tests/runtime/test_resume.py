@@ -23,6 +23,7 @@ from realign.engines import SharedModel, TransformersModel
 from realign.engines.lora import LoRA
 from realign.engines.optim import OptimizerSpec
 from realign.engines.shared import Share
+from realign.errors import CheckpointError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import ReferenceInterface, dataflow
 from realign.preflight import preflight
@@ -30,7 +31,7 @@ from realign.runtime import CheckpointSpec, Evaluation, Interrupted, run
 from realign.runtime.checkpoints import list_checkpoints, write_checkpoint
 from realign.runtime.experiment import Part
 from realign.runtime.local import LocalRuntime
-from realign.runtime.resume import check_config, find_start, warn_of_another_environment
+from realign.runtime.resume import check_config, check_version, find_start, warn_of_another_environment
 from realign.runtime.state import environment, frozen_weights, restore, run_state
 from realign.runtime.training import RunResult
 from tests.config_parts import write_experiment
@@ -218,6 +219,19 @@ def test_what_changes_nothing_of_the_training_may_differ():
     ):
         check_config(saved, saved, ["evaluatoin"])
     check_config({"x": math.nan, "y": (1, 2)}, {"x": math.nan, "y": [1, 2]}, [])
+
+
+def test_a_checkpoint_of_an_earlier_version_names_the_version_that_can_resume_it():
+    state = {"realign": "0.1.3", "config": {"interfaces": {"actor": {"clip_high": 0.2}}, "seed": 0}}
+    present = {"interfaces": {"actor": {"objective": {"high": 0.2}}}, "seed": 1}
+    with pytest.raises(CheckpointError) as caught:
+        check_version("run/step_2", state, present, "0.2.0")
+    assert str(caught.value) == (
+        "run/step_2 was written by realign 0.1.3; realign 0.2.0 has no keys interfaces.actor.clip_high. Resume the run "
+        "with realign 0.1, or start a new one"
+    )
+    check_version("run/step_2", state, present, "0.1.9")
+    check_version("run/step_2", state | {"config": {"seed": 0}}, present, "0.2.0")
 
 
 def test_check_says_what_it_would_go_on_from(tmp_path, capsys):

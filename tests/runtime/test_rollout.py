@@ -1,6 +1,6 @@
 import pytest
 
-from realign.config import build_experiment, compose
+from realign.config import ConfigError, build_experiment, compose
 from realign.runtime import RolloutSpec
 
 RUN = ["experiment=grpo_arithmetic", "models.actor.path=nowhere"]
@@ -13,7 +13,7 @@ def test_staleness_is_not_negative() -> None:
 
 @pytest.mark.parametrize("word", ["max_staleness=2", "on_update=keep"])
 def test_what_belongs_to_sampling_ahead_is_refused_without_it(word: str) -> None:
-    with pytest.raises(ValueError, match=rf"^rollout\.{word} has no effect with mode=sync; choose rollout=async"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.{word} has no effect with mode=sync; choose rollout=async"):
         build_experiment(compose([*RUN, f"rollout.{word}"]))
     assert build_experiment(compose([*RUN, "rollout.max_staleness=1"])).rollout.max_staleness == 1  # the default
 

@@ -1,0 +1,109 @@
+"""The overrides of a command line as one layer, and words in them rewritten before Hydra merges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from realign.config.errors import ConfigError
+from realign.config.places import ROOTS
+from realign.config.trees import Path, get
+from realign.config.words import NONE, TARGET, is_word
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word that chooses the class of a place where further keys are set."""
+
+    text: str
+
+
+def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """The values that overrides set in component places, nested, and the keys that they delete.
+
+    Args:
+        overrides: of one run; those that are swept, and those of config groups, are left out.
+        present: what lower layers set; `+key` for a key that is present is an error of Hydra's, and left to it.
+
+    Raises:
+        ConfigError: two overrides contradict each other.
+    """
+    tree: dict[str, Any] = {}
+    deleted: list[Path] = []
+    ours = [override for override in overrides if _is_ours(override)]
+    for override in sorted(ours, key=lambda override: override.key_or_group.count(".")):
+        path = tuple(override.key_or_group.split("."))
+        if override.is_delete():
+            deleted.append(path)
+        elif not (override.is_add() and not isinstance(override.value(), dict) and get(present, path) is not None):
+            _put(tree, path, override.value())
+    return tree, deleted
+
+
+def rewrite(overrides: Sequence[Override], targets: dict[Path, str]) -> None:
+    """Turn each word that chooses a class, in place, into the override of its `_target_`.
+
+    The text that the user typed stays in `input_line`, which Hydra records.
+    """
+    for override in filter(_is_ours, overrides):
+        path = tuple(override.key_or_group.split("."))
+        value = override.value()
+        if override.is_delete():
+            continue
+        if is_word(value) and path in targets:
+            override.key_or_group = ".".join((*path, TARGET))
+            override._value = targets[path]
+        elif isinstance(value, dict):
+            override._value = _rewritten(value, path, targets)
+
+
+def _is_ours(override: Override) -> bool:
+    """Whether an override sets or deletes a key in a component place."""
+    root, _, rest = override.key_or_group.partition(".")
+    if root not in ROOTS or override.is_sweep_override() or override.package is not None:
+        return False
+    return "[" not in rest and (bool(rest) or isinstance(override.value(), dict))
+
+
+def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
+    for depth, name in enumerate(path[:-1]):
+        below = tree.get(name)
+        if is_word(below):
+            tree[name] = {TARGET: Word(below)}
+        elif name in tree and (below is None or below == NONE):
+            key = ".".join(path[: depth + 1])
+            raise ConfigError(f"{'.'.join(path)} sets a field of {key}, which another override sets to {NONE}")
+        elif not isinstance(below, dict):
+            tree[name] = {}
+        tree = tree[name]
+    name = path[-1]
+    below = tree.get(name)
+    if name == TARGET and below is not None and isinstance(below, Word) != isinstance(value, Word):
+        chosen = [item.text if isinstance(item, Word) else item for item in (below, value)]
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} are chosen for the same component; remove one of them")
+    if not isinstance(value, dict):
+        if isinstance(below, dict) and is_word(value):
+            _put(below, (TARGET,), Word(value))
+        else:
+            tree[name] = value
+        return
+    if is_word(below):
+        tree[name] = {TARGET: Word(below)}
+    elif not isinstance(below, dict):
+        tree[name] = {}
+    for key, item in value.items():
+        _put(tree[name], (str(key),), item)
+
+
+def _rewritten(value: dict[Any, Any], path: Path, targets: dict[Path, str]) -> dict[Any, Any]:
+    found = {}
+    for key, item in value.items():
+        inner = (*path, str(key))
+        if isinstance(item, dict):
+            item = _rewritten(item, inner, targets)
+        found[key] = {TARGET: targets[inner]} if is_word(item) and inner in targets else item
+    return found

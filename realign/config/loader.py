@@ -1,0 +1,114 @@
+"""Hydra's config loader with the layers of realign, and the Hydra application that uses it.
+
+Hydra composes every config of the project through `LayeredLoader`: for `compose`, for a run, for each run of a sweep
+and for `--cfg`, so that all of them agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+
+from realign.config.command_line import as_layer, rewrite
+from realign.config.errors import ConfigError
+from realign.config.folders import experiments_dir
+from realign.config.layers import Layers
+from realign.config.schema import REPORT
+
+HYDRA_VERSION = "1.3"
+"""The behavior that is asked of Hydra (its `version_base`)."""
+
+
+class LayeredLoader(ConfigLoaderImpl):
+    """Changes the files of a config, and the overrides over them, before Hydra merges them."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self._overrides: list[Override] = []
+        self._loaded: list[ConfigResult] = []
+
+    def _parse_overrides_and_create_caching_repo(self, config_name: str | None, overrides: list[str]) -> Any:
+        self._overrides, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return self._overrides, repository
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
+        layers = Layers()
+        self._loaded = []
+        loaded = [super(LayeredLoader, self)._load_single_config(default, repo) for default in defaults]
+        for default, result in zip(defaults, loaded, strict=True):
+            if default.config_path is not None and not default.config_path.startswith("hydra/"):
+                layers.add_file(default.config_path, result.config)
+        for override in self._overrides:
+            if override.key_or_group.partition(".")[0] in REPORT:
+                raise ConfigError(f"{override.input_line}: only realign sets {override.key_or_group}")
+        tree, deleted = as_layer(self._overrides, layers.view)
+        rewrite(self._overrides, layers.add_command_line(tree, deleted))
+        self._overrides, self._loaded = [], loaded
+        composed = super()._compose_config_from_defaults_list(defaults, repo)
+        with open_dict(composed):
+            composed.dropped, composed.owners = layers.dropped(), layers.owners
+        return composed
+
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
+        return self._loaded.pop(0)
+
+
+def whole_config(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra makes of the overrides of one run, with its own node."""
+    with _Application() as hydra:
+        return hydra.compose_config(
+            config_name="config",
+            overrides=list(overrides),
+            run_mode=RunMode.RUN,
+            from_shell=False,
+            with_log_configuration=False,
+        )
+
+
+def run_application(task: Callable[[DictConfig], Any], overrides: Sequence[str], multirun: bool) -> None:
+    """Run `task` as a Hydra application on one config, or on each of a sweep."""
+    words = list(overrides)
+    with _Application() as hydra:
+        mode = RunMode.MULTIRUN if multirun else hydra.get_mode("config", words) or RunMode.RUN
+        run = hydra.multirun if mode is RunMode.MULTIRUN else hydra.run
+        run(config_name="config", task_function=task, overrides=[*words, f"hydra.mode={mode.name}"])
+
+
+def show_config(overrides: Sequence[str], kind: str, package: str | None, resolve: bool) -> None:
+    """Print a composed config (`--cfg`): that of the job, of Hydra, or all."""
+    with _Application() as hydra:
+        hydra.show_cfg(config_name="config", overrides=list(overrides), cfg_type=kind, package=package, resolve=resolve)
+
+
+def show_info(overrides: Sequence[str], kind: str) -> None:
+    """Print how Hydra finds and composes a config (`--info`)."""
+    with _Application() as hydra:
+        hydra.show_info(kind, config_name="config", overrides=list(overrides))
+
+
+class _Application:
+    """Hydra over the experiments, as a context: it is global while it is open."""
+
+    def __enter__(self) -> Hydra:
+        version.setbase(HYDRA_VERSION)
+        loader = LayeredLoader(create_config_search_path(str(experiments_dir())))
+        hydra = Hydra(task_name="realign", config_loader=loader)
+        self._before = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()
+        GlobalHydra.instance().initialize(hydra)
+        return hydra
+
+    def __exit__(self, *_: object) -> None:
+        GlobalHydra.instance().hydra = self._before

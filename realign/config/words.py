@@ -1,0 +1,136 @@
+"""Components chosen by bare word: `objective=gspo` means the class `Gspo` in the module of the field's base class.
+
+Only fields annotated with a component class take words. Text, enums and paths keep their own meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import types
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
+
+from realign.config.errors import ConfigError, suggest
+
+TARGET = "_target_"
+"""The key of a component's import path."""
+NONE = "none"
+"""The word for `None`, wherever the annotation allows it."""
+ONE_WORD = {"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"}
+"""Names that are one word although their capitals suggest two."""
+_LEAVES = (str, int, float, bool, complex, bytes, object, type(None), Path, list, tuple, dict, set)
+
+
+def snake_case(name: str) -> str:
+    """The word of a class: `GroupRelative` -> group_relative, `KLPenalty` -> kl_penalty, `LoRA` -> lora."""
+    for written, word in ONE_WORD.items():
+        name = name.replace(written, word)
+    name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+
+
+def is_word(value: Any) -> TypeGuard[str]:
+    """Whether a value is text that can choose a component: one identifier other than `none` and `null`."""
+    return isinstance(value, str) and value.isidentifier() and value.lower() not in (NONE, "null")
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def is_optional(annotation: Any) -> bool:
+    """Whether an annotation allows `None`."""
+    return type(None) in members(annotation)
+
+
+def component_bases(annotation: Any) -> tuple[type, ...]:
+    """The component classes of an annotation; none when it also accepts text, which a word would be mistaken for."""
+    found = [member for member in members(annotation) if member is not type(None)]
+    if any(map(_takes_text, found)):
+        return ()
+    return tuple(member for member in found if _is_class(member) and words_of(member))
+
+
+def words_of(base: type) -> dict[str, type]:
+    """Each word of a component base class, with its class.
+
+    The variants of a base class are the dataclasses in its module that inherit from it. The base class itself is one of
+    them unless it is abstract, or has no fields while it has variants.
+
+    Raises:
+        ConfigError: two classes of the module have the same word.
+    """
+    module = sys.modules.get(base.__module__)
+    found: dict[str, type] = {}
+    for name, cls in vars(module).items() if module is not None else ():
+        if not (inspect.isclass(cls) and cls.__module__ == base.__module__ and name == cls.__qualname__):
+            continue
+        if not issubclass(cls, base) or not _is_constructible(cls) or name.startswith("_"):
+            continue
+        word = snake_case(name)
+        if word in found:
+            raise ConfigError(f"{found[word].__qualname__} and {name} of {base.__module__} are both called {word!r}")
+        found[word] = cls
+    if len(found) > 1 and base in found.values() and not _has_fields(base):
+        del found[snake_case(base.__qualname__)]
+    return found
+
+
+def choices(annotation: Any) -> list[str]:
+    """Every word that is valid for an annotation, with `none` where it allows `None`."""
+    words = [word for base in component_bases(annotation) for word in words_of(base)]
+    return [*words, NONE] if words and is_optional(annotation) else words
+
+
+def class_of_word(word: str, annotation: Any, where: str) -> type | None:
+    """The class that a word chooses in a place with this annotation.
+
+    Args:
+        word: an identifier.
+        annotation: of the field.
+        where: the key, for messages.
+
+    Returns:
+        None where the annotation has no component class, or a single one that is called otherwise: then the word is an
+        ordinary value of the wrong type.
+
+    Raises:
+        ConfigError: the word is none of several valid ones.
+    """
+    known = {name: cls for base in component_bases(annotation) for name, cls in words_of(base).items()}
+    if word in known:
+        return known[word]
+    if len(known) < 2:
+        return None
+    own = f"{where}.{TARGET}=MODULE.CLASS chooses a class of your own"
+    raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, choices(annotation))}; {own}")
+
+
+def import_path(cls: type) -> str:
+    """The `_target_` of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_class(member: Any) -> bool:
+    return inspect.isclass(member) and member not in _LEAVES and not getattr(member, "_is_protocol", False)
+
+
+def _takes_text(member: Any) -> bool:
+    if member is Any or member in (str, object, Path) or get_origin(member) is Literal:
+        return True
+    return inspect.isclass(member) and issubclass(member, Enum)
+
+
+def _is_constructible(cls: type) -> bool:
+    if inspect.isabstract(cls):
+        return False
+    return dataclasses.is_dataclass(cls) or inspect.getattr_static(cls, "__init__") is object.__init__
+
+
+def _has_fields(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) and bool(dataclasses.fields(cls))

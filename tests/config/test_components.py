@@ -1,0 +1,62 @@
+"""Building graphs from interfaces, and errors of constructors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from realign.api import DataflowGraph, ModelInterface
+from realign.config import ConfigError, build, build_experiment, build_graph, compose
+from realign.errors import ConfigError as BaseConfigError
+from realign.errors import RealignError
+from tests.config.components import BASE, HERE, Actor
+
+FLOW = f"{HERE}.flow_of_interfaces"
+
+
+@dataclass
+class Buggy(ModelInterface):
+    kind: str = "value"
+
+    def __post_init__(self) -> None:
+        errors = {"value": ValueError("a bug"), "key": KeyError("lost"), "type": TypeError("wrong")}
+        raise errors[self.kind]
+
+
+def test_a_config_error_is_the_one_of_the_package():
+    assert ConfigError is BaseConfigError
+    assert issubclass(ConfigError, RealignError)
+    assert not issubclass(ConfigError, ValueError)
+
+
+def test_a_graph_function_is_given_the_built_interfaces():
+    interfaces = {"student": Actor()}
+    graph = build_graph({"_target_": FLOW, "twice": True}, DataflowGraph, "graph", interfaces)
+    assert [(rpc.name, rpc.model) for rpc in graph.rpcs] == [("train_0", "student"), ("train_1", "student")]
+    with pytest.raises(ConfigError, match=r"unknown key 'graph\.interfaces'"):
+        build_graph({"_target_": FLOW, "interfaces": {}}, DataflowGraph, "graph", interfaces)
+
+
+def test_the_interfaces_of_a_graph_are_no_part_of_the_resolved_config(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    text = BASE.replace(f"{HERE}.dataflow", FLOW)
+    (tmp_path / "experiment" / "flow.yaml").write_text(text, encoding="utf-8")
+    made = build_experiment(compose(["experiment=flow"], tmp_path))
+    assert made.graph.rpcs[0].model == "actor"
+    assert made.resolved["graph"] == {"_target_": FLOW, "twice": False}
+
+
+def test_settings_errors_get_the_key_in_front():
+    node = {"_target_": f"{HERE}.Actor", "objective": {"_target_": f"{HERE}.Gspo", "low": 2}}
+    with pytest.raises(ConfigError, match=r"^interfaces\.actor\.objective\.low=2\.0: must be at least 0 and"):
+        build(node, ModelInterface, "interfaces.actor")
+
+
+@pytest.mark.parametrize(("kind", "error"), [("value", ValueError), ("key", KeyError), ("type", TypeError)])
+def test_a_bug_in_a_users_constructor_keeps_its_traceback_and_names_the_key(kind, error):
+    with pytest.raises(error) as caught:
+        build({"_target_": f"{__name__}.Buggy", "kind": kind}, ModelInterface, "interfaces.actor")
+    assert caught.value.__notes__ == ["while building interfaces.actor"]
+    assert caught.traceback[-1].name == "__post_init__"

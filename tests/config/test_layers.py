@@ -1,0 +1,502 @@
+"""Layers: experiment < algorithm < command line; a layer that chooses a class discards the fields of another one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from realign.config import ConfigError, build_experiment, compose
+from realign.derived import derived_rows
+from tests.config.components import (
+    BASE,
+    GAE,
+    HERE,
+    Actor,
+    Clip,
+    Everything,
+    GroupMean,
+    GroupRelative,
+    Gspo,
+    ImportanceCorrection,
+    LoRA,
+    Rejection,
+    SequenceActor,
+    TightClip,
+    Zero,
+)
+
+OBJECTIVE = "interfaces.actor.objective"
+MINE = f"""
+from dataclasses import dataclass, field
+from {HERE} import Actor, Clip, Objective
+
+@dataclass
+class Square(Objective):
+    power: int = 2
+
+@dataclass
+class Shape:
+    pass
+
+@dataclass
+class RoundShape(Shape):
+    radius: float = 1.0
+
+@dataclass
+class FlatShape(Shape):
+    width: float = 1.0
+
+@dataclass
+class MyActor(Actor):
+    shape: Shape = field(default_factory=FlatShape)
+"""
+
+
+class Folder:
+    """A user's folder of experiments and algorithms."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.write("experiment/base", BASE)
+
+    def write(self, name: str, text: str) -> None:
+        file = self.path / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text if text.startswith("#") else f"# @package _global_\n{text}", encoding="utf-8")
+
+    def actor(self, name: str, fields: str, parent: str = "base") -> None:
+        """An experiment that lays fields of the actor over another experiment."""
+        self.write(f"experiment/{name}", f"defaults: [{parent}, _self_]\ninterfaces: {{actor: {fields}}}\n")
+
+    def preset(self, name: str, owns: str, fields: str) -> None:
+        self.write(f"algorithm/{name}", f"owns: {owns}\ninterfaces: {{actor: {fields}}}\n")
+
+    def experiment(self, *overrides: str, name: str = "base"):
+        return build_experiment(compose([f"experiment={name}", *overrides], self.path))
+
+    def built(self, *overrides: str, name: str = "base"):
+        return self.experiment(*overrides, name=name).interfaces["actor"]
+
+    def error(self, *overrides: str, name: str = "base") -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.experiment(*overrides, name=name)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "my_file.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_file"
+    sys.modules.pop("my_file", None)
+
+
+# --- spellings of one choice ---
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        (["objective=gspo"], Gspo()),
+        (["+objective=gspo"], Gspo()),
+        (["++objective=gspo"], Gspo()),
+        (["objective='gspo'"], Gspo()),
+        (['objective="gspo"'], Gspo()),
+        ([f"objective._target_={HERE}.Gspo"], Gspo()),
+        ([f"objective={{_target_: {HERE}.Gspo}}"], Gspo()),
+        (["objective=clip"], Clip()),
+        (["objective=gspo", "objective.high=0.28"], Gspo(high=0.28)),
+        (["objective.high=0.28", "objective=gspo"], Gspo(high=0.28)),
+        (["+objective=gspo", "++objective.high=0.28"], Gspo(high=0.28)),
+        (["++objective.high=0.28", "++objective=gspo"], Gspo(high=0.28)),
+        ([f"objective._target_={HERE}.Gspo", "objective.high=0.28"], Gspo(high=0.28)),
+        (["objective.high=0.28", f"objective._target_={HERE}.Gspo"], Gspo(high=0.28)),
+        ([f"objective={{_target_: {HERE}.Gspo, high: 0.28}}"], Gspo(high=0.28)),
+        ([f"objective={{_target_: {HERE}.Gspo}}", "objective.high=0.28"], Gspo(high=0.28)),
+        (["objective={high: 0.28}", "objective=gspo"], Gspo(high=0.28)),
+        (["objective=gspo", "objective={high: 0.28}"], Gspo(high=0.28)),
+        (["objective={high: 0.28}"], Clip(high=0.28)),
+        (["objective.low=0.1"], Clip(low=0.1, high=0.25)),
+        (["objective=clip", "objective=gspo", "objective.high=0.28"], Gspo(high=0.28)),
+        (["objective=gspo", "objective.high=0.1", "~objective.high"], Gspo()),
+    ],
+)
+def test_every_spelling_of_a_choice_on_the_command_line_builds_the_same(folder, spelling, expected):
+    prefixes = ("++", "+", "~", "")
+    words = []
+    for word in spelling:
+        prefix = next(prefix for prefix in prefixes if word.startswith(prefix))
+        words.append(f"{prefix}interfaces.actor.{word.removeprefix(prefix)}")
+    assert folder.built(*words) == Actor(epochs=3, objective=expected)
+
+
+@pytest.mark.parametrize("fields", ["{}", "{objective: gspo}", f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}}}"])
+def test_every_spelling_of_a_choice_means_the_same_over_every_experiment(folder, fields):
+    folder.actor("above", fields)
+    for words in (
+        [f"{OBJECTIVE}=tight_clip", f"{OBJECTIVE}.low=0.3"],
+        [f"{OBJECTIVE}.low=0.3", f"{OBJECTIVE}=tight_clip"],
+        [f"{OBJECTIVE}._target_={HERE}.TightClip", f"{OBJECTIVE}.low=0.3"],
+        [f"{OBJECTIVE}={{_target_: {HERE}.TightClip, low: 0.3}}"],
+        ["interfaces.actor={objective: tight_clip}", f"{OBJECTIVE}.low=0.3"],
+    ):
+        assert folder.built(*words, name="above").objective == TightClip(low=0.3)
+
+
+def test_a_word_in_yaml_takes_fields_of_higher_layers(folder):
+    folder.actor("words", "{objective: gspo, correction: importance_correction}")
+    assert folder.built(name="words").objective == Gspo()
+    assert folder.built(f"{OBJECTIVE}.high=0.1", name="words").objective == Gspo(high=0.1)
+    folder.actor("child", "{objective: {high: 0.1}}", parent="words")
+    assert folder.built(name="child").objective == Gspo(high=0.1)
+    assert folder.built("interfaces.actor.correction.cap=3", name="words").correction == ImportanceCorrection(cap=3)
+    assert folder.built("interfaces.actor.correction=none", name="words").correction is None
+    assert folder.built("interfaces.actor.correction=null", name="words").correction is None
+
+
+def test_components_in_components_and_mappings_of_components_take_words(folder):
+    words = ["interfaces.actor.advantage=group_relative", "interfaces.actor.advantage.baseline=zero"]
+    assert folder.built(*words).advantage == GroupRelative(Zero())
+    assert folder.built(*reversed(words)).advantage == GroupRelative(Zero())
+    more = ["interfaces.actor.advantage.baseline=group_mean", "interfaces.actor.advantage.baseline.min_size=4"]
+    assert folder.built(words[0], *more).advantage == GroupRelative(GroupMean(4))
+    assert folder.built(*reversed(more), words[0]).advantage == GroupRelative(GroupMean(4))
+    terms = ["interfaces.actor.terms.a=gspo", "interfaces.actor.terms.a.high=0.5", "interfaces.actor.terms.b=clip"]
+    assert folder.built(*terms).terms == {"a": Gspo(high=0.5), "b": Clip()}
+    correction = ["interfaces.actor.correction.rejection=rejection", "interfaces.actor.correction.rejection.cap=9"]
+    assert folder.built(*correction).correction == ImportanceCorrection(rejection=Rejection(9))
+
+
+def test_models_and_data_take_words_too(folder):
+    made = folder.experiment("models.actor.trains=lora", "models.actor.trains.rank=4", "data.filter=zero")
+    assert (made.models["actor"].trains, made.data.filter) == (LoRA(4), Zero())
+    assert folder.experiment("models.actor.trains=everything").models["actor"].trains == Everything()
+
+
+def test_config_groups_stay_groups(folder):
+    assert folder.experiment("runtime=ray").runtime.kind.name == "ray"
+    assert folder.experiment("rollout=async").rollout.mode.name == "async_"
+
+
+def test_a_class_in_a_users_file_is_chosen_by_target_and_has_words_of_its_own(folder, mine):
+    target = f"{OBJECTIVE}._target_={mine}.Square"
+    for words in ([target, f"{OBJECTIVE}.power=3"], [f"{OBJECTIVE}.power=3", target]):
+        assert folder.built(*words).objective.power == 3
+    folder.actor("clipped", "{objective: {dual: 3, high: 0.3}}")
+    made = folder.experiment(target, name="clipped")
+    assert type(made.interfaces["actor"].objective).__name__ == "Square"
+    assert len(made.dropped) == 2
+    actor = f"interfaces.actor._target_={mine}.MyActor"
+    made = folder.built("interfaces.actor.shape.radius=2", "interfaces.actor.shape=round_shape", actor, name="clipped")
+    assert (made.shape.radius, made.epochs, made.objective) == (2.0, 3, Clip(dual=3, high=0.3))
+    assert "unknown choice 'square' (valid: clip, gspo, tight_clip); " in folder.error(
+        f"{OBJECTIVE}=square", f"{OBJECTIVE}.power=3"
+    )
+
+
+def test_text_and_enum_fields_are_untouched(folder):
+    made = folder.built("interfaces.actor.label=gspo", "interfaces.actor.style=gspo")
+    assert (made.label, made.style.name) == ("gspo", "gspo")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["objective=gsop"], "interfaces.actor.objective: unknown choice 'gsop'; did you mean 'gspo'? (valid: clip, "),
+        (["objective=gsop", "objective.high=1"], "interfaces.actor.objective: unknown choice 'gsop'; did you mean"),
+        (["objective=none"], "interfaces.actor.objective: unknown choice 'none'"),
+        (["objective=null"], "interfaces.actor.objective must not be null; expected Objective (valid: clip, gspo"),
+        (["objective=gspo", "objective.dual=3"], "unknown key 'interfaces.actor.objective.dual'"),
+        (
+            ["objective=gspo", "objective.high=3"],
+            "interfaces.actor.objective.high=3.0: must be at least 0 and",
+        ),
+        (
+            ["correction=none", "correction.cap=3"],
+            "interfaces.actor.correction.cap sets a field of interfaces.actor.",
+        ),
+        (
+            ["correction.cap=3", "correction=null"],
+            "interfaces.actor.correction.cap sets a field of interfaces.actor.",
+        ),
+        (["objective=gspo", f"objective._target_={HERE}.Clip"], "gspo and tests.config.components.Clip are chosen for"),
+        (
+            [f"objective={{_target_: {HERE}.Clip}}", "objective=gspo"],
+            "config.components.Clip and gspo are chosen",
+        ),
+        (["label=gspo", "label.x=1"], "interfaces.actor.label=gspo is not a component, but a further key sets a field"),
+        (["+epochs=2"], "Could not append to config. An item is already at 'interfaces.actor.epochs'"),
+    ],
+)
+def test_overrides_that_do_not_fit_together_are_errors(folder, words, message):
+    prefixed = [f"+interfaces.actor.{w[1:]}" if w[0] == "+" else f"interfaces.actor.{w}" for w in words]
+    assert message in folder.error(*prefixed)
+
+
+# --- layers ---
+
+
+CLIPPED = "{objective: {low: 0.3, dual: 3}}"
+
+
+@pytest.mark.parametrize("word", ["gspo", f"{{_target_: {HERE}.Gspo}}"])
+def test_a_higher_layer_with_another_class_discards_fields_and_reports_them(folder, word):
+    folder.actor("clipped", CLIPPED)
+    folder.actor("child", f"{{objective: {word}}}", parent="clipped")
+    on_the_command_line = folder.experiment(f"{OBJECTIVE}={word}", name="clipped")
+    for made, by in ((folder.experiment(name="child"), "experiment=child"), (on_the_command_line, "the command line")):
+        assert made.interfaces["actor"].objective == Gspo()
+        assert made.dropped == [
+            f"{OBJECTIVE}.low=0.3 of experiment/clipped.yaml (by {by})",
+            f"{OBJECTIVE}.dual=3 of experiment/clipped.yaml (by {by})",
+        ]
+        row = dict(derived_rows(made))["config keys replaced by a higher layer"]
+        assert row == "; ".join(made.dropped)
+
+
+def test_fields_for_the_same_class_are_merged_however_it_is_named(folder):
+    folder.actor("clipped", CLIPPED)
+    for choice in (["objective=clip"], [f"objective._target_={HERE}.Clip"], [f"objective._target_={HERE}_again.Clip"]):
+        if "_again" in choice[0]:
+            choice = ["objective._target_=realign.again.Clip"]
+            sys.modules["realign.again"] = sys.modules[HERE]
+        try:
+            made = folder.experiment(*(f"interfaces.actor.{word}" for word in choice), name="clipped")
+        finally:
+            sys.modules.pop("realign.again", None)
+        assert made.interfaces["actor"].objective == Clip(low=0.3, dual=3)
+        assert made.dropped == []
+
+
+def test_a_subclass_is_another_class(folder):
+    folder.actor("clipped", CLIPPED)
+    assert folder.built(f"{OBJECTIVE}=tight_clip", name="clipped").objective == TightClip()
+
+
+def test_a_field_without_a_class_applies_to_the_class_of_the_lower_layers(folder):
+    folder.actor("sequence", f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}}}")
+    folder.actor("child", "{objective: {high: 0.02}}", parent="sequence")
+    assert folder.built(name="child").objective == Gspo(low=0.01, high=0.02)
+    assert folder.experiment(name="child").dropped == []
+    assert "unknown key 'interfaces.actor.objective.dual'" in folder.error(f"{OBJECTIVE}.dual=1", name="child")
+
+
+def test_a_component_inside_a_discarded_one_is_discarded_with_it(folder):
+    folder.actor("grouped", f"{{advantage: {{_target_: {HERE}.GroupRelative, baseline: {{min_size: 5}}}}}}")
+    assert folder.built(name="grouped").advantage == GroupRelative(GroupMean(5))
+    made = folder.experiment("interfaces.actor.advantage=gae", name="grouped")
+    assert made.interfaces["actor"].advantage == GAE()
+    assert [line.partition(" ")[0] for line in made.dropped] == [
+        f"interfaces.actor.advantage._target_={HERE}.GroupRelative",
+        "interfaces.actor.advantage.baseline.min_size=5",
+    ]
+    inner = folder.experiment("interfaces.actor.advantage.baseline=zero", name="grouped")
+    assert inner.interfaces["actor"].advantage == GroupRelative(Zero())
+    assert inner.dropped == [
+        "interfaces.actor.advantage.baseline.min_size=5 of experiment/grouped.yaml (by the command line)"
+    ]
+
+
+def test_an_optional_component_that_is_discarded_leaves_nothing_behind(folder):
+    folder.actor("corrected", "{correction: {cap: 3}}")
+    folder.preset("plain", "[interfaces.actor.correction]", "{epochs: 3}")
+    made = folder.experiment("algorithm=plain", name="corrected")
+    assert made.interfaces["actor"].correction is None
+    assert made.dropped == ["interfaces.actor.correction.cap=3 of experiment/corrected.yaml (by algorithm=plain)"]
+
+
+def test_another_interface_keeps_the_settings_that_it_shares_and_drops_the_others(folder):
+    fields = f"{{only_here: 4, objective: {{low: 0.3}}, advantage: {{_target_: {HERE}.GAE, lam: 0.5}}}}"
+    folder.actor("full", fields)
+    target = f"interfaces.actor._target_={HERE}.SequenceActor"
+    made = folder.experiment(target, name="full")
+    assert made.interfaces["actor"] == SequenceActor(epochs=3, advantage=GAE(0.5))
+    assert sorted(made.dropped) == [
+        "interfaces.actor.objective.low=0.3 of experiment/full.yaml (by the command line)",
+        "interfaces.actor.only_here=4 of experiment/full.yaml (by the command line)",
+    ]
+    assert folder.built(target, f"{OBJECTIVE}=clip", name="full").objective == Clip(low=0.3)
+    assert folder.built(target, f"{OBJECTIVE}._target_={HERE}.Clip", name="full").objective == Clip(low=0.3)
+    assert folder.built(target, f"{OBJECTIVE}.high=0.5", name="full").objective == Gspo(high=0.5)
+    assert "unknown key 'interfaces.actor.only_here'" in folder.error(target, "interfaces.actor.only_here=1")
+
+
+def test_a_model_keeps_its_fields_under_another_class(folder):
+    folder.write("experiment/lora", "defaults: [base, _self_]\nmodels: {actor: {lr: 0.25, trains: lora}}\n")
+    made = folder.experiment("models.actor._target_=tests.config_parts.Bigram", name="lora")
+    assert made.models["actor"].lr == 0.25
+    assert made.dropped == ["models.actor.trains=lora of experiment/lora.yaml (by the command line)"]
+
+
+def test_interpolations_work_across_layers(folder):
+    folder.write(
+        "experiment/tied",
+        "defaults: [base, _self_]\n"
+        "interfaces: {actor: {epochs: '${batch_prompts}', terms: {a: '${interfaces.actor.objective}'}}}\n",
+    )
+    words = [f"{OBJECTIVE}=gspo", f"{OBJECTIVE}.high=0.5", "batch_prompts=7"]
+    made = folder.built(*words, name="tied")
+    assert (made.epochs, made.terms) == (7, {"a": Gspo(high=0.5)})
+    made = folder.built(*words, "interfaces.actor.terms.b=clip", "interfaces.actor.terms.b.low=0.1", name="tied")
+    assert made.terms == {"a": Gspo(high=0.5), "b": Clip(low=0.1)}
+    folder.actor(
+        "copied", f"{{terms: {{a: {{_target_: {HERE}.Clip, low: 0.5}}}}, objective: '${{interfaces.actor.terms.a}}'}}"
+    )
+    assert folder.built(name="copied").objective == Clip(low=0.5)
+    assert folder.built(f"{OBJECTIVE}=gspo", name="copied").objective == Gspo()
+
+
+def test_a_field_of_an_interpolated_component_leaves_its_other_fields_alone(folder):
+    terms = f"terms: {{a: {{_target_: {HERE}.Clip, low: 0.5, dual: 3}}}}"
+    folder.actor("copied", f"{{{terms}, objective: '${{interfaces.actor.terms.a}}'}}")
+    for words in ([f"{OBJECTIVE}.high=0.1"], [f"{OBJECTIVE}=clip", f"{OBJECTIVE}.high=0.1"]):
+        made = folder.built(*words, "interfaces.actor.terms.a.dual=4", name="copied")
+        assert made.objective == Clip(low=0.5, high=0.1, dual=4)
+        assert made.terms == {"a": Clip(low=0.5, dual=4)}
+    made = folder.built(f"{OBJECTIVE}=gspo", f"{OBJECTIVE}.high=0.1", name="copied")
+    assert (made.objective, made.terms) == (Gspo(high=0.1), {"a": Clip(low=0.5, dual=3)})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["~interfaces.actor.objective"], Clip(high=0.25)),
+        (["~interfaces.actor.objective.low"], Clip(high=0.25, dual=3)),
+        (["~interfaces.actor.objective", f"{OBJECTIVE}=gspo"], Gspo()),
+        (["~interfaces.actor.objective.low", f"{OBJECTIVE}=gspo"], Gspo()),
+    ],
+)
+def test_keys_can_be_deleted(folder, words, expected):
+    folder.actor("clipped", CLIPPED)
+    assert folder.built(*words, name="clipped").objective == expected
+
+
+# --- presets ---
+
+
+@pytest.fixture
+def presets(folder: Folder) -> Folder:
+    folder.actor("clipped", "{objective: {low: 0.3, dual: 3}, correction: {cap: 3}, epochs: 6, label: mine}")
+    owned = "[interfaces.actor.objective, interfaces.actor.correction, interfaces.actor.style]"
+    folder.preset("mine", owned, f"{{objective: {{_target_: {HERE}.Gspo, low: 0.01}}, style: gspo}}")
+    folder.preset("worded", owned, "{objective: gspo, correction: null}")
+    folder.preset("clip", owned, "{objective: clip}")
+    return folder
+
+
+def test_a_preset_discards_what_experiments_say_of_its_places_and_nothing_else(presets):
+    made = presets.experiment("algorithm=mine", name="clipped")
+    assert made.interfaces["actor"] == Actor(
+        objective=Gspo(low=0.01), style=made.interfaces["actor"].style, epochs=6, label="mine"
+    )
+    assert [line.partition(" (")[0] for line in made.dropped] == [
+        f"{OBJECTIVE}.low=0.3 of experiment/clipped.yaml",
+        f"{OBJECTIVE}.dual=3 of experiment/clipped.yaml",
+        "interfaces.actor.correction.cap=3 of experiment/clipped.yaml",
+    ]
+    assert presets.built("algorithm=clip", name="clipped").objective == Clip()  # the same class, and still discarded
+    assert "owns" not in compose(["experiment=clipped", "algorithm=mine"], presets.path).interfaces
+
+
+def test_a_field_on_the_command_line_applies_to_the_class_of_the_preset(presets):
+    for words in (["algorithm=mine", f"{OBJECTIVE}.high=0.28"], [f"{OBJECTIVE}.high=0.28", "algorithm=mine"]):
+        assert presets.built(*words, name="clipped").objective == Gspo(low=0.01, high=0.28)
+    assert presets.built("algorithm=worded", f"{OBJECTIVE}.high=0.28", name="clipped").objective == Gspo(high=0.28)
+    for same in (f"{OBJECTIVE}=gspo", f"{OBJECTIVE}._target_={HERE}.Gspo"):
+        assert presets.built("algorithm=mine", same, name="clipped").objective == Gspo(low=0.01)
+        assert presets.built("algorithm=worded", same, name="clipped").objective == Gspo()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["algorithm=mine", "objective=clip"], ["objective", "algorithm=mine"]),
+        (["algorithm=mine", f"objective._target_={HERE}.Clip"], ["objective", "algorithm=mine"]),
+        (["algorithm=mine", f"objective={{_target_: {HERE}.Clip, dual: 3}}"], ["objective", "algorithm=mine"]),
+        (["algorithm=mine", "objective=clip", "objective.dual=3"], ["objective", "algorithm=mine"]),
+        (
+            ["algorithm=mine", "objective.dual=3"],
+            ["unknown key 'interfaces.actor.objective.dual'", "algorithm=mine"],
+        ),
+        (
+            ["algorithm=mine", "objective=null"],
+            ["objective: none contradicts algorithm=mine, which sets it to gspo"],
+        ),
+        (["algorithm=mine", "~objective"], ["~interfaces.actor.objective contradicts algorithm=mine"]),
+        (
+            ["algorithm=mine", "style=none"],
+            ["interfaces.actor.style: none contradicts algorithm=mine", "to gspo"],
+        ),
+        (["algorithm=worded", "objective=clip"], ["objective: clip contradicts algorithm=worded", "sets it to gspo"]),
+        (["algorithm=worded", "objective=clip", "objective.low=0.1"], ["objective: clip contradicts algorithm=worded"]),
+        (["algorithm=worded", "correction.cap=3"], ["correction: a component contradicts algorithm=worded", "to none"]),
+        (["algorithm=worded", "correction=importance_correction"], ["correction: importance_correction contradicts"]),
+        (
+            ["algorithm=mine", "_target_=tests.config_parts.Actor"],
+            ["interfaces.actor.objective", "algorithm=mine"],
+        ),
+    ],
+)
+def test_the_command_line_may_not_contradict_a_preset(presets, words, parts):
+    prefixed = [
+        w if w.startswith("algorithm") else f"~interfaces.actor.{w[1:]}" if w[0] == "~" else f"interfaces.actor.{w}"
+        for w in words
+    ]
+    message = presets.error(*prefixed, name="clipped")
+    for part in parts:
+        assert part in message, message
+
+
+def test_a_place_that_a_preset_owns_and_leaves_alone_can_be_set(presets):
+    made = presets.built("algorithm=mine", "interfaces.actor.correction.cap=9", name="clipped")
+    assert made.correction == ImportanceCorrection(cap=9)
+
+
+def test_an_experiment_may_build_on_a_preset_and_choose_otherwise(presets):
+    presets.write(
+        "experiment/on_preset",
+        "defaults: [base, /algorithm/mine, _self_]\ninterfaces: {actor: {objective: {high: 0.02}}}\n",
+    )
+    assert presets.built(name="on_preset").objective == Gspo(low=0.01, high=0.02)
+    presets.actor("otherwise", f"{{objective: {{_target_: {HERE}.Clip}}}}", parent="on_preset")
+    made = presets.experiment(name="otherwise")
+    assert made.interfaces["actor"].objective == Clip()
+    assert len(made.dropped) == 3
+    assert presets.built(f"{OBJECTIVE}=tight_clip", name="otherwise").objective == TightClip()
+
+
+@pytest.mark.parametrize(
+    ("owns", "message"),
+    [
+        ("interfaces.actor.objective", "algorithm=bad: owns takes a list of keys"),
+        (
+            "[interfaces.actor.objectiv]",
+            "lists interfaces.actor.objectiv, but unknown key 'interfaces.actor.objectiv'; ",
+        ),
+        ("[interfces.actor.objective]", "there is no 'interfces'; did you mean 'interfaces'?"),
+        ("[interfaces.actr.objective]", "there is no role 'actr'; did you mean 'actor'?"),
+    ],
+)
+def test_a_preset_that_owns_something_unknown_is_an_error(folder, owns, message):
+    folder.preset("bad", owns, "{epochs: 1}")
+    assert message in folder.error("algorithm=bad")
+
+
+def test_a_preset_may_own_places_of_roles_that_an_experiment_lacks(folder):
+    folder.preset("critic", "[interfaces.critic.objective]", "{epochs: 1}")
+    assert folder.built("algorithm=critic").epochs == 1
+
+
+def test_only_the_composition_reports(folder):
+    assert "only realign sets dropped" in folder.error("dropped=[a]")
+    folder.write("experiment/saved", "defaults: [base, _self_]\ndropped: [a]\nowners: {a: b}\n")
+    config = compose(["experiment=saved"], folder.path)
+    assert (config.dropped, config.owners) == ([], {})

@@ -1,0 +1,133 @@
+"""Words: `objective=gspo` means the class `Gspo` in the module of the field's base class."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import pytest
+
+from realign.api import ModelInterface
+from realign.config import ConfigError, build
+from realign.config.words import class_of_word, component_bases, snake_case, words_of
+from tests.config.components import (
+    GAE,
+    HERE,
+    Actor,
+    Advantage,
+    Baseline,
+    Clip,
+    GroupMean,
+    GroupRelative,
+    Gspo,
+    ImportanceCorrection,
+    LoRA,
+    Objective,
+    Style,
+    TightClip,
+    Trains,
+    Zero,
+)
+
+
+def actor(**values):
+    return build({"_target_": f"{HERE}.Actor", **values}, ModelInterface, "interfaces.actor")
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("GAE", "gae"),
+        ("Clip", "clip"),
+        ("GroupRelative", "group_relative"),
+        ("SeqMeanTokenMean", "seq_mean_token_mean"),
+        ("KLPenalty", "kl_penalty"),
+        ("LoRA", "lora"),
+        ("QLoRA", "qlora"),
+        ("LoRAConfig", "lora_config"),
+        ("ReMax", "remax"),
+        ("DrGRPO", "dr_grpo"),
+        ("K3Estimator", "k3_estimator"),
+        ("Adam8bit", "adam8bit"),
+        ("REINFORCEPlusPlus", "reinforce_plus_plus"),
+    ],
+)
+def test_the_word_of_a_class_is_its_name_in_snake_case(name, word):
+    assert snake_case(name) == word
+
+
+def test_the_words_of_a_base_class_are_its_variants_in_its_own_module():
+    assert words_of(Objective) == {"clip": Clip, "gspo": Gspo, "tight_clip": TightClip}
+    assert words_of(Advantage) == {"gae": GAE, "group_relative": GroupRelative}
+    assert words_of(Trains)["lora"] is LoRA
+    assert words_of(Baseline) == {"zero": Zero, "group_mean": GroupMean}  # the base class is abstract
+    assert words_of(ImportanceCorrection) == {"importance_correction": ImportanceCorrection}
+
+
+def test_two_classes_of_one_word_are_an_error(monkeypatch):
+    module = types.ModuleType("twins")
+    source = (
+        "from dataclasses import dataclass\n"
+        "class Base: pass\n@dataclass\nclass GAE(Base): pass\n@dataclass\nclass Gae(Base): pass\n"
+    )
+    monkeypatch.setitem(sys.modules, "twins", module)
+    exec(source, vars(module))
+    with pytest.raises(ConfigError, match="GAE and Gae of twins are both called 'gae'"):
+        words_of(module.Base)
+
+
+@pytest.mark.parametrize("annotation", [str, Objective | str, Style, Style | None, object, int, dict[str, Objective]])
+def test_fields_that_accept_text_take_no_words(annotation):
+    assert component_bases(annotation) == ()
+    assert class_of_word("gspo", annotation, "key") is None
+
+
+def test_a_word_builds_the_class_with_its_own_defaults_in_fields_lists_and_mappings():
+    made = actor(objective="clip", correction="importance_correction", terms={"a": "gspo"}, several=["gspo", "clip"])
+    assert made.objective == Clip()  # not the default of the field, which has high=0.25
+    assert made.correction == ImportanceCorrection()
+    assert (made.terms, made.several) == ({"a": Gspo()}, [Gspo(), Clip()])
+    assert actor(advantage={"_target_": f"{HERE}.GroupRelative", "baseline": "zero"}).advantage.baseline == Zero()
+
+
+def test_text_and_enums_keep_their_meaning():
+    made = actor(label="gspo", style="gspo")
+    assert (made.label, made.style) == ("gspo", Style.gspo)
+    assert actor(style="none").style is Style.none
+    assert actor(label="none").label == "none"
+
+
+def test_none_means_none_exactly_where_the_annotation_allows_it():
+    for nothing in ("none", None):
+        assert actor(correction=nothing).correction is None
+    with pytest.raises(ConfigError, match=r"^interfaces\.actor\.objective must not be null; .*clip, gspo, tight_clip"):
+        actor(objective=None)
+    with pytest.raises(ConfigError, match=r"^interfaces\.actor\.objective: unknown choice 'none'.*\(valid: clip, gspo"):
+        actor(objective="none")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"objective": "gsop"},
+            "interfaces.actor.objective: unknown choice 'gsop'; did you mean 'gspo'? (valid: clip, gspo, tight_clip); "
+            "interfaces.actor.objective._target_=MODULE.CLASS chooses a class of your own",
+        ),
+        ({"objective": "objective"}, "interfaces.actor.objective: unknown choice 'objective'"),
+        ({"objective": "Gspo"}, "interfaces.actor.objective: unknown choice 'Gspo'; did you mean 'gspo'?"),
+        (
+            {"correction": "importance"},
+            "interfaces.actor.correction: expected ImportanceCorrection, found 'importance'",
+        ),
+        ({"several": ["gsop"]}, "interfaces.actor.several[0]: unknown choice 'gsop'"),
+    ],
+)
+def test_an_unknown_word_is_an_error_that_lists_the_valid_ones(values, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        actor(**values)
+
+
+def test_a_field_without_a_class_is_laid_over_the_default_of_the_field():
+    assert actor(objective={"low": 0.1}) == Actor(objective=Clip(low=0.1, high=0.25))
