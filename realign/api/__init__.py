@@ -5,16 +5,29 @@ Imports torch, numpy and `realign.functional`; everything else in realign is wri
 
 from realign.api.data import SequenceSample, part_sizes
 from realign.api.dataflow import RPC, DataflowGraph, Sync
+from realign.api.interface import (
+    Calibratable,
+    Keys,
+    ModelInterface,
+    Panel,
+    Plan,
+    Role,
+    RoleModel,
+    Weights,
+    is_component_key,
+)
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import (
     GenerationConfig,
     Model,
-    ModelInterface,
+    ModelFacts,
     ModelOutput,
+    ModelSpec,
     PipelinableEngine,
     derive_seed,
 )
+from realign.api.rewards import total_rewards
 from realign.api.stats import (
     Correlation,
     Max,
@@ -34,9 +47,11 @@ from realign.api.stats import (
 
 __all__ = [
     "RPC",
+    "Calibratable",
     "Correlation",
     "DataflowGraph",
     "GenerationConfig",
+    "Keys",
     "Lengths",
     "Max",
     "Mean",
@@ -44,17 +59,25 @@ __all__ = [
     "MicroBatches",
     "Min",
     "Model",
+    "ModelFacts",
     "ModelInterface",
     "ModelOutput",
+    "ModelSpec",
+    "Panel",
     "PipelinableEngine",
+    "Plan",
+    "Role",
+    "RoleModel",
     "SequenceSample",
     "Stat",
     "Stats",
     "Sum",
     "Sync",
     "Variance",
+    "Weights",
     "correlation",
     "derive_seed",
+    "is_component_key",
     "masked_max",
     "masked_mean",
     "masked_variance",
@@ -62,4 +85,5 @@ __all__ = [
     "part_sizes",
     "plan_microbatches",
     "stat_values",
+    "total_rewards",
 ]

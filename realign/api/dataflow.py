@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
-from realign.api.model import METHODS, ModelInterface, implements
+from realign.api.interface import METHODS, ModelInterface, implements
+from realign.settings import Count, Range, Settings
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class RPC:
 
 
 @dataclass(frozen=True)
-class Sync:
+class Sync(Settings):
     """What a role that is not trained takes from one that is, at the end of a step, when all calls are made.
 
     Its weights become (1 - weight) * own + weight * those of `of`. A reference that follows the policy in this way is
@@ -88,14 +90,8 @@ class Sync:
     """
 
     of: str
-    weight: float = 1.0
-    every_steps: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight <= 1:
-            raise ValueError(f"weight must be above 0 and at most 1, found {self.weight}")
-        if self.every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, found {self.every_steps}")
+    weight: Annotated[float, Range(gt=0, le=1)] = 1.0
+    every_steps: Count = 1
 
     def describe(self) -> str:
         """What the weights become, and when, for people."""

@@ -43,7 +43,7 @@ from .losses import (
     policy_loss,
     value_loss,
 )
-from .moments import MomentsKind, RunningMoments
+from .moments import MomentsKind, RunningMoments, score_moments
 from .normalization import (
     Level,
     Normalization,
@@ -129,6 +129,7 @@ __all__ = [
     "position_ids",
     "previous",
     "rating_loss",
+    "score_moments",
     "segment_sum",
     "sequence_index",
     "sequence_lengths",

@@ -15,23 +15,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from realign.api import (
+    Keys,
     Mean,
     MicroBatchSpec,
     Model,
     ModelInterface,
     ModelOutput,
+    Panel,
+    Plan,
     SequenceSample,
     Stats,
     masked_mean,
     merge_stats,
-    part_sizes,
 )
 from realign.functional import (
     Aggregation,
@@ -43,26 +45,24 @@ from realign.functional import (
     segment_sum,
     value_loss,
 )
+from realign.settings import Count, NonNegative, Positive, Range, Settings
 
 
 @dataclass
-class ValueObjective:
+class ValueObjective(Settings):
     """The loss of values: half the squared error, or Huber's; clipped as in PPO2."""
 
-    clip: float | None = 0.2
+    clip: Positive | None = 0.2
     """How far a value may move from its old one (units of the network's output); null: freely."""
     kind: ValueLoss = ValueLoss.mse
     """mse | huber."""
-    huber_delta: float = 10.0
+    huber_delta: Positive = 10.0
     """Error from which Huber's loss grows linearly."""
-    coef: float = 1.0
+    coef: Positive = 1.0
     """Weight of the loss, where it is added to that of a policy with the same trunk."""
 
     def __post_init__(self) -> None:
-        for name in ("clip", "huber_delta", "coef"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"the value objective's {name} must be positive, found {value}")
+        super().__post_init__()
         if self.kind is not ValueLoss.huber and self.huber_delta != ValueObjective.huber_delta:
             raise ValueError(f"the value objective's huber_delta={self.huber_delta:g} has no effect with kind=mse")
 
@@ -108,21 +108,18 @@ class ValueScale(StrEnum):
 
 
 @dataclass
-class ValueNormalization:
+class ValueNormalization(Settings):
     """Running moments of the returns."""
 
     scale: ValueScale = ValueScale.none
     """none | exponential | cumulative."""
-    beta: float = 0.99
+    beta: Annotated[float, Range(ge=0, lt=1)] = 0.99
     """Of scale=exponential: what is kept of the moments at each training step (realhf: 0.99995)."""
-    eps: float = 1e-5
+    eps: NonNegative = 1e-5
     """Added to the deviation."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1 or not self.eps >= 0:
-            raise ValueError(
-                f"normalization.beta must be in [0, 1) and eps at least 0, found {self.beta:g} and {self.eps:g}"
-            )
+        super().__post_init__()
         if self.scale is not ValueScale.exponential and self.beta != ValueNormalization.beta:
             raise ValueError(f"normalization.beta={self.beta:g} has no effect with scale={self.scale.value}")
         if self.scale is ValueScale.none and self.eps != ValueNormalization.eps:
@@ -142,9 +139,9 @@ class PPOCriticInterface(ModelInterface):
     It deals prompts into mini-batches of its own, not the actor's, and an early stop of the actor does not stop it.
     """
 
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the rollout batch."""
-    n_minibatches: int = 1
+    n_minibatches: Count = 1
     """Optimizer steps per pass; prompts are dealt out anew in each."""
     objective: ValueObjective = field(default_factory=ValueObjective)
     """Error measure and clip."""
@@ -154,9 +151,7 @@ class PPOCriticInterface(ModelInterface):
     """How tokens and sequences weigh in the loss; constant is not for critics."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "n_minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        super().__post_init__()
         if self.objective.coef != 1:
             raise ValueError(
                 f"objective.coef={self.objective.coef:g} weighs the loss of values against a policy's; a critic of its "
@@ -168,9 +163,31 @@ class PPOCriticInterface(ModelInterface):
             )
         self.moments = self.normalization.moments()
 
-    def needed_outputs(self) -> frozenset[str]:
-        """What a scalar head gives."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        scored = {"input_ids": "", "loss_mask": ""}
+        if method == "inference":
+            return Keys(needs=scored, writes=frozenset({"values", "bootstrap_values"}))
+        return Keys(needs=scored | {"values": "", "returns": ""}) if method == "train_step" else Keys()
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"values", "scores"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(epochs=self.epochs, n_minibatches=self.n_minibatches)
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("explained_variance", "value_loss")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        return (
+            Panel("explained variance of returns", {"explained_variance": "critic"}),
+            Panel("value loss", {"value_loss": "critic"}),
+        )
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`values` [T] of the state before each token, `bootstrap_values` [S] of the state after the last one."""
@@ -242,11 +259,8 @@ class PPOCriticInterface(ModelInterface):
         self.moments.load_state_dict(saved["moments"])
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
-        steps = self.epochs * self.n_minibatches
+        """See `ModelInterface.describe`."""
         return {
-            "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
-            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "loss": f"{self.objective.describe()}, {self.aggregation.value}",
             "value normalisation": self.normalization.scale.value,
         }

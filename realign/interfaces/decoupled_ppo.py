@@ -21,9 +21,11 @@ from torch import Tensor
 
 from realign.api import (
     DataflowGraph,
+    Keys,
     MicroBatchSpec,
     Model,
     ModelOutput,
+    Plan,
     SequenceSample,
     Stats,
     masked_max,
@@ -127,9 +129,16 @@ class DecoupledPPOActorInterface(ppo.PPOActorInterface):
                 "response, and they would be trained: use denominator=kept"
             )
 
-    def required_inputs(self, method: str) -> frozenset[str]:
-        """What PPO needs, and `prox_logprobs` to train."""
-        return super().required_inputs(method) | ({"prox_logprobs"} if method == "train_step" else frozenset())
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        keys = super().keys(method)
+        if method != "train_step":
+            return keys
+        return replace(keys, needs={**keys.needs, "prox_logprobs": ""}, uses=keys.uses | {"versions"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return replace(super().plan(), corrects_staleness=True)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """PPO's, with the age of the sampled tokens among the metrics where the graph gives `versions`."""

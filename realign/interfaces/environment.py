@@ -12,13 +12,12 @@ there. An episode whose environment fails has no reward (NaN) and leaves the los
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -26,15 +25,20 @@ from realign.api import (
     RPC,
     DataflowGraph,
     GenerationConfig,
+    Keys,
     MicroBatchSpec,
     Model,
     ModelInterface,
+    Plan,
     SequenceSample,
+    Weights,
     derive_seed,
 )
 from realign.api.environment import Environment, Response
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
+from realign.errors import SettingsError
 from realign.interfaces import decoupled_ppo, ppo
+from realign.settings import Count, Fraction, Positive
 
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
 AGENT = "agent"
@@ -45,8 +49,6 @@ AGENT = "agent"
 class EnvironmentInterface(ModelInterface):
     """A policy in conversation. `generation.n` episodes for each prompt, all at the same time."""
 
-    length_setting: ClassVar[str] = "max_episode_tokens"
-
     environment: str
     """The class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`); an instance
     is made for every episode."""
@@ -55,9 +57,9 @@ class EnvironmentInterface(ModelInterface):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """How a turn is sampled (`${interfaces.actor.generation}`): `n` is episodes per prompt, `max_new_tokens` tokens of
     a turn."""
-    max_turns: int = 8
+    max_turns: Count = 8
     """Turns of the policy after which an episode that is not over is cut off (`truncated`)."""
-    max_episode_tokens: int = 1024
+    max_episode_tokens: Count = 1024
     """Tokens after the prompt, sampled and observed. A turn begins only if it can be of full length within them;
     otherwise the episode is cut off."""
     dense: bool = False
@@ -71,38 +73,25 @@ class EnvironmentInterface(ModelInterface):
     same_seed: bool = False
     """Give all episodes of a prompt one seed: where the seed decides how an episode begins, a group is compared from
     one beginning. false: each has its own."""
-    timeout_s: float = 30.0
+    timeout_s: Positive = 30.0
     """Seconds that one call of an environment may take."""
-    concurrency: int = 64
+    concurrency: Count = 64
     """Calls of environments under way at a time, with `rollout=async` too."""
-    max_failed_fraction: float = 0.5
+    max_failed_fraction: Fraction = 0.5
     """The run stops when the environment fails in more than this fraction of a batch's episodes."""
 
     def __post_init__(self) -> None:
-        tokens = self.generation.max_new_tokens
-        checks = {
-            "max_turns": (self.max_turns >= 1, "at least 1"),
-            "max_episode_tokens": (
-                self.max_episode_tokens >= tokens,
-                f"at least generation.max_new_tokens={tokens}, which one turn may take",
-            ),
-            "timeout_s": (0 < self.timeout_s < math.inf, "a positive number of seconds"),
-            "concurrency": (self.concurrency >= 1, "at least 1"),
-            "max_failed_fraction": (0 <= self.max_failed_fraction <= 1, "from 0 to 1"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        super().__post_init__()
+        if self.max_episode_tokens < (turn := self.generation.max_new_tokens):
+            raise SettingsError(
+                f"max_episode_tokens={self.max_episode_tokens}: must be at least generation.max_new_tokens={turn}, the "
+                "length of one turn"
+            )
         if not self.chat and (self.template_options or self.role != "tool"):
             raise ValueError("role and template_options belong to chat=true, and have no effect without it")
         self._make: Callable[[], Environment] | None = None
         self._slots = Slots(self.concurrency)
         self._failures = Failures(self.environment, self.max_failed_fraction)
-
-    @property
-    def longest_response(self) -> int:
-        """See `ModelInterface`: those of a whole episode."""
-        return self.max_episode_tokens
 
     def open(self) -> None:
         """Find the environment.
@@ -117,21 +106,27 @@ class EnvironmentInterface(ModelInterface):
             self._make = load_environment(self.environment, self.arguments)
         return self._make
 
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs: it samples."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method != "generate":
+            return Keys()
+        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(self.dense)))
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
-    def written_outputs(self, method: str) -> frozenset[str] | None:
-        """What sampling writes, and rewards."""
-        return frozenset(written(self.dense)) if method == "generate" else None
-
-    def check(self, rpc: RPC) -> None:
-        """Refuse sampling under which the ratios of a loss would be wrong."""
-        if distorted := self.generation.distorted():
-            raise ValueError(
-                f"generation.{distorted[0]} changes the sampled distribution, and the ratios of a loss would be wrong; "
-                "use neutral settings for training (evaluation may use any)"
-            )
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(
+            responses_per_prompt=self.generation.n,
+            longest_response=self.max_episode_tokens,
+            length_setting="max_episode_tokens",
+            temperature=self.generation.temperature,
+            sampler=self.generation.describe(),
+            exact_sampling=not self.generation.distorted(),
+            weights=Weights.live,
+        )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Hold `generation.n` episodes for each prompt.

@@ -7,11 +7,11 @@ a group whose rewards are all equal gets exactly 0 instead of a division by a sm
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from realign.api import RPC, GenerationConfig, Model, ModelInterface, SequenceSample, Stats, masked_mean
+from realign.api import GenerationConfig, Keys, Model, ModelInterface, SequenceSample, Stats, masked_mean
 from realign.functional import (
     Level,
     Normalization,
@@ -83,16 +83,11 @@ class GRPOActorInterface(PPOActorInterface):
     def _check_normalization(self) -> None:
         """Every level is fine here: that of responses, and that of tokens, which weighs responses by length."""
 
-    def check(self, rpc: RPC) -> None:
-        """Refuse a critic, and a baseline that the mean of the group takes out again."""
-        if "values" in rpc.inputs:
-            raise ValueError("graph.critic has no place in GRPO, which compares responses; use PPOActorInterface")
-        super().check(rpc)
-        if "baseline_rewards" in rpc.inputs and self.adv_norm.mean is Scope.group:
-            raise ValueError(
-                "graph.greedy_baseline takes the same number off every response of a group, and adv_norm.mean=group "
-                "takes it out again; set adv_norm.mean=none (ReMax), or leave the baseline out"
-            )
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`; a baseline has no effect if the mean of the group is subtracted anyway."""
+        keys = super().keys(method)
+        unread = {"baseline_rewards"} if self.adv_norm.mean is Scope.group else set()
+        return replace(keys, uses=keys.uses - unread)
 
     def compute_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Add `advantages` [T]: every sampled token of a response gets its reward, normalised within its group."""

@@ -28,6 +28,7 @@ from realign.api import (
     RPC,
     DataflowGraph,
     GenerationConfig,
+    Keys,
     Max,
     Mean,
     MicroBatchSpec,
@@ -35,13 +36,15 @@ from realign.api import (
     Model,
     ModelInterface,
     ModelOutput,
+    Panel,
+    Plan,
+    Role,
     SequenceSample,
     Stats,
     masked_max,
     masked_mean,
     masked_variance,
     merge_stats,
-    part_sizes,
 )
 from realign.functional import (
     Aggregation,
@@ -67,7 +70,7 @@ from realign.interfaces.critic import ValueObjective, trained, value_stats
 from realign.interfaces.formulas import normalization_formula, objective_formula
 from realign.interfaces.limits import EarlyStop, KLPenalty, KLPlace
 from realign.interfaces.pretraining import mix_pretraining
-from realign.interfaces.reference import ReferenceInterface, old_logprobs, score_logprobs
+from realign.interfaces.reference import ReferenceInterface, old_logprobs, score_logprobs, scoring_keys
 from realign.interfaces.shaping import RewardShaping, Truncation, total_rewards
 
 
@@ -132,6 +135,7 @@ class PPOActorInterface(ModelInterface):
     """Tokens per sequence of aggregation=constant."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if distorted := self.generation.distorted():
             raise ValueError(
                 f"generation.{distorted[0]} changes the sampled distribution, and the ratios of this loss would be "
@@ -221,22 +225,38 @@ class PPOActorInterface(ModelInterface):
                 "ratio is never below 0, so 1 does not bound it)"
             )
 
-    def check(self, rpc: RPC) -> None:
-        """Refuse settings that do no good in this graph: by who says what states are worth, by what rewards it has."""
-        if rpc.method == "credit":
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`.
+
+        Raises:
+            ValueError: a setting rules out `credit`, the advantage estimation that actor and critic share.
+        """
+        if method == "generate":
+            return Keys(needs={"prompt_ids": ""})
+        if method == "inference":
+            return scoring_keys()
+        if method == "credit":
             self._check_own_critic()
-        elif rpc.method == "train_step":
-            self._check_training(frozenset(rpc.inputs))
-        if "dense_rewards" in rpc.inputs and (self.reward.shapes_scores or self.reward_norm.active):
-            raise ValueError(
-                "reward.bias, gain, clip, scale and reward_norm act on the score of a whole response, which "
-                "graph.dense=true leaves at 0; shape the rewards of tokens where they are made"
-            )
-        if "baseline_rewards" in rpc.inputs and self.truncation.changes_scores:
-            raise ValueError(
-                "truncation.reward and truncation.overlong_buffer would change the scores of samples and not that of "
-                "the greedy answer which graph.greedy_baseline takes off; leave truncation as it is, or mask=true"
-            )
+        needs = {"input_ids": "", "loss_mask": ""} | self._needs(method)
+        uses = {"logprobs", "prox_logprobs", "ref_logprobs", "rewards", "truncated", "bootstrap_values"}
+        uses |= set() if self.reward.shapes_scores or self.reward_norm.active else {"dense_rewards"}
+        uses |= set() if self.truncation.changes_scores else {"baseline_rewards"}
+        uses |= {"values"} if method == "credit" else {"advantages", "returns"}
+        uses |= {"ptx_loss_mask"} if self.ptx_coef else set()
+        written = frozenset({"advantages", "returns", "loss_mask"}) if method == "credit" else None
+        return Keys(needs, frozenset(uses), written)
+
+    def _needs(self, method: str) -> dict[str, str]:
+        """Keys that settings ask for, with the setting."""
+        asked = {
+            "ref_logprobs": (self.kl.place is not KLPlace.none, f"kl.place={self.kl.place.value}"),
+            "truncated": (self.truncation.looks, "truncation"),
+            "bootstrap_values": (self.truncation.bootstrap, "truncation.bootstrap=true"),
+            "values": (self.value is not None, "value"),
+            "ptx_input_ids": (method == "train_step" and self.ptx_coef > 0, "ptx_coef"),
+            "advantages": (method == "train_step" and self.critic_warmup_steps > 0, "critic_warmup_steps"),
+        }
+        return {key: setting for key, (needed, setting) in asked.items() if needed}
 
     def _check_own_critic(self) -> None:
         if self.credit_per_minibatch:
@@ -250,37 +270,47 @@ class PPOActorInterface(ModelInterface):
                 "use graph.critic=shared, or set value=null"
             )
 
-    def _check_training(self, inputs: frozenset[str]) -> None:
-        credited = "advantages" in inputs
-        if self.critic_warmup_steps and not credited:
-            raise ValueError(
-                f"critic_warmup_steps={self.critic_warmup_steps}: in this graph no critic of its own could learn "
-                "alone; set graph.critic=own"
-            )
-        if "values" in inputs and not credited and self.value is None:
-            raise ValueError(
-                "value=null, but with graph.critic=shared the policy's loss is what trains the values; set value (such "
-                "as value.coef=0.1), or use graph.critic=own"
-            )
-        if "ptx_input_ids" in inputs and not self.ptx_coef:
-            raise ValueError("ptx_coef=0, but graph.ptx=true brings pretraining text; set ptx_coef, or graph.ptx=false")
-
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs, and the values whose loss is added."""
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"} if self.value is None else {"logprobs", "values"})
 
-    def required_inputs(self, method: str) -> frozenset[str]:
-        """Keys without which a setting would have no effect: `ref_logprobs` for a KL penalty, and so on."""
-        needs = {
-            "ref_logprobs": self.kl.place is not KLPlace.none,
-            "truncated": self.truncation.looks,
-            "bootstrap_values": self.truncation.bootstrap,
-            "values": self.value is not None,
-        }
-        if method == "train_step":
-            needs["ptx_input_ids"] = self.ptx_coef > 0
-        assigns = method in ("credit", "train_step")
-        return frozenset(key for key, needed in needs.items() if assigns and needed)
+    def roles(self) -> Mapping[str, Role]:
+        """See `ModelInterface.roles`."""
+        if self.kl.place is KLPlace.none:
+            return {}
+        return {"ref": Role(ReferenceInterface(temperature=self.generation.temperature))}
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(
+            epochs=self.epochs,
+            n_minibatches=self.n_minibatches,
+            at_most=self.early_stop.bounded,
+            first_training_step=self.critic_warmup_steps + 1,
+            responses_per_prompt=self.generation.n,
+            longest_response=self.generation.max_new_tokens,
+            expected_response=self.generation.max_new_tokens if self.truncation.overlong_buffer else None,
+            temperature=self.generation.temperature,
+            sampler=self.generation.describe(),
+            exact_sampling=not self.generation.distorted(),
+        )
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("reward", "entropy", "clip_fraction", "approx_kl", "ref_kl_per_sequence", "explained_variance")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        return (
+            Panel("entropy (nats per token)", {"entropy": "training batch"}),
+            Panel(
+                "KL (nats)",
+                {"ref_kl_per_sequence": "to reference, per sequence", "approx_kl": "to sampler, per token"},
+            ),
+            Panel("clip fraction", {"clip_fraction": "policy ratio"}),
+            Panel("explained variance of returns", {"explained_variance": "value head"}),
+            Panel("value loss", {"value_loss": "value head"}),
+        )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt; `versions` says which policy sampled each token."""
@@ -510,11 +540,8 @@ class PPOActorInterface(ModelInterface):
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Rows of the table that is shown at launch."""
-        steps = self.epochs * self.n_minibatches
         whose = " of each mini-batch" if self.credit_per_minibatch else ""
         rows = {
-            "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
-            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "KL to reference": self.kl.describe(),
             "credit": self.credit_formula(),
             "advantage normalisation": normalization_formula(self.adv_norm) + whose,
@@ -544,9 +571,6 @@ class PPOActorInterface(ModelInterface):
             "value loss": f"{self.value.describe()}, coefficient {self.value.coef:g}" if self.value is not None else "",
             "pretraining loss": f"coefficient {self.ptx_coef:g}" if self.ptx_coef else "",
             "early stop": self.early_stop.describe(),
-            "steps before the first update": f"{warm_up} (the critic learns alone)"
-            if (warm_up := self.critic_warmup_steps)
-            else "",
         }
 
 

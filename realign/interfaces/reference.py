@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
-from realign.api import MicroBatchSpec, Model, ModelInterface, ModelOutput, SequenceSample
+from realign.api import (
+    Keys,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    ModelOutput,
+    Plan,
+    SequenceSample,
+    Weights,
+)
+from realign.settings import Range
 
 
 @dataclass
 class ReferenceInterface(ModelInterface):
     """A frozen policy that only scores: `logprobs` of sampled tokens, at the sampler's temperature."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Must be the sampler's; the launch compares them."""
 
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        return scoring_keys() if method == "inference" else Keys()
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(temperature=self.temperature, temperature_setting="temperature", weights=Weights.frozen)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`logprobs` [T] of the sampled tokens."""
         return score_logprobs(model, data, mb_spec, self.temperature)
+
+
+def scoring_keys() -> Keys:
+    """Return the keys of a method that calls `score_logprobs`."""
+    return Keys(needs={"input_ids": "", "loss_mask": ""}, writes=frozenset({"logprobs"}))
 
 
 def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
@@ -39,4 +64,4 @@ def old_logprobs(data: SequenceSample) -> Tensor:
     return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
 
 
-__all__ = ["ReferenceInterface", "old_logprobs", "score_logprobs"]
+__all__ = ["ReferenceInterface", "old_logprobs", "score_logprobs", "scoring_keys"]

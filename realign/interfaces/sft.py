@@ -14,38 +14,57 @@ from torch import Tensor
 from realign.api import (
     RPC,
     DataflowGraph,
+    Keys,
     MicroBatchSpec,
     Model,
     ModelInterface,
     ModelOutput,
+    Panel,
+    Plan,
     SequenceSample,
     Stats,
     masked_mean,
     merge_stats,
 )
 from realign.functional import Aggregation, aggregate, aggregation_weight, nll_loss
+from realign.settings import Count
 
 
 @dataclass
 class SFTInterface(ModelInterface):
     """Supervised fine-tuning on packed sequences."""
 
-    n_minibatches: int = 1
+    n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     aggregation: Aggregation = Aggregation.token_mean
     """How tokens and sequences weigh; constant is not for SFT."""
 
     def __post_init__(self) -> None:
-        if self.n_minibatches < 1:
-            raise ValueError(f"n_minibatches must be at least 1, found {self.n_minibatches}")
+        super().__post_init__()
         if self.aggregation is Aggregation.constant:
             raise ValueError(
                 "aggregation=constant has no number of tokens here; choose a mean over tokens or sequences"
             )
 
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        return Keys(needs={"input_ids": "", "loss_mask": ""}) if method == "train_step" else Keys()
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(n_minibatches=self.n_minibatches)
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("loss", "nll")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        return (Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a fresh order."""
@@ -63,11 +82,8 @@ class SFTInterface(ModelInterface):
         return aggregation_weight(data["loss_mask"], data.cu_seqlens(), self.aggregation)
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
-        return {
-            "optimizer steps per step": str(self.n_minibatches),
-            "loss": f"negative log-likelihood, {self.aggregation.value}",
-        }
+        """See `ModelInterface.describe`."""
+        return {"loss": f"negative log-likelihood, {self.aggregation.value}"}
 
 
 def dataflow() -> DataflowGraph:

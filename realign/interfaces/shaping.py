@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realign.api import SequenceSample
-from realign.functional import MomentsKind, RunningMoments, overlong_penalty, segment_sum, whiten
+from realign.api.rewards import total_rewards
+from realign.functional import MomentsKind, RunningMoments, overlong_penalty, whiten
 
 
 class RewardScale(StrEnum):
@@ -204,19 +204,6 @@ class Truncation:
         if self.overlong_buffer:
             scores_S = scores_S + overlong_penalty(tokens_S, max_tokens, self.overlong_buffer, self.overlong_penalty)
         return scores_S
-
-
-def total_rewards(data: SequenceSample) -> Tensor:
-    """[S] the reward of each sequence: `rewards`, plus the sum of `dense_rewards` where the graph has them.
-
-    Of those only the ones on `loss_mask` count, where there is one; NaN if the reward is missing.
-    """
-    if "dense_rewards" not in data:
-        return data["rewards"]
-    dense_T = data["dense_rewards"]
-    if "loss_mask" in data:
-        dense_T = torch.where(data["loss_mask"], dense_T, 0)
-    return data["rewards"] + segment_sum(dense_T, data.cu_seqlens())
 
 
 __all__ = ["RewardScale", "RewardShaping", "TruncatedReward", "Truncation", "total_rewards"]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
+from realign.api.rewards import total_rewards
 from realign.functional import degenerate_groups, segment_sum
-from realign.interfaces.shaping import total_rewards
 
 Draw: TypeAlias = Callable[[int], SequenceSample | None]
 """Sample and judge one more batch of new prompts (numbered from 0 in each step); None when there are none left."""

@@ -21,9 +21,9 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
+from realign.api.rewards import total_rewards
 from realign.engines.ranks import current
 from realign.functional import segment_sum
-from realign.interfaces.shaping import total_rewards
 from realign.runtime.evaluator import Evaluator
 
 if TYPE_CHECKING:
