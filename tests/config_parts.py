@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, Model, ModelInterface, SequenceSample
+from realign.api import RPC, DataflowGraph, GenerationConfig, Model, ModelInterface, ModelSpec, Plan, SequenceSample
+from realign.data import Dataset, DataSpec
 from realign.testing import BigramEngine
 
 HERE = "tests.config_parts"
@@ -73,7 +74,18 @@ class Actor(ModelInterface):
         return {}
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        return {"optimizer steps per step": f"{self.epochs} (epochs)", "loss": "none"}
+        return {"loss": "none"}
+
+    def plan(self) -> Plan:
+        g = self.generation
+        return Plan(
+            epochs=self.epochs,
+            responses_per_prompt=g.n,
+            longest_response=g.max_new_tokens,
+            temperature=g.temperature,
+            sampler=g.describe(),
+            exact_sampling=not g.distorted(),
+        )
 
 
 class Plain(ModelInterface):
@@ -119,7 +131,7 @@ class Digits:
 
 
 @dataclass
-class Bigram:
+class Bigram(ModelSpec):
     lr: float = 0.5
 
     def load(self, name: str, *, seed: int) -> Model:
@@ -127,7 +139,7 @@ class Bigram:
 
 
 @dataclass
-class Prompts:
+class Prompts(DataSpec, Dataset):
     n: int = 8
 
     @property

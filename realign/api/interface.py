@@ -202,6 +202,11 @@ class Calibratable(Protocol):
     gain: float
     bias: float
 
+    @property
+    def labels_are_numbers(self) -> bool:
+        """Whether labels determine the scale of rewards, so that `label_scale` must see them."""
+        ...
+
     def scores(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Tensor:
         """[S] scores with the current gain and bias, before clipping."""
         ...

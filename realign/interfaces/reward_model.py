@@ -207,6 +207,11 @@ class RewardModelInterface(ModelInterface):
         self.gain, self.bias = self.gain * factor, (self.bias - found_mean) * factor + mean
         return found_mean, found_std
 
+    @property
+    def labels_are_numbers(self) -> bool:
+        """See `Calibratable`: true if labels are ratings, false if they only rank responses."""
+        return self.kind in (RewardLoss.scalar_rating, RewardLoss.scalar_compare)
+
     def label_scale(self, labels_S: Tensor) -> tuple[float, float]:
         """The mean and deviation that rewards should have before training, as far as labels say it.
 

@@ -65,9 +65,7 @@ class RuleRewardInterface(ModelInterface):
         super().__post_init__()
         if self.shuffle and self.dense:
             raise ValueError("shuffle deals one reward out to each response, but dense rewards its tokens; choose one")
-        Limits(
-            self.memory_mb, self.cpu_s, self.open_files, self.keep_environment
-        )  # checks the names
+        Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # checks the names
         self._pool: RewardPool | None = None
 
     def open(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
-from realign.api.model import METHODS, implements
+from realign.api.interface import METHODS, implements
 
 
 @pytest.mark.parametrize(

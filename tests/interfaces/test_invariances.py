@@ -13,7 +13,7 @@ import pytest
 
 import realign.interfaces
 from realign.api import GenerationConfig, ModelInterface
-from realign.api.model import implements
+from realign.api.interface import implements
 from realign.functional import (
     Aggregation,
     DPOLoss,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, Sync
+from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelFacts, Sync
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.interfaces.critic import PPOCriticInterface
@@ -44,6 +44,10 @@ class Numbers(Digits):
         return 11
 
 
+class Short(BigramEngine):
+    positions = 40
+
+
 @dataclass
 class Small(BigramModel):
     """A bigram model of 40 positions."""
@@ -51,9 +55,10 @@ class Small(BigramModel):
     path: str = "somewhere"
 
     def load(self, name: str, *, seed: int) -> Model:
-        engine = BigramEngine(seed=seed, lr=self.lr)
-        engine.positions = 40
-        return Model(name, engine, Numbers(), seed)
+        return Model(name, Short(seed=seed, lr=self.lr), Numbers(), seed)
+
+    def facts(self) -> ModelFacts:
+        return ModelFacts(path=self.path)
 
 
 class Rows(Prompts):

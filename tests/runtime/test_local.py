@@ -18,10 +18,12 @@ from realign.api import (
     MicroBatchSpec,
     Model,
     ModelInterface,
+    ModelSpec,
     SequenceSample,
     Sum,
     stat_values,
 )
+from realign.data import Dataset, DataSpec
 from realign.engines import SharedModel
 from realign.functional import Level, Normalization, Scope
 from realign.interfaces.critic import PPOCriticInterface, ValueObjective
@@ -54,7 +56,7 @@ class Digits:
 
 
 @dataclass
-class BigramModel:
+class BigramModel(ModelSpec):
     lr: float = 0.5
 
     def load(self, name: str, *, seed: int) -> Model:
@@ -62,7 +64,7 @@ class BigramModel:
 
 
 @dataclass
-class Prompts:
+class Prompts(DataSpec, Dataset):
     n: int = 8
     keys: tuple[str, ...] = ("prompt_ids", "row")
 
@@ -387,7 +389,7 @@ def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_l
 
 
 def test_a_model_without_a_role_is_not_loaded(tmp_path):
-    class Unloadable:
+    class Unloadable(ModelSpec):
         def load(self, name, *, seed):
             raise AssertionError("loaded")
 
@@ -420,7 +422,7 @@ def test_interfaces_are_closed_when_a_run_ends_or_fails(tmp_path):
 
 
 def test_interfaces_are_opened_before_models_are_loaded_and_closed_when_loading_fails(tmp_path):
-    class Unloadable:
+    class Unloadable(ModelSpec):
         def load(self, name, *, seed):
             raise ValueError("no such model")
 

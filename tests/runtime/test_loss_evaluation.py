@@ -9,6 +9,7 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
+from realign.data import Dataset, DataSpec
 from realign.interfaces import dpo, ppo, reward_model, sft
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import ReferenceInterface
@@ -21,7 +22,7 @@ from tests.tiny import save_tiny
 
 
 @dataclass
-class Judged:
+class Judged(DataSpec, Dataset):
     """Random judged responses, of which this dataset has the prompts from `start` on."""
 
     n: int
