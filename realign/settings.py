@@ -38,7 +38,9 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        found = {word: bound for word, bound in bounds.items() if bound is not None}
+        texts = [f"{word} {bound:g}" for word, bound in found.items() if math.isfinite(bound)]
+        return " and ".join([*texts, "finite"] if len(texts) < len(found) else texts)
 
 
 Count = Annotated[int, Range(ge=1)]

@@ -115,7 +115,7 @@ def test_a_class_without_fields_needs_no_decorator():
         ),
         ({"adv_norm": 3}, r"interfaces\.actor\.adv_norm: expected Norm, found 3"),
         ({"adv_norm": {"eps": -1}}, r"interfaces\.actor\.adv_norm\.eps must be positive, found -1\.0"),
-        ({"generation": {"n": 0}}, r"interfaces\.actor\.generation\.n must be at least 1, found 0"),
+        ({"generation": {"n": 0}}, r"interfaces\.actor\.generation\.n=0: must be at least 1"),
         ({"rule": {"scale": 1}}, r"interfaces\.actor\.rule: expected Rule, found \{'scale': 1\}"),
         (
             {"rules": [{"_target_": f"{HERE}.Lenght"}]},
@@ -382,7 +382,7 @@ def test_a_config_dir_with_odd_characters(tmp_path):
         (["graph=null"], r"graph: expected a component, found null; set its fields"),
         (["graph._target_=realign.interfaces.grpo.dataflw"], r"graph\._target_: there is no 'dataflw' in "),
         (["interfaces.actor.kl.plce=loss"], r"unknown key 'interfaces\.actor\.kl\.plce'; did you mean 'place'\?"),
-        (["steps=0"], r"steps must be at least 1, found 0"),
+        (["steps=0"], r"steps=0: must be at least 1"),
         (["microbatch.max_tokens_per_microbatch=0"], r"max_tokens_per_microbatch must be at least 1, found 0"),
         (
             [

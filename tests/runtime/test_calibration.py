@@ -181,8 +181,8 @@ def test_a_calibration_that_fails_after_training_costs_no_training(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 3}, r"calibration\.samples must be at least 2 and a multiple of generation\.n=2, found 3"),
-        ({"batch_prompts": 0}, r"calibration\.batch_prompts must be at least 1"),
+        ({"samples": 3}, r"samples=3: must be a multiple of generation\.n=2"),
+        ({"batch_prompts": 0}, r"batch_prompts=0: must be at least 1"),
         ({"after": False}, r"calibration\.before and calibration\.after are both false"),
         ({"policy": "ref"}, r"calibration\.policy 'ref' has no model; roles with one: reward, policy"),
         ({"role": "policy"}, r"calibration\.role 'policy' must be a role of the graph"),
