@@ -116,6 +116,9 @@ class CountThrees(ModelInterface):
     needs_engine: ClassVar[bool] = False
     temperature: float | None = None
 
+    def plan(self) -> Plan:
+        return Plan(temperature=self.temperature, temperature_setting="temperature")
+
     def inference(self, model, data, mb_spec):
         pairs = zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
         rewards = torch.tensor([float((ids[~given] == 3).sum()) for ids, given in pairs])

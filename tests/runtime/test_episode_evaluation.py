@@ -150,7 +150,7 @@ def test_dynamic_sampling_converses_until_the_batch_is_full(tmp_path):
 
 def test_the_length_of_a_whole_episode_is_compared_with_budget_and_positions(tmp_path):
     long = {"agent": episodes(max_episode_tokens=39), "actor": GRPOActorInterface(generation=TURN)}
-    with pytest.raises(ValueError, match=r"models\.actor has 40 positions, but .* up to 39: .* lower max_episode_tok"):
+    with pytest.raises(ValueError, match=r"models\.agent has 40 positions, but .* up to 39: .* lower max_episode_tok"):
         LocalRuntime(experiment(tmp_path, interfaces=long))
     with pytest.raises(ValueError, match=r"a response may have max_episode_tokens=20 tokens, .*or lower max_episode_"):
         LocalRuntime(experiment(tmp_path, microbatch=MicroBatchSpec(20)))
@@ -168,7 +168,7 @@ def test_an_environment_that_is_not_there_is_refused_at_the_start(tmp_path):
 
 def test_a_copy_that_stays_as_it_is_may_not_sample(tmp_path):
     copied = {"actor": Small(), "agent": Small()}
-    with pytest.raises(ValueError, match=r"models\.agent\.path='somewhere' is a copy that stays as it is, but models"):
+    with pytest.raises(ValueError, match=r"models\.agent\.path='somewhere' is a copy that nothing updates, "):
         LocalRuntime(experiment(tmp_path, models=copied))
     LocalRuntime(experiment(tmp_path, models=copied, sync={"agent": Sync("actor")}))
 
@@ -179,7 +179,7 @@ def test_what_the_learner_is_told_of_episodes_must_agree_with_them(tmp_path):
         LocalRuntime(experiment(tmp_path, interfaces=other))
     late = Truncation(overlong_buffer=2)
     per_turn = {"actor": GRPOActorInterface(generation=TURN, truncation=late), "agent": episodes()}
-    with pytest.raises(ValueError, match=r"overlong_buffer counts .*max_episode_tokens=20, .*max_new_tokens=3 would"):
+    with pytest.raises(ValueError, match=r"responses of 3 tokens .*up to 20 \(interfaces\.agent\.max_ep"):
         LocalRuntime(experiment(tmp_path, interfaces=per_turn))
     whole = GRPOActorInterface(generation=replace(TURN, max_new_tokens=20), truncation=late)
     LocalRuntime(experiment(tmp_path, interfaces={"actor": whole, "agent": episodes()}))

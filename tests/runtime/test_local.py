@@ -386,7 +386,7 @@ def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_l
     actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.reward))
     with pytest.raises(
         ValueError,
-        match=r"interfaces\.actor\.kl\.place=reward needs key 'ref_logprobs' in train_step, but RPC 'actor_train'.*kl\.place",
+        match=r"interfaces\.actor\.kl\.place=reward needs key 'ref_logprobs'.*change kl\.place",
     ):
         experiment(tmp_path, interfaces={"actor": actor, "reward": CountToken()})
 

@@ -159,7 +159,7 @@ def test_rows_are_passed_once_whatever_the_training_makes_of_them(tmp_path):
     forward = engine.forward
     engine.forward = lambda data, *rest: passes.append(len(data)) or forward(data, *rest)
     runtime.evaluate()
-    assert passes == [3, 3, 1]
+    assert passes == [2, 1, 2, 1, 1]  # the mini-batches of batches of 3, 3 and 1 prompts
 
 
 @pytest.mark.parametrize("role", ["ref", "nobody"])
