@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from realign.api import GenerationConfig
+from realign.api import GenerationConfig, Panel
 from realign.api.environment import Response
 from realign.data import PromptData, SupervisedData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
@@ -31,7 +31,7 @@ from realign.interfaces import environment, sft
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.curves import Panel, draw_curves
+from realign.runtime.curves import draw_curves
 
 CALLS = 0.3
 """Fraction of the demonstrations that use the calculator."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from realign.api import GenerationConfig
+from realign.api import GenerationConfig, Panel
 from realign.api.environment import Response
 from realign.data import PromptData, SupervisedData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
@@ -30,7 +30,7 @@ from realign.interfaces import environment, sft
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.curves import Panel, draw_curves
+from realign.runtime.curves import draw_curves
 
 NUMBERS, GUESSES = 7, 3
 PROMPT = "guess"

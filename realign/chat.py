@@ -70,7 +70,7 @@ class Chat:
 
     def _fitting(self, model: Model, prompt_tokens: int) -> GenerationConfig:
         """The sampler, with answers no longer than the model has positions; training refuses instead of cutting."""
-        limit: int | None = getattr(model.machine, "positions", None)
+        limit = model.machine.positions
         if limit is None:
             return self.generation
         room = limit - prompt_tokens

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from typing import Any
-
-from realign.api import GenerationConfig, ModelInterface
+from realign.api import Plan, part_sizes
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment
 from realign.runtime.backend import Backend
+from realign.runtime.contract import unread_inputs
 from realign.runtime.placement import plan_groups
 from realign.runtime.rollout import RolloutMode
 
-OPTIMIZER_STEPS = "optimizer steps per step"
-IDLE_STEPS = "steps before the first update"
-OF_TRAINING = {OPTIMIZER_STEPS, "prompts per optimizer step", "loss"}
-"""Rows that are left out for a role that the graph does not train, such as the reward model of PPO."""
+LOSS = "loss"
+"""The row of `describe` that is left out for a role that the graph does not train, such as PPO's reward model."""
 
 
 def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
-    """Name and value of each row.
+    """Return the name and value of each row.
 
-    What only the algorithm knows comes from the optional method `describe(batch_prompts) -> dict[str, str]` of each
-    role's interface; its row `optimizer steps per step`, when it starts with a number, is added up over the run, but
-    for the number of steps that its row `steps before the first update` starts with.
+    Numbers come from the interfaces' `plan()`, descriptions of algorithms from their `describe()`.
     """
     e = experiment
     rows = {"steps": f"{e.steps:,}", "prompts per step": f"{e.batch_prompts:,}"}
     roles = list(dict.fromkeys(rpc.model for rpc in e.graph.rpcs))
+    trained = {rpc.model for rpc in e.graph.rpcs if rpc.method == "train_step"}
     for role in roles:
         rows |= _sampling_rows(e, role)
-    described = {role: _describe(e.interfaces[role], e.batch_prompts) for role in roles}
-    untrained = set(roles) - {rpc.model for rpc in e.graph.rpcs if rpc.method == "train_step"}
-    for role in untrained:
-        described[role] = {name: value for name, value in described[role].items() if name not in OF_TRAINING}
+    described = {role: _role_rows(e, role, trained=role in trained) for role in roles}
     several = sum(map(bool, described.values())) > 1
     for role, own in described.items():
         rows |= {f"{role}: {name}" if several else name: value for name, value in own.items()}
-        if match := re.match(r"\d+", own.get(OPTIMIZER_STEPS, "")):
-            idle_steps = int(own.get(IDLE_STEPS, "0").split()[0])
-            total = f"{int(match[0]) * max(0, e.steps - idle_steps):,}"
-            rows[f"{role}: optimizer steps in all" if several else "optimizer steps in all"] = total
     if e.rollout.mode is RolloutMode.async_:
         rows["responses are sampled"] = e.rollout.describe()
     if e.dynamic_sampling is not None:
@@ -64,10 +51,14 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["roles that share a model"] = "; ".join(f"{role}: {what}" for role, what in shared.items())
     if e.graph.sync:
         rows["weights after a step"] = "; ".join(f"{role}: {sync.describe()}" for role, sync in e.graph.sync.items())
+    if e.filled_roles:
+        rows["roles filled in by default"] = "; ".join(f"{role}: {what}" for role, what in e.filled_roles.items())
     rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
+    if unread := unread_inputs(e.graph, e.interfaces):
+        rows["inputs that no component reads"] = "; ".join(f"{rpc}: {', '.join(keys)}" for rpc, keys in unread.items())
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
     idle += [f"models.{r}" for r in e.models if r not in e.roles]
-    idle += [f"models.{r}.optimizer" for r in e.models if r in untrained and getattr(e.models[r], "optimizer", None)]
+    idle += [f"models.{r}.optimizer" for r, spec in e.models.items() if r not in trained and spec.facts().trainable]
     rows["config keys never read"] = ", ".join(idle) or "none"
     if e.dropped:
         rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
@@ -78,23 +69,35 @@ def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
     """Group size, sequences and sampler, of a role that generates."""
     if not any(rpc.model == role and rpc.method == "generate" for rpc in experiment.graph.rpcs):
         return {}
-    found = [value for _, value in _items(experiment.interfaces[role]) if isinstance(value, GenerationConfig)]
-    if not found:
-        return {}
-    return {
-        "group size (responses per prompt)": str(found[0].n),
-        "sequences per step": f"{found[0].n * experiment.batch_prompts:,}",
-        "sampler": found[0].describe(),
+    plan = experiment.interfaces[role].plan()
+    n = plan.responses_per_prompt
+    rows: dict[str, str] = {}
+    if n is not None:
+        rows |= {
+            "group size (responses per prompt)": str(n),
+            "sequences per step": f"{n * experiment.batch_prompts:,}",
+        }
+    return rows | ({} if plan.sampler is None else {"sampler": plan.sampler})
+
+
+def _role_rows(experiment: Experiment, role: str, *, trained: bool) -> dict[str, str]:
+    """Rows of a role: how it is trained, and the description of its algorithm."""
+    interface = experiment.interfaces[role]
+    described = {name: value for name, value in interface.describe(experiment.batch_prompts).items() if value}
+    if not trained:
+        return {name: value for name, value in described.items() if name != LOSS}
+    return _training_rows(experiment, interface.plan()) | described
+
+
+def _training_rows(experiment: Experiment, plan: Plan) -> dict[str, str]:
+    """Rows about the optimizer steps of a role."""
+    most = " at most" if plan.at_most else ""
+    idle = plan.first_training_step - 1
+    total = plan.optimizer_steps * max(0, experiment.steps - idle)
+    parts = f"{plan.epochs} epochs x {plan.n_minibatches} mini-batches"
+    rows = {
+        "optimizer steps per step": f"{plan.optimizer_steps}{most} ({parts})",
+        "prompts per optimizer step": part_sizes(experiment.batch_prompts, plan.n_minibatches) + most,
     }
-
-
-def _describe(interface: ModelInterface, batch_prompts: int) -> dict[str, str]:
-    describe = getattr(interface, "describe", None)
-    return describe(batch_prompts) if describe is not None else {}
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields of a dataclass; none of anything else."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return []
-    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    rows |= {"steps before the first update": f"{idle:,}"} if idle else {}
+    return rows | {"optimizer steps in all": f"{total:,}{most}"}

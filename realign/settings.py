@@ -38,7 +38,9 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        found = {word: bound for word, bound in bounds.items() if bound is not None}
+        texts = [f"{word} {bound:g}" for word, bound in found.items() if math.isfinite(bound)]
+        return " and ".join([*texts, "finite"] if len(texts) < len(found) else texts)
 
 
 Count = Annotated[int, Range(ge=1)]
@@ -85,8 +87,10 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
         SettingsError: a number outside the range, or text that names no member.
     """
     members = _members(annotation)
+    if not any(map(_is_checked, members)):
+        return value
     if value is None:
-        if type(None) in members or not any(map(_is_checked, members)):
+        if type(None) in members:
             return value
         raise SettingsError(f"{name} must not be null; valid: {_valid(members)}")
     for member in members:
@@ -101,9 +105,7 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
         if value in choices:
             return choices[value]
         raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{_or_null(members)})")
-    if any(map(_is_checked, members)):
-        raise SettingsError(f"{name}={value!r}: must be {_valid(members)}{_or_null(members)}")
-    return value
+    raise SettingsError(f"{name}={value!r}: must be {_valid(members)}{_or_null(members)}")
 
 
 def choices_of(kind: type[Enum]) -> dict[str, Enum]:
@@ -120,7 +122,7 @@ def _plain(member: Any) -> Any:
     kind = get_args(member)[0] if get_origin(member) is Annotated else get_origin(member) or member
     if kind is float:
         return (float, int)
-    return kind if isinstance(kind, type) and not getattr(kind, "_is_protocol", False) else ()
+    return kind if isinstance(kind, type) and kind is not Any and not getattr(kind, "_is_protocol", False) else ()
 
 
 def _range(member: Any) -> Range | None:

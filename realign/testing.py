@@ -30,7 +30,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.model import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
 from realign.api.trace import keep_traces, with_responses
 from realign.functional import last_true, previous
 
@@ -74,7 +74,7 @@ class BigramOutput:
         return torch.where(last_S >= 0, self.values_V[self.ids_T[last_S.clamp(min=0)]], 0)
 
 
-class BigramEngine:
+class BigramEngine(PipelinableEngine):
     """`PipelinableEngine` of a bigram table in float64, with plain SGD: small enough to check by hand."""
 
     trainable = True
@@ -322,7 +322,7 @@ def check_train_step(
     limit = int((lengths.per_prompt if whole_groups else lengths.flat).max())
     for spec in (MicroBatchSpec(n_microbatches=2), MicroBatchSpec(limit)):
         _assert_same(whole, train_once(interface, data, spec, seed=seed), f"cut by {spec}", tolerance=1e-10)
-    if getattr(interface, "n_minibatches", 1) == 1:
+    if interface.plan().n_minibatches == 1:
         order = np.random.default_rng(seed).permutation(len(data))
         shuffled = train_once(interface, data.take(order), MicroBatchSpec(n_microbatches=2), seed=seed)
         _assert_same(whole, shuffled, "prompts in another order", tolerance=1e-10)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, Model, ModelInterface, SequenceSample
+from realign.api import RPC, DataflowGraph, GenerationConfig, Model, ModelInterface, ModelSpec, Plan, SequenceSample
+from realign.data import Dataset, DataSpec
 from realign.errors import SettingsError
 from realign.testing import BigramEngine
 
@@ -74,7 +75,18 @@ class Actor(ModelInterface):
         return {}
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        return {"optimizer steps per step": f"{self.epochs} (epochs)", "loss": "none"}
+        return {"loss": "none"}
+
+    def plan(self) -> Plan:
+        g = self.generation
+        return Plan(
+            epochs=self.epochs,
+            responses_per_prompt=g.n,
+            longest_response=g.max_new_tokens,
+            temperature=g.temperature,
+            sampler=g.describe(),
+            exact_sampling=not g.distorted(),
+        )
 
 
 class Plain(ModelInterface):
@@ -105,6 +117,9 @@ class CountThrees(ModelInterface):
     needs_engine: ClassVar[bool] = False
     temperature: float | None = None
 
+    def plan(self) -> Plan:
+        return Plan(temperature=self.temperature, temperature_setting="temperature")
+
     def inference(self, model, data, mb_spec):
         pairs = zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
         rewards = torch.tensor([float((ids[~given] == 3).sum()) for ids, given in pairs])
@@ -120,7 +135,7 @@ class Digits:
 
 
 @dataclass
-class Bigram:
+class Bigram(ModelSpec):
     lr: float = 0.5
 
     def load(self, name: str, *, seed: int) -> Model:
@@ -128,7 +143,7 @@ class Bigram:
 
 
 @dataclass
-class Prompts:
+class Prompts(DataSpec, Dataset):
     n: int = 8
 
     @property

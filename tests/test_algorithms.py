@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from realign.interfaces.formulas import normalization_formula
 
 from realign import cli
 from realign.config import ConfigError, build_experiment, compose
 from realign.config.folders import experiments_dir, list_algorithms
 from realign.demo.arithmetic import prepare
-from realign.interfaces.formulas import normalization_formula
 from realign.runtime.local import LocalRuntime
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"

@@ -74,7 +74,7 @@ def test_a_conversation_remembers_what_was_said(folder, tmp_path):
         ([], r"takes one model, a folder or hub name, and key=value; found \[\]"),
         (["a", "b"], r"found \['a', 'b'\]"),
         (["a", "generation.temprature=1"], r"unknown key 'generation.temprature'; did you mean 'temperature'\?"),
-        (["a", "generation.n=0"], "n must be at least 1, found 0"),
+        (["a", "generation.n=0"], "n=0: must be at least 1"),
     ],
 )
 def test_mistakes_are_named(words, message):

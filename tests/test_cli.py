@@ -87,7 +87,7 @@ def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
         (("check", "experiment=bigram", "-m"), "do not go with realign check"),
         (("-m", "experiment=bigram", "seed=0,1", "resume=auto"), "resume=auto does not go with -m"),
         (("experiment=bigram", "--frmat", "svg"), "unrecognized arguments: --frmat"),
-        (("experiment=bigram", "steps=0"), "steps must be at least 1, found 0"),
+        (("experiment=bigram", "steps=0"), "steps=0: must be at least 1"),
     ],
 )
 def test_trap_g6_a_mistake_is_one_line_on_stderr_exit_2_and_leaves_no_file(here, capsys, args, message):

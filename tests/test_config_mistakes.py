@@ -158,14 +158,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "interfaces.actor.generation.temperature=0"],
-        (
-            "interfaces.actor.generation.temperature must be finite and at least 0.01 (for the most likely token "
-            "use greedy=true), found 0.0"
-        ),
+        "interfaces.actor.generation.temperature=0.0: must be at least 0.01 and finite",
     ),
     (
         [*GRPO, "batch_prompts=0"],
-        "batch_prompts must be at least 1, found 0",
+        "batch_prompts=0: must be at least 1",
     ),
     (
         [*GRPO, "microbatch.max_tokens_per_microbatch=-1"],
@@ -484,7 +481,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "interfaces.reward.workers=-1"],
-        "interfaces.reward: workers must be at least 0 (0 runs inline), found -1",
+        "interfaces.reward.workers=-1: must be at least 0",
     ),
     (
         [*GRPO, "graph.critic=own"],
@@ -492,7 +489,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "ratio_tolerance=-1"],
-        "ratio_tolerance must be at least 0, found -1.0",
+        "ratio_tolerance=-1.0: must be at least 0 and finite",
     ),
     (
         [*GRPO, "~interfaces.reward"],
@@ -512,7 +509,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "models.actor.vocabulary=0"],
-        "models.actor.vocabulary must be at least 1, or null, found 0",
+        "models.actor.vocabulary=0: must be at least 1, or null",
     ),
     (
         [*GRPO, "=1"],

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import pytest
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface
+from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface, Plan
 from realign.derived import derived_rows
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.runtime import DynamicSampling, Evaluation, Experiment
@@ -21,21 +21,11 @@ class Judge(ModelInterface):
     def train_step(self, model, data, mb_spec):
         return {}
 
+    def plan(self) -> Plan:
+        return Plan(temperature=self.temperature, temperature_setting="temperature")
+
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        return {"optimizer steps per step": "1", "prompts per optimizer step": str(batch_prompts)}
-
-
-@dataclass
-class Nested:
-    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.5))
-
-
-@dataclass
-class Deep(ModelInterface):
-    inner: Nested = field(default_factory=Nested)
-
-    def inference(self, model, data, mb_spec):
-        return data
+        return {"loss": "of the judge", "nothing": ""}
 
 
 def experiment(**changes) -> Experiment:
@@ -73,12 +63,14 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "group size (responses per prompt)": "8",
         "sequences per step": "512",
         "sampler": "top_p=0.9, temperature 1",
-        "actor: optimizer steps per step": "4 (epochs)",
-        "actor: loss": "none",
+        "actor: optimizer steps per step": "4 (4 epochs x 1 mini-batches)",
+        "actor: prompts per optimizer step": "64",
         "actor: optimizer steps in all": "4,000",
-        "judge: optimizer steps per step": "1",
+        "actor: loss": "none",
+        "judge: optimizer steps per step": "1 (1 epochs x 1 mini-batches)",
         "judge: prompts per optimizer step": "64",
         "judge: optimizer steps in all": "1,000",
+        "judge: loss": "of the judge",
         "tokens per micro-batch": "no limit",
         "temperature": "1 (interfaces.actor.generation.temperature, interfaces.judge.temperature)",
         "evaluation": "every 10 steps, before and after; greedy=True, temperature 1",
@@ -90,11 +82,13 @@ def test_rows_of_a_graph_with_two_trained_roles():
 
 def test_steps_before_the_first_update_make_no_optimizer_step():
     class Late(Actor):
-        def describe(self, batch_prompts):
-            return super().describe(batch_prompts) | {"steps before the first update": "50 (the critic learns alone)"}
+        def plan(self):
+            return replace(super().plan(), first_training_step=51, at_most=True)
 
     rows = dict(derived_rows(experiment(interfaces={**experiment().interfaces, "actor": Late(epochs=4)})))
-    assert rows["actor: optimizer steps in all"] == "3,800"
+    assert rows["actor: steps before the first update"] == "50"
+    assert rows["actor: optimizer steps per step"] == "4 at most (4 epochs x 1 mini-batches)"
+    assert rows["actor: optimizer steps in all"] == "3,800 at most"
 
 
 def test_a_role_that_is_not_trained_has_no_rows_of_training():
@@ -123,10 +117,10 @@ def test_trap_b2_roles_with_different_temperatures_are_refused():
         experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)})
 
 
-def test_a_temperature_is_found_at_any_depth_and_null_is_none():
-    graph = DataflowGraph((RPC("a", "deep", "inference"), RPC("b", "rule", "inference")))
-    e = experiment(graph=graph, interfaces={"deep": Deep(), "rule": CountThrees()}, models={"deep": Bigram()})
-    assert e.temperatures == {"interfaces.deep.inner.generation.temperature": 0.5}
+def test_a_role_whose_plan_has_no_temperature_is_not_compared():
+    graph = DataflowGraph((RPC("a", "judge", "inference"), RPC("b", "rule", "inference")))
+    e = experiment(graph=graph, interfaces={"judge": Judge(0.5), "rule": CountThrees()}, models={"judge": Bigram()})
+    assert e.temperatures == {"interfaces.judge.temperature": 0.5}
 
 
 def test_roles_that_share_a_model_are_shown():

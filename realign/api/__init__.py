@@ -5,18 +5,32 @@ Imports torch, numpy and `realign.functional`; everything else in realign is wri
 
 from realign.api.data import SequenceSample, part_sizes
 from realign.api.dataflow import RPC, SAMPLED, DataflowGraph, Sync, rl_graph
-from realign.api.interface import Calibratable, Keys, ModelInterface, Panel, Plan, Role, RoleModel, Weights
+from realign.api.interface import (
+    Calibratable,
+    Keys,
+    ModelInterface,
+    Panel,
+    Plan,
+    Role,
+    RoleModel,
+    Weights,
+    is_component_key,
+)
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import (
     GenerationConfig,
     Model,
+    ModelFacts,
     ModelOutput,
+    ModelSpec,
     PipelinableEngine,
     derive_seed,
 )
+from realign.api.rewards import total_rewards
 from realign.api.stats import (
     Correlation,
+    LossStats,
     Max,
     Mean,
     Min,
@@ -43,14 +57,17 @@ __all__ = [
     "GenerationConfig",
     "Keys",
     "Lengths",
+    "LossStats",
     "Max",
     "Mean",
     "MicroBatchSpec",
     "MicroBatches",
     "Min",
     "Model",
+    "ModelFacts",
     "ModelInterface",
     "ModelOutput",
+    "ModelSpec",
     "Panel",
     "PipelinableEngine",
     "Plan",
@@ -67,6 +84,7 @@ __all__ = [
     "Weights",
     "correlation",
     "derive_seed",
+    "is_component_key",
     "masked_max",
     "masked_mean",
     "masked_variance",
@@ -75,4 +93,5 @@ __all__ = [
     "plan_microbatches",
     "rl_graph",
     "stat_values",
+    "total_rewards",
 ]

@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
 from realign.api.interface import METHODS, ModelInterface, implements
+from realign.settings import Count, Range, Settings
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class RPC:
 
 
 @dataclass(frozen=True)
-class Sync:
+class Sync(Settings):
     """What a role that is not trained takes from one that is, at the end of a step, when all calls are made.
 
     Its weights become (1 - weight) * own + weight * those of `of`. A reference that follows the policy in this way is
@@ -88,14 +90,8 @@ class Sync:
     """
 
     of: str
-    weight: float = 1.0
-    every_steps: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight <= 1:
-            raise ValueError(f"weight must be above 0 and at most 1, found {self.weight}")
-        if self.every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, found {self.every_steps}")
+    weight: Annotated[float, Range(gt=0, le=1)] = 1.0
+    every_steps: Count = 1
 
     def describe(self) -> str:
         """What the weights become, and when, for people."""
@@ -318,14 +314,14 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC]
         written = interface.keys("generate").writes or frozenset()
         if role != "actor" and "rewards" in written:
             outputs = (*SAMPLED, *sorted(written - set(SAMPLED)))
-            rewards = [key for key in ("rewards", "dense_rewards") if key in written]
+            rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
             return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
     dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
-    rewards = ["rewards", "dense_rewards"] if dense else ["rewards"]
+    scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
     return [
         RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),
-        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=tuple(rewards)),
-    ], rewards
+        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=tuple(scores)),
+    ], scores
 
 
 def _baseline_calls() -> list[RPC]:

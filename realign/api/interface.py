@@ -69,7 +69,9 @@ class Plan:
     expected_response: int | None = None
     """Response length in tokens that settings of a trained role are relative to; None: no setting is."""
     temperature: float | None = None
-    """Temperature of all log-probs of the role; None: it computes none."""
+    """Temperature of all log-probs of the role; None: it computes none that are compared with other roles'."""
+    temperature_setting: str = "generation.temperature"
+    """Field of the interface that `temperature` follows from."""
     sampler: str | None = None
     """One line about the sampling distribution; None: the role does not sample."""
     exact_sampling: bool = True
@@ -138,7 +140,11 @@ class ModelInterface(Settings):
         raise NotImplementedError(f"{type(self).__name__} has no credit")
 
     def keys(self, method: str) -> Keys:
-        """What `method` reads and writes; compared with the graph before anything is loaded."""
+        """What `method` reads and writes; compared with the graph before anything is loaded.
+
+        Raises:
+            ValueError: the current settings rule out `method`; names the setting.
+        """
         return Keys()
 
     def outputs(self) -> frozenset[str]:
@@ -150,7 +156,7 @@ class ModelInterface(Settings):
         return {}
 
     def plan(self) -> Plan:
-        """Numbers of the role under the current settings."""
+        """Numbers of the role under the current settings; override it if `train_step` takes several optimizer steps."""
         return Plan()
 
     def headline(self) -> tuple[str, ...]:
@@ -196,6 +202,11 @@ class Calibratable(Protocol):
     gain: float
     bias: float
 
+    @property
+    def labels_are_numbers(self) -> bool:
+        """Whether labels determine the scale of rewards, so that `label_scale` must see them."""
+        ...
+
     def scores(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Tensor:
         """[S] scores with the current gain and bias, before clipping."""
         ...
@@ -216,6 +227,17 @@ def implements(interface: type[ModelInterface], method: str) -> bool:
     return getattr(interface, method) is not getattr(ModelInterface, method)
 
 
+def method_of(interface: ModelInterface, name: str) -> Callable[[Model, SequenceSample, MicroBatchSpec], Any]:
+    """Return the method of an interface that an RPC names, one of `METHODS`."""
+    methods: dict[str, Callable[[Model, SequenceSample, MicroBatchSpec], Any]] = {
+        "generate": interface.generate,
+        "inference": interface.inference,
+        "credit": interface.credit,
+        "train_step": interface.train_step,
+    }
+    return methods[name]
+
+
 def is_component_key(key: str) -> bool:
     """Whether a key exists only for a component that reads it."""
     return key in COMPONENT_KEYS or key.startswith(COMPONENT_PREFIXES)
@@ -233,4 +255,5 @@ __all__ = [
     "Weights",
     "implements",
     "is_component_key",
+    "method_of",
 ]

@@ -1,4 +1,4 @@
-"""The contract of a machine, `PipelinableEngine`, and what an algorithm exchanges with it.
+"""The contract of a machine (`PipelinableEngine`, `ModelOutput`), the model of a role, and how one is loaded.
 
 Letters of shapes: T packed tokens, S sequences, V vocabulary. An interface knows no device, process, file or config;
 an engine knows no algorithm.
@@ -10,21 +10,24 @@ import hashlib
 import json
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from realign.api.data import SequenceSample
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.stats import Stat, Stats, TokenValues
+from realign.api.stats import LossStats, Stats, Sum, merge_stats
 from realign.errors import SettingsError
+from realign.settings import Count, NonNegativeInt, Range, Settings
 
 
 @dataclass
-class GenerationConfig:
+class GenerationConfig(Settings):
     """How responses are sampled. These values are the whole truth: no `generation_config.json` of a model leaks in.
 
     Attributes:
@@ -41,37 +44,28 @@ class GenerationConfig:
         max_slots: sequences decoded at once; None lets the engine choose.
     """
 
-    n: int = 1
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    n: Count = 1
+    max_new_tokens: Count = 256
+    min_new_tokens: NonNegativeInt = 0
+    temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
     greedy: bool = False
     fixed_length: bool = False
     stop_token_ids: list[int] | None = None
     stop_strings: list[str] = field(default_factory=list)
-    max_slots: int | None = None
+    max_slots: Count | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "n": (self.n >= 1, "at least 1"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
-            "temperature": (
-                0.01 <= self.temperature < math.inf,
-                "finite and at least 0.01 (for the most likely token use greedy=true)",
-            ),
-            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "stop_token_ids": (min(self.stop_token_ids or [0]) >= 0, "token ids, from 0 on"),
-            "max_slots": (self.max_slots is None or self.max_slots >= 1, "at least 1, or null"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"generation.{name} must be {valid}, found {getattr(self, name)}")
+        super().__post_init__()
+        if self.min_new_tokens > self.max_new_tokens:
+            raise SettingsError(
+                f"min_new_tokens={self.min_new_tokens}: must be at most max_new_tokens={self.max_new_tokens}"
+            )
+        if min(self.stop_token_ids or [0]) < 0:
+            raise SettingsError(f"stop_token_ids={self.stop_token_ids}: token ids must be at least 0")
         if "" in self.stop_strings:
-            raise ValueError("generation.stop_strings holds an empty string, which would end every response at once")
+            raise SettingsError("stop_strings: contains an empty string, which would end every response at once")
 
     def distorted(self) -> list[str]:
         """Settings under which the sampled distribution is not the model's softmax at `temperature`.
@@ -125,15 +119,18 @@ class ModelOutput(Protocol):
 
 
 PostHook: TypeAlias = Callable[[ModelOutput, SequenceSample], SequenceSample]
-LossFn: TypeAlias = Callable[
-    [ModelOutput, SequenceSample], tuple[Tensor, Mapping[str, Stat | TokenValues | tuple[Tensor, Tensor]]]
-]
+LossFn: TypeAlias = Callable[[ModelOutput, SequenceSample], tuple[Tensor, LossStats]]
 LossWeightFn: TypeAlias = Callable[[SequenceSample], Tensor]
 StepIf: TypeAlias = Callable[[Stats], bool]
+Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
+"""The type of `PipelinableEngine.forward`."""
 
 
 class PipelinableEngine(Protocol):
-    """A machine for one network. It cuts, packs, moves and shards; it knows no algorithm."""
+    """A machine for one network. It cuts, packs, moves and shards; it knows no algorithm.
+
+    Inherit from it: the members at the end have defaults that suit an engine in one process.
+    """
 
     @property
     def trainable(self) -> bool:
@@ -217,6 +214,55 @@ class PipelinableEngine(Protocol):
         """
         ...
 
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence in tokens that the network can process; None: no limit, or unknown."""
+        return None
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of parts into which the engine's processes cut a batch."""
+        return 1
+
+    @property
+    def data_rank(self) -> int:
+        """The part of a batch that this process computes, from 0."""
+        return 0
+
+    def reference(self, layers: int | None = None) -> Forward:
+        """Return a `forward` that computes with the weights as they are now, whatever is trained later.
+
+        Args:
+            layers: number of top layers to copy; None: as many as are trained.
+
+        Raises:
+            ValueError: the engine cannot keep its starting weights beside the trained ones.
+        """
+        raise ValueError(f"{type(self).__name__} has no reference branch")
+
+    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        """Return the metrics of `loss_fn` on `data`, and its sum as metric `LOSS_SUM`, without a gradient."""
+        return measured(self.forward, data, mb_spec, loss_fn)
+
+
+LOSS_SUM = "sum of the loss"
+"""The metric of `PipelinableEngine.measure` that no loss function has."""
+
+
+def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+    """Return the metrics of `loss_fn` on `data` and its sum as `LOSS_SUM`, computed by `forward` without a gradient."""
+    losses: list[Tensor] = []
+    metrics: list[Any] = []  # plain (sum, count) pairs are merged too
+
+    def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+        loss, stats = loss_fn(output, mb)
+        losses.append(loss.double())
+        metrics.append(stats)
+        return mb.with_sequences(measured=torch.ones(mb.n_sequences, device=loss.device))  # a hook adds a key
+
+    forward(data, mb_spec, post_hook)
+    return {**merge_stats(metrics), LOSS_SUM: Sum(torch.stack(losses).sum() if losses else torch.zeros(()))}
+
 
 @dataclass
 class Model:
@@ -278,14 +324,69 @@ def derive_seed(seed: int, *what: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known about a model before it is loaded; None: unknown."""
+
+    path: str | None = None
+    """Folder or hub name of the weights."""
+    device: str | None = None
+    """Device that the config asks for, such as "cuda:0" or "auto"."""
+    outputs: frozenset[str] | None = None
+    """See `PipelinableEngine.outputs`."""
+    trainable: bool | None = None
+    """Whether an optimizer is configured."""
+    branches: bool | None = None
+    """Whether the starting weights can be kept inside the trained model: it trains adapters or its top layers only."""
+    rate_ends: int | None = None
+    """Number of steps after which the learning rate is 0; None: it never is."""
+    rate_unit: str = "optimizer_step"
+    """The steps that `rate_ends` counts: optimizer_step or train_step."""
+
+
+class ModelSpec(ABC):
+    """Loads the model of a role, such as `realign.engines.TransformersModel`. Inherit from it and implement `load`."""
+
+    @abstractmethod
+    def load(self, name: str, *, seed: int) -> Model:
+        """Load the model of the role `name`; `seed` is the run's root seed."""
+
+    def check(self, name: str) -> None:  # noqa: B027 (optional)
+        """Check the spec of the role `name` before any weights are read.
+
+        Raises:
+            ValueError: names the key, the value found and what is valid.
+        """
+
+    def facts(self) -> ModelFacts:
+        """Return what is known without loading the model; used for checks, placement and the launch table."""
+        return ModelFacts()
+
+    def frozen_start(self, role: str) -> ModelSpec:
+        """Return the spec of a frozen copy of the weights that this spec of `role` loads, such as a reference policy.
+
+        The default is the spec itself, which suits a spec that configures no training.
+        """
+        return self
+
+    def for_sampling(self) -> ModelSpec:
+        """Return the spec of a copy that only samples, for asynchronous rollout."""
+        return self
+
+
 __all__ = [
+    "LOSS_SUM",
+    "Forward",
     "GenerationConfig",
     "LossFn",
     "LossWeightFn",
     "Model",
+    "ModelFacts",
     "ModelOutput",
+    "ModelSpec",
     "PipelinableEngine",
     "PostHook",
     "StepIf",
     "derive_seed",
+    "measured",
 ]

@@ -79,6 +79,8 @@ class Trace(NamedTuple):
 
 Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Correlation | Trace
 Stats: TypeAlias = dict[str, Stat]
+LossStats: TypeAlias = Mapping[str, Stat | TokenValues | tuple[Tensor, Tensor]]
+"""Metrics of a micro-batch as a loss returns them; a plain (total, weight) is a `Mean`."""
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Mean:
@@ -152,7 +154,7 @@ def _value(stat: Stat, fields: list[float]) -> float | None:
         return max(0.0, xx / n - (x / n) ** 2) if n else None
     if isinstance(stat, Correlation):
         return _pearson(*fields)
-    of_nothing = {Max: -math.inf, Min: math.inf}.get(type(stat))
+    of_nothing = -math.inf if isinstance(stat, Max) else math.inf if isinstance(stat, Min) else None
     return None if fields[0] == of_nothing else fields[0]
 
 

@@ -36,11 +36,10 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
 
 def _build(config: ExperimentConfig) -> Experiment:
     # Imported here: composing a config must not wait for torch.
-    from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, Sync
+    from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Sync
     from realign.data import DataSpec
     from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
     from realign.runtime.evaluator import Evaluator
-    from realign.runtime.experiment import ModelSpec
     from realign.runtime.saving import CheckpointSpec
     from realign.runtime.trackers import TrackerSpec
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,30 +20,50 @@ from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray, Lengths
 
 
-class Dataset(Protocol):
+class Dataset(ABC):
     """Rows that can be sampled as packed sequences, such as `PromptDataset`."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @property
+    @abstractmethod
     def keys(self) -> Sequence[str]:
         """Keys that every sample has."""
-        ...
 
+    @abstractmethod
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
-        """The rows at these places, given as (epoch, row)."""
-        ...
+        """Return the rows given as (epoch, row)."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence of a row; 0: unknown."""
+        return 0
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row, all its sequences together; 0: unknown."""
+        return self.longest_sequence
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that comes with the rows, such as pretraining text; 0: there is none."""
+        return 0
 
 
-class DataSpec(Protocol):
-    """What can load a dataset, such as `PromptData`.
+class DataSpec(ABC):
+    """Loads a dataset, such as `PromptData`. Inherit from it and implement `load`."""
 
-    It may have a method `check(where)` that looks at its file before anything is loaded, see `FileSource.check`.
-    """
-
+    @abstractmethod
     def load(self, tokenizer: Any) -> Dataset:
-        """Read, check and tokenise the rows."""
-        ...
+        """Read, check and tokenize the rows."""
+
+    def check(self, where: str) -> None:  # noqa: B027 (optional)
+        """Check the spec at the config key `where` before anything is loaded.
+
+        Raises:
+            ValueError: names the key, the value found and what is valid.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +126,13 @@ class LoadReport:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedDataset(ABC):
+class PackedDataset(Dataset):
     """Rows that can be drawn in any order, any number of times.
 
     Attributes:
         tokens: the token ids of each row.
         report: what was read and what was left out.
     """
-
-    keys: ClassVar[tuple[str, ...]]
 
     tokens: PackedTokens
     report: LoadReport
@@ -124,7 +142,12 @@ class PackedDataset(ABC):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence of a row."""
+        """See `Dataset`."""
+        return self.report.longest
+
+    @property
+    def longest_row(self) -> int:
+        """See `Dataset`."""
         return self.report.longest
 
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:

@@ -14,7 +14,7 @@ import numpy as np
 from realign.api.data import SequenceSample
 from realign.api.lengths import Lengths
 from realign.api.model import derive_seed
-from realign.data.dataset import Dataset, DataSpec, LoadReport
+from realign.data.dataset import Dataset, DataSpec
 from realign.data.order import epoch_order
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ TEXTS = ("input_ids", "loss_mask")
 
 
 @dataclass
-class WithPretraining:
+class WithPretraining(DataSpec):
     """Two data nodes as one (config node): every prompt comes with rows of the second.
 
     The keys of the prompts are joined by `ptx_input_ids` and `ptx_loss_mask`. Which rows a prompt brings is a pure
@@ -47,11 +47,9 @@ class WithPretraining:
             raise ValueError(f"sequences_per_prompt must be at least 1, found {self.sequences_per_prompt}")
 
     def check(self, where: str) -> None:
-        """See `FileSource`: of both, where they can tell."""
-        for name in ("prompts", "pretraining"):
-            node = getattr(self, name)
-            if hasattr(node, "check"):
-                node.check(f"{where}.{name}")
+        """See `DataSpec.check`; checks both."""
+        self.prompts.check(f"{where}.prompts")
+        self.pretraining.check(f"{where}.pretraining")
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptsWithPretraining:
         """Load both.
@@ -68,7 +66,7 @@ class WithPretraining:
 
 
 @dataclass(frozen=True, eq=False)
-class PromptsWithPretraining:
+class PromptsWithPretraining(Dataset):
     """Prompts in memory, with texts in keys `ptx_input_ids` and `ptx_loss_mask`.
 
     Attributes:
@@ -92,20 +90,19 @@ class PromptsWithPretraining:
         return (*self.prompts.keys, *(f"ptx_{key}" for key in TEXTS))
 
     @property
-    def report(self) -> LoadReport | None:
-        """What became of the prompts' file, if that dataset can tell."""
-        return getattr(self.prompts, "report", None)
+    def longest_sequence(self) -> int:
+        """See `Dataset`; of the prompts."""
+        return self.prompts.longest_sequence
 
     @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest prompt; 0 if that dataset cannot tell."""
-        return getattr(self.prompts, "longest_sequence", 0)
+    def longest_row(self) -> int:
+        """See `Dataset`; of the prompts."""
+        return self.prompts.longest_row
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text that comes along; 0 if that dataset cannot tell."""
-        report: LoadReport | None = getattr(self.texts, "report", None)
-        return 0 if report is None else report.longest
+        """See `Dataset`; of the pretraining text."""
+        return self.texts.longest_row
 
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """The prompts at these places, given as (epoch, row), with their texts."""

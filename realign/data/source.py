@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from realign.data.dataset import LoadReport, PackedTokens
+from realign.data.dataset import DataSpec, LoadReport, PackedTokens
 from realign.data.excerpt import Excerpt
 from realign.data.files import Table, read_rows
 from realign.data.split import Split
@@ -31,7 +31,7 @@ class TooLong(StrEnum):
 
 
 @dataclass
-class FileSource:
+class FileSource(DataSpec):
     """A file of rows, or a part of it."""
 
     path: str

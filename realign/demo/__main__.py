@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from realign.api import Panel
 from realign.config import build_experiment, compose
 from realign.demo.arithmetic import Task, prepare
 from realign.demo.launch import Demo, launch, median, remove_earlier
@@ -22,6 +23,15 @@ from realign.runtime.curves import draw_curves
 NAME = "demo"
 SFT = "sft"
 TASK = "task"
+PANELS = (
+    Panel("reward per response", {"reward": "training batch (sampled)"}),
+    Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),
+    Panel("entropy (nats per token)", {"entropy": "training batch"}),
+    Panel("KL (nats)", {"ref_kl_per_sequence": "to reference, per sequence", "approx_kl": "to sampler, per token"}),
+    Panel("response length (tokens)", {"response_tokens": "training batch"}),
+    Panel("clip fraction", {"clip_fraction": "policy ratio"}),
+    Panel("gradient norm", {"grad_norm": "before clipping"}),
+)
 LEFT = {TASK, SFT, "grpo", "curves.png"}
 Results = tuple[RunResult, RunResult, float]
 
@@ -35,7 +45,8 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
     """Print the table and some responses, draw the picture, and return the JSON object of the last line."""
     sft, grpo, seconds = results
     title = "Two-digit addition: SFT, then GRPO" + (" with shuffled rewards (control)" if demo.shuffle else "")
-    picture = draw_curves({"SFT": sft.history, "GRPO": grpo.history}, demo.output_dir / "curves.png", title=title)
+    phases = {"SFT": sft.history, "GRPO": grpo.history}
+    picture = draw_curves(phases, demo.output_dir / "curves.png", title=title, panels=PANELS)
     summary = summarize(demo, sft, grpo, seconds)
     console.print(report(summary, sft, grpo))
     for sample in three_samples(grpo.samples):

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from realign.api import Panel
 from realign.config import build_experiment, compose
 from realign.demo.gold import Sample, compare, judged
 from realign.demo.launch import Demo, launch, remove_earlier
 from realign.demo.sentiment import GOLD, Task, prepare
 from realign.rewards import load_function
 from realign.runtime import Evaluation, Experiment, LossEvaluation, RunResult, run
-from realign.runtime.curves import Panel, draw_curves
+from realign.runtime.curves import draw_curves
 
 NAME = "rlhf"
 RUNS = ("sft", "reward")

@@ -6,19 +6,28 @@ and the gradient of all micro-batches is divided once, by the weight of the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
+from realign.api.model import (
+    Forward,
+    GenerationConfig,
+    LossFn,
+    LossWeightFn,
+    PipelinableEngine,
+    PostHook,
+    StepIf,
+    derive_seed,
+)
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.cores import ParallelPasses, side_by_side
@@ -50,10 +59,7 @@ class Accumulated:
     loss_fn: LossFn
 
 
-Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
-
-
-class TransformersEngine:
+class TransformersEngine(PipelinableEngine):
     """Implements `realign.api.PipelinableEngine`. The weights are fp32; between calls the model is in eval mode."""
 
     def __init__(
@@ -172,6 +178,10 @@ class TransformersEngine:
             ValueError: the hook added no key, or one of another number of sequences.
         """
         return self._forward(data, mb_spec, post_hook, self.network.run, parallel=True)
+
+    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """`forward` on the prompts of this process, which in a single process are all of them."""
+        return self.forward(part, mb_spec, post_hook)
 
     def reference(self, layers: int | None = None) -> Forward:
         """`forward` of the policy as it is now, whatever is trained later; see `Network.reference`."""
@@ -322,6 +332,10 @@ class TransformersEngine:
 
         with self._training():
             return origin(list(done.passes), done.losses, is_finite)
+
+    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """`generate` for the prompts of this process, which in a single process are all of them."""
+        return self.generate(part, config, seed=seed)
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from realign.api.model import Model, derive_seed
+from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
 from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.cores import ParallelPasses
 from realign.engines.folders import check_path, read_states, warn_if_misread
@@ -22,10 +22,12 @@ from realign.engines.inspection import check_head, check_hub, no_trained_head, p
 from realign.engines.kernels import Backend
 from realign.engines.layout import SharedPrompts
 from realign.engines.lora import LoRA, add_adapters, require_peft
-from realign.engines.optim import OptimizerSpec
+from realign.engines.optim import OptimizerSpec, ScheduleKind
 from realign.engines.ranks import current
 from realign.engines.sharding import Sharding
+from realign.engines.shared import Share, SharedModel
 from realign.engines.value_head import ValueHead, ValueNetwork
+from realign.settings import Count, Range, Settings
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Without one of these AutoTokenizer builds an empty tokenizer of the model's family, and says nothing."""
@@ -39,7 +41,7 @@ class DType(StrEnum):
 
 
 @dataclass
-class TransformersModel:
+class TransformersModel(Settings, ModelSpec):
     """A transformers model as a role of an experiment.
 
     Attributes:
@@ -83,23 +85,21 @@ class TransformersModel:
     gradient_checkpointing: bool = False
     dropout: bool = False
     optimizer: OptimizerSpec | None = None
-    max_nonfinite_in_a_row: int = 5
+    max_nonfinite_in_a_row: Count = 5
     trust_remote_code: bool = False
     head_init: HeadInit = HeadInit.keep
     value_head: ValueHead | None = None
     lora: LoRA | None = None
-    trained_layers: int | None = None
-    ema_decay: float | None = None
-    vocabulary: int | None = None
+    trained_layers: Count | None = None
+    ema_decay: Annotated[float, Range(gt=0, lt=1)] | None = None
+    vocabulary: Count | None = None
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
     sharding: Sharding = field(default_factory=Sharding)
 
     def __post_init__(self) -> None:
-        self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
-        self.head_init, self.shared_prompts = HeadInit(self.head_init), SharedPrompts(self.shared_prompts)
-        self.parallel_passes = ParallelPasses(self.parallel_passes)
+        super().__post_init__()
         if self.head is Head.causal and self.head_init is not HeadInit.keep:
             raise ValueError(f"head_init={self.head_init.value} belongs to head=score or value, but head is causal")
         if self.head is not Head.causal and self.value_head is not None:
@@ -108,16 +108,8 @@ class TransformersModel:
             if getattr(self, name) is not None and self.optimizer is None:
                 raise ValueError(f"{name} has no effect on a model without optimizer; set optimizer.lr")
         self._check_lora()
-        if self.trained_layers is not None and self.trained_layers < 1:
-            raise ValueError(f"trained_layers must be at least 1, or null, found {self.trained_layers}")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be between 0 and 1, or null, found {self.ema_decay}")
         if self.vocabulary is not None and self.head is not Head.causal:
             raise ValueError(f"vocabulary belongs to head=causal, but head is {self.head.value}")
-        if self.vocabulary is not None and self.vocabulary < 1:
-            raise ValueError(f"vocabulary must be at least 1, or null, found {self.vocabulary}")
-        if self.max_nonfinite_in_a_row < 1:
-            raise ValueError(f"max_nonfinite_in_a_row must be at least 1, found {self.max_nonfinite_in_a_row}")
 
     def _check_lora(self) -> None:
         if self.lora is None:
@@ -129,12 +121,31 @@ class TransformersModel:
         if self.head is not Head.causal and not self.lora.merge_on_save:
             raise ValueError(f"lora.merge_on_save=false would not save the trained head of head={self.head.value}")
 
-    @property
-    def outputs(self) -> frozenset[str]:
-        """What the engine will give, see `PipelinableEngine.outputs`."""
+    def facts(self) -> ModelFacts:
+        """See `ModelSpec.facts`."""
         language = {"logprobs"} if self.head is Head.causal else set()
         scalar = {"values", "scores"} if self.value_head is not None or not language else set()
-        return frozenset(language | scalar)
+        facts = ModelFacts(
+            path=self.path,
+            device=self.device,
+            outputs=frozenset(language | scalar),
+            trainable=self.optimizer is not None,
+            branches=self.lora is not None or self.trained_layers is not None,
+        )
+        schedule = None if self.optimizer is None else self.optimizer.schedule
+        if schedule is None or schedule.kind is ScheduleKind.constant or schedule.min_ratio:
+            return facts
+        return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
+
+    def frozen_start(self, role: str) -> ModelSpec:
+        """See `ModelSpec.frozen_start`; a model that trains adapters or its top layers contains its own start."""
+        if self.lora is not None or self.trained_layers is not None:
+            return SharedModel(role, Share.reference)
+        return replace(self, optimizer=None, ema_decay=None, value_head=None, gradient_checkpointing=False)
+
+    def for_sampling(self) -> ModelSpec:
+        """See `ModelSpec.for_sampling`: the copy keeps no moving average."""
+        return replace(self, ema_decay=None)
 
     def check(self, name: str) -> None:
         """Find what is wrong before any weights are read.

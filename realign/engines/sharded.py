@@ -15,12 +15,12 @@ from torch import Tensor
 
 from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
+from realign.api.model import Forward, GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.cores import ParallelPasses
-from realign.engines.engine import Accumulated, Forward, TransformersEngine, added, check_loss
+from realign.engines.engine import Accumulated, TransformersEngine, added, check_loss
 from realign.engines.facts import facts_of
 from realign.engines.folders import AVERAGED, save_folder
 from realign.engines.fsdp import ShardedNetwork

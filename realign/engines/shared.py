@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from realign.api.data import SequenceSample
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import (
+    Forward,
     GenerationConfig,
     LossFn,
     LossWeightFn,
     Model,
+    ModelFacts,
+    ModelSpec,
     PipelinableEngine,
     PostHook,
     StepIf,
+    measured,
 )
 from realign.api.stats import Stats
-
-Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
+from realign.settings import Count, Settings
 
 
 class Share(StrEnum):
@@ -37,7 +40,7 @@ class Share(StrEnum):
 
 
 @dataclass
-class SharedModel:
+class SharedModel(Settings, ModelSpec):
     """The model of another role, as a role of its own. It is never trained or saved as this role.
 
     Attributes:
@@ -49,10 +52,10 @@ class SharedModel:
 
     of: str
     branch: Share = Share.whole
-    layers: int | None = None
+    layers: Count | None = None
 
     def __post_init__(self) -> None:
-        self.branch = Share(self.branch)
+        super().__post_init__()
         if self.layers is not None and self.branch is not Share.reference:
             raise ValueError(f"layers={self.layers} belongs to branch=reference, but branch is {self.branch.value}")
 
@@ -72,8 +75,6 @@ class SharedModel:
             raise ValueError(f"models.{name} shares the model of role {self.of!r}, which takes no part in the graph")
         engine = SharedEngine(name, self.of, owner.machine)
         if self.branch is Share.reference:
-            if not hasattr(owner.machine, "reference"):
-                raise ValueError(f"models.{name}: the engine of role {self.of!r} has no reference branch")
             try:
                 engine = ReferenceEngine(name, self.of, owner.machine, owner.machine.reference(self.layers))
             except ValueError as error:
@@ -81,6 +82,12 @@ class SharedModel:
         view = Model(name, engine, owner.tokenizer, seed, owner.version, owner.saved_views.get(name, {}))
         owner.views.append(view)
         return view
+
+    def facts(self) -> ModelFacts:
+        """See `ModelSpec.facts`; a shared model is trained as the role that it belongs to."""
+        if self.branch is Share.reference:
+            return ModelFacts(outputs=frozenset({"logprobs"}), trainable=False)
+        return ModelFacts(trainable=False)
 
     def describe(self) -> str:
         """What is shared, for people."""
@@ -109,8 +116,8 @@ def check_shared(models: Mapping[str, object]) -> None:
             )
 
 
-class SharedEngine:
-    """An engine that does what another one does, but does not train. Implements `realign.api.PipelinableEngine`."""
+class SharedEngine(PipelinableEngine):
+    """An engine that does what another one does, but does not train."""
 
     trainable = False
 
@@ -143,6 +150,15 @@ class SharedEngine:
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
         return self.engine.generate(data, config, seed=seed)
+
+    @property
+    def positions(self) -> int | None:
+        """See `PipelinableEngine.positions`."""
+        return self.engine.positions
+
+    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        """See `PipelinableEngine.measure`."""
+        return self.engine.measure(data, mb_spec, loss_fn)
 
     def reduce(self, x: Tensor) -> Tensor:
         """See `PipelinableEngine.reduce`."""
@@ -184,6 +200,10 @@ class ReferenceEngine(SharedEngine):
         """Score with `forward`, which the engine of role `of` gave."""
         super().__init__(name, of, engine)
         self._score = forward
+
+    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        """See `PipelinableEngine.measure`; of the frozen start."""
+        return measured(self.forward, data, mb_spec, loss_fn)
 
     @property
     def outputs(self) -> frozenset[str]:

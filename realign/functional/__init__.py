@@ -43,7 +43,7 @@ from .losses import (
     policy_loss,
     value_loss,
 )
-from .moments import MomentsKind, RunningMoments
+from .moments import MomentsKind, RunningMoments, score_moments
 from .normalization import (
     Reduce,
     Scope,
@@ -128,6 +128,7 @@ __all__ = [
     "rating_loss",
     "reinforce_loss",
     "sapo_loss",
+    "score_moments",
     "segment_sum",
     "sequence_index",
     "sequence_lengths",

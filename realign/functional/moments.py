@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from .normalization import DEGENERATE, Reduce, batch_moments, identity
 from .packed import at_least_fp32, check_shapes
 
-__all__ = ["MomentsKind", "RunningMoments"]
+__all__ = ["MomentsKind", "RunningMoments", "score_moments"]
 
 
 class MomentsKind(StrEnum):
@@ -121,3 +122,12 @@ class RunningMoments:
             raise ValueError(f"saved running moments are {state['kind']}, and cannot go on as {self.kind.value}")
         self._mean, self._variance = float(state["mean"]), float(state["variance"])
         self._weight, self.count = float(state["weight"]), float(state["count"])
+
+
+def score_moments(scores_S: Tensor, reduce: Reduce = identity) -> tuple[float, float]:
+    """Return mean and population standard deviation of [S] scores, in float64 over all ranks; NaN if there are none."""
+    scores_S = scores_S.double()
+    total, n = reduce(torch.stack([scores_S.sum(), scores_S.new_tensor(len(scores_S))])).tolist()
+    mean = total / n if n else math.nan
+    squares = float(reduce((scores_S - mean).square().sum()))
+    return mean, math.sqrt(squares / n) if n and math.isfinite(squares) else math.nan

@@ -14,25 +14,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from realign.api import (
+    Keys,
     MicroBatchSpec,
     Model,
     ModelInterface,
     ModelOutput,
+    Panel,
+    Plan,
     SequenceSample,
     Stats,
     merge_stats,
-    part_sizes,
 )
 from realign.functional import MomentsKind, RunningMoments
-from realign.interfaces.components.aggregation import Aggregation, TokenMean
-from realign.interfaces.components.value_loss import ValueObjective, number, trained, value_stats
+from realign.interfaces.components import Aggregation, TokenMean, ValueObjective, trained, value_stats
+from realign.interfaces.components.value_loss import VALUE_PANELS, number
+from realign.settings import Count, NonNegative, Range, Settings
 
 
 class ValueScale(StrEnum):
@@ -47,21 +50,18 @@ class ValueScale(StrEnum):
 
 
 @dataclass
-class ValueNormalization:
+class ValueNormalization(Settings):
     """Running moments of the returns."""
 
     scale: ValueScale = ValueScale.none
     """none | exponential | cumulative."""
-    beta: float = 0.99
+    beta: Annotated[float, Range(ge=0, lt=1)] = 0.99
     """Of scale=exponential: what is kept of the moments at each training step (realhf: 0.99995)."""
-    eps: float = 1e-5
+    eps: NonNegative = 1e-5
     """Added to the deviation."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1 or not self.eps >= 0:
-            raise ValueError(
-                f"normalization.beta must be in [0, 1) and eps at least 0, found {self.beta:g} and {self.eps:g}"
-            )
+        super().__post_init__()
         if self.scale is not ValueScale.exponential and self.beta != ValueNormalization.beta:
             raise ValueError(f"normalization.beta={self.beta:g} has no effect with scale={self.scale.value}")
         if self.scale is ValueScale.none and self.eps != ValueNormalization.eps:
@@ -81,9 +81,9 @@ class PPOCriticInterface(ModelInterface):
     It deals prompts into mini-batches of its own, not the actor's, and an early stop of the actor does not stop it.
     """
 
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the rollout batch."""
-    n_minibatches: int = 1
+    n_minibatches: Count = 1
     """Optimizer steps per pass; prompts are dealt out anew in each."""
     objective: ValueObjective = field(default_factory=ValueObjective)
     """Error measure and clip."""
@@ -93,9 +93,7 @@ class PPOCriticInterface(ModelInterface):
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "n_minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        super().__post_init__()
         if self.objective.coef != 1:
             raise ValueError(
                 f"objective.coef={self.objective.coef:g} weighs the loss of values against a policy's; a critic of its "
@@ -103,9 +101,28 @@ class PPOCriticInterface(ModelInterface):
             )
         self.moments = self.normalization.moments()
 
-    def needed_outputs(self) -> frozenset[str]:
-        """What a scalar head gives."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        scored = {"input_ids": "", "loss_mask": ""}
+        if method == "inference":
+            return Keys(needs=scored, writes=frozenset({"values", "bootstrap_values"}))
+        return Keys(needs=scored | {"values": "", "returns": ""}) if method == "train_step" else Keys()
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"values", "scores"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(epochs=self.epochs, n_minibatches=self.n_minibatches)
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("explained_variance", "value_loss")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        return VALUE_PANELS
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`values` [T] of the state before each token, `bootstrap_values` [S] of the state after the last one."""
@@ -177,11 +194,8 @@ class PPOCriticInterface(ModelInterface):
         self.moments.load_state_dict(saved["moments"])
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
-        steps = self.epochs * self.n_minibatches
+        """See `ModelInterface.describe`."""
         return {
-            "optimizer steps per step": f"{steps} ({self.epochs} epochs x {self.n_minibatches} mini-batches)",
-            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "loss": f"{self.objective.describe()}, {self.aggregation.describe()}",
             "value normalisation": self.normalization.scale.value,
         }

@@ -6,7 +6,6 @@ Source: arXiv:1909.08593, section 2.2 and openai/lm-human-preferences (`truncate
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api import Lengths, SequenceSample
+from realign.errors import SettingsError
 from realign.functional import broadcast_to_tokens, segment_sum, sequence_index
+from realign.settings import Finite, NonNegativeInt, Settings
 
 
 class Cut(NamedTuple):
@@ -41,30 +42,26 @@ class Cut(NamedTuple):
 
 
 @dataclass
-class ResponseCut:
+class ResponseCut(Settings):
     """Cut a response after the first of some tokens; the token itself stays."""
 
     token_ids: list[int] = field(default_factory=list)
     """Ids of the tokens that end a response."""
     texts: list[str] = field(default_factory=list)
     """The same as text; each must be exactly one token of the tokenizer."""
-    after: int = 0
+    after: NonNegativeInt = 0
     """Place in the response (tokens, the first is 0) from which on such a token counts."""
-    penalty: float | None = None
+    penalty: Finite | None = None
     """Reward of a response without such a token, in place of its own, not added to it; null: judge it as a whole."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.token_ids and not self.texts:
-            raise ValueError("cut.token_ids and cut.texts are both empty, but something must end a response")
-        checks = {
-            "token_ids": (min(self.token_ids, default=0) >= 0, "token ids, from 0 on"),
-            "texts": ("" not in self.texts, "texts that are not empty"),
-            "after": (self.after >= 0, "at least 0"),
-            "penalty": (self.penalty is None or math.isfinite(self.penalty), "finite, or null"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"cut.{name} must be {valid}, found {getattr(self, name)}")
+            raise SettingsError("token_ids and texts are both empty; give at least one end mark")
+        if min(self.token_ids, default=0) < 0:
+            raise SettingsError(f"token_ids={self.token_ids}: token ids must be at least 0")
+        if "" in self.texts:
+            raise SettingsError(f"texts={self.texts}: contains an empty text")
 
     def ids(self, tokenizer: Any) -> list[int]:
         """The tokens that end a response.

@@ -9,7 +9,10 @@ reference).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -17,55 +20,75 @@ from torch import Tensor
 from realign.api import (
     RPC,
     DataflowGraph,
+    Keys,
     MicroBatchSpec,
     Model,
     ModelInterface,
     ModelOutput,
+    Panel,
+    Plan,
+    Role,
     SequenceSample,
     Stats,
     masked_mean,
-    part_sizes,
 )
 from realign.functional import DPOLoss, dpo_loss, nll_loss, segment_sum
 from realign.interfaces.pairs import check_pairs, pairs_of, train_on_groups
+from realign.interfaces.reference import ReferenceInterface
+from realign.settings import Count, NonNegative, Positive, Range
 
 
 @dataclass
 class DPOInterface(ModelInterface):
     """The policy of DPO, trained on pairs of responses."""
 
-    n_minibatches: int = 1
+    n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     kind: DPOLoss = DPOLoss.sigmoid
     """sigmoid (DPO) | ipo."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Pull to the reference: the smaller, the further the policy may go."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
     """Probability that a label is wrong, below 0.5 (conservative DPO; kind=sigmoid)."""
     length_normalized: bool = False
     """Divide the log-ratio of a response by its number of tokens."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Of every log-prob; must be the reference's, which the launch compares."""
-    sft_coef: float = 0.0
+    sft_coef: NonNegative = 0.0
     """Weight of the negative log-likelihood of the chosen response, mean over its tokens (arXiv:2404.19733)."""
 
     def __post_init__(self) -> None:
-        checks = {
-            "n_minibatches": (self.n_minibatches >= 1, "at least 1"),
-            "beta": (self.beta > 0, "positive"),
-            "temperature": (self.temperature >= 0.01, "at least 0.01"),
-            "label_smoothing": (0 <= self.label_smoothing < 0.5, "in [0, 0.5)"),
-            "sft_coef": (self.sft_coef >= 0, "at least 0"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        super().__post_init__()
         if self.label_smoothing and self.kind is DPOLoss.ipo:
             raise ValueError(f"label_smoothing={self.label_smoothing:g} belongs to kind=sigmoid, but kind is ipo")
 
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        needs = dict.fromkeys(("input_ids", "loss_mask", "labels", "ref_logprobs"), "")
+        return Keys(needs=needs) if method == "train_step" else Keys()
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
+
+    def roles(self) -> Mapping[str, Role]:
+        """See `ModelInterface.roles`: the reference policy."""
+        return {"ref": Role(ReferenceInterface(temperature=self.temperature))}
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("loss", "rewards/accuracy", "rewards/margin")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        return (
+            Panel("accuracy on preferences", {"rewards/accuracy": "DPO, training batch"}),
+            Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
+        )
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a fresh order; pairs are never parted.
@@ -109,13 +132,11 @@ class DPOInterface(ModelInterface):
         return pairs_of(data).counts_P.sum()
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
+        """See `ModelInterface.describe`."""
         smoothed = f", labels smoothed by {self.label_smoothing:g}" if self.label_smoothing else ""
         sft = f" + {self.sft_coef:g} x likelihood of the chosen" if self.sft_coef else ""
         ratio = "mean over tokens" if self.length_normalized else "sum over tokens"
         return {
-            "optimizer steps per step": str(self.n_minibatches),
-            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "loss": f"{self.kind.value}, beta {self.beta:g}{smoothed}, log-ratio: {ratio}{sft}; mean over pairs",
         }
 

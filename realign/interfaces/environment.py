@@ -1,51 +1,46 @@
-"""Rollouts that are conversations with an environment: any algorithm of the graph learns from them unchanged.
+"""Rollouts that are conversations with an environment: any actor learns from them unchanged.
 
-`with_environment` puts a call of the role `agent`, which shares the actor's model, in the place where the actor
-samples and a reward judges. Reads `prompt_ids` and `row`; writes what sampling writes, one sequence per episode, and
-`rewards` [S] (with `dense` also `dense_rewards` [T]) and `turns` [S].
+A role with this interface (`agent`) shares the actor's model. In the graph (`realign.api.rl_graph`) it takes the place
+of sampling by the actor and of the role `reward`. Reads `prompt_ids` and `row`; writes what sampling writes, one
+sequence per episode, and `rewards` [S] (with `dense` also `dense_rewards` [T]) and `turns` [S].
 
-Token in, token out: a sequence is the prompt, and then by turns what was sampled and what the environment said, each
-token as it was sampled or encoded once. `prompt_mask` holds given tokens (prompt and observations), `loss_mask` sampled
-ones only; on given tokens `logprobs` are 0 and `versions` -1. Credit passes over observations as if they were not
-there. An episode whose environment fails has no reward (NaN) and leaves the loss and its group's statistics.
+Tokens in, tokens out: a sequence is the prompt, then by turns the sampled tokens and the observations of the
+environment, each token as it was sampled or encoded once. `prompt_mask` holds the prompt and observations, `loss_mask`
+sampled tokens only; elsewhere `logprobs` are 0 and `versions` -1. Advantage estimation skips observations. An episode
+whose environment fails has no reward (NaN), and is excluded from the loss and from its group's statistics.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from realign.api import (
-    RPC,
-    DataflowGraph,
+    SAMPLED,
     GenerationConfig,
+    Keys,
     MicroBatchSpec,
     Model,
     ModelInterface,
+    Plan,
     SequenceSample,
+    Weights,
     derive_seed,
 )
 from realign.api.environment import Environment, Response
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
-from realign.interfaces import decoupled_ppo, ppo
-
-SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
-AGENT = "agent"
-"""The role that converses."""
+from realign.errors import SettingsError
+from realign.settings import Count, Fraction, Positive
 
 
 @dataclass
 class EnvironmentInterface(ModelInterface):
     """A policy in conversation. `generation.n` episodes for each prompt, all at the same time."""
-
-    length_setting: ClassVar[str] = "max_episode_tokens"
 
     environment: str
     """The class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`); an instance
@@ -55,9 +50,9 @@ class EnvironmentInterface(ModelInterface):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """How a turn is sampled (`${interfaces.actor.generation}`): `n` is episodes per prompt, `max_new_tokens` tokens of
     a turn."""
-    max_turns: int = 8
+    max_turns: Count = 8
     """Turns of the policy after which an episode that is not over is cut off (`truncated`)."""
-    max_episode_tokens: int = 1024
+    max_episode_tokens: Count = 1024
     """Tokens after the prompt, sampled and observed. A turn begins only if it can be of full length within them;
     otherwise the episode is cut off."""
     dense: bool = False
@@ -71,39 +66,26 @@ class EnvironmentInterface(ModelInterface):
     same_seed: bool = False
     """Give all episodes of a prompt one seed: where the seed decides how an episode begins, a group is compared from
     one beginning. false: each has its own."""
-    timeout_s: float = 30.0
+    timeout_s: Positive = 30.0
     """Seconds that one call of an environment may take; a coroutine that blocks its event loop for 5 s more fails all
     episodes of the batch that are not over."""
-    concurrency: int = 64
+    concurrency: Count = 64
     """Calls of environments under way at a time, with `rollout=async` too."""
-    max_failed_fraction: float = 0.5
+    max_failed_fraction: Fraction = 0.5
     """The run stops when the environment fails in more than this fraction of a batch's episodes."""
 
     def __post_init__(self) -> None:
-        tokens = self.generation.max_new_tokens
-        checks = {
-            "max_turns": (self.max_turns >= 1, "at least 1"),
-            "max_episode_tokens": (
-                self.max_episode_tokens >= tokens,
-                f"at least generation.max_new_tokens={tokens}, which one turn may take",
-            ),
-            "timeout_s": (0 < self.timeout_s < math.inf, "a positive number of seconds"),
-            "concurrency": (self.concurrency >= 1, "at least 1"),
-            "max_failed_fraction": (0 <= self.max_failed_fraction <= 1, "from 0 to 1"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        super().__post_init__()
+        if self.max_episode_tokens < (turn := self.generation.max_new_tokens):
+            raise SettingsError(
+                f"max_episode_tokens={self.max_episode_tokens}: must be at least generation.max_new_tokens={turn}, the "
+                "length of one turn"
+            )
         if not self.chat and (self.template_options or self.role != "tool"):
             raise ValueError("role and template_options belong to chat=true, and have no effect without it")
         self._make: Callable[[], Environment] | None = None
         self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # of all batches, also at the same time
         self._failures = Failures(self.environment, self.max_failed_fraction)
-
-    @property
-    def longest_response(self) -> int:
-        """See `ModelInterface`: those of a whole episode."""
-        return self.max_episode_tokens
 
     def open(self) -> None:
         """Find the environment.
@@ -118,21 +100,27 @@ class EnvironmentInterface(ModelInterface):
             self._make = load_environment(self.environment, self.arguments)
         return self._make
 
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs: it samples."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method != "generate":
+            return Keys()
+        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(self.dense)))
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
-    def written_outputs(self, method: str) -> frozenset[str] | None:
-        """What sampling writes, and rewards."""
-        return frozenset(written(self.dense)) if method == "generate" else None
-
-    def check(self, rpc: RPC) -> None:
-        """Refuse sampling under which the ratios of a loss would be wrong."""
-        if distorted := self.generation.distorted():
-            raise ValueError(
-                f"generation.{distorted[0]} changes the sampled distribution, and the ratios of a loss would be wrong; "
-                "use neutral settings for training (evaluation may use any)"
-            )
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(
+            responses_per_prompt=self.generation.n,
+            longest_response=self.max_episode_tokens,
+            length_setting="max_episode_tokens",
+            temperature=self.generation.temperature,
+            sampler=self.generation.describe(),
+            exact_sampling=not self.generation.distorted(),
+            weights=Weights.live,
+        )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Hold `generation.n` episodes for each prompt.
@@ -246,63 +234,4 @@ def written(dense: bool) -> tuple[str, ...]:
     return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns")
 
 
-def with_environment(graph: DataflowGraph) -> DataflowGraph:
-    """The same algorithm, on conversations: the role `agent` samples and is rewarded, instead of actor and reward.
-
-    The call that writes `rewards` goes, and that which samples is made by `agent`; all others stay as they are.
-
-    Raises:
-        ValueError: the graph samples or judges by more than one call, or a call needs another judge.
-    """
-    sampling = [rpc for rpc in graph.rpcs if rpc.method == "generate"]
-    judging = [rpc for rpc in graph.rpcs if "rewards" in rpc.outputs]
-    if len(sampling) != 1 or len(judging) != 1:
-        raise ValueError(
-            "an environment takes the place of one call that samples and one that writes rewards; the graph has "
-            f"{len(sampling)} and {len(judging)}: {', '.join(r.name for r in (*sampling, *judging)) or 'none'}"
-        )
-    outputs = written("dense_rewards" in judging[0].outputs)
-    agent = RPC(f"{AGENT}_gen", AGENT, "generate", inputs=("prompt_ids", "row"), outputs=outputs)
-    kept = [rpc for rpc in graph.rpcs if rpc not in (sampling[0], judging[0])]
-    read = {key for rpc in kept for key in rpc.inputs}
-    results = dict.fromkeys((*graph.results, *(key for key in outputs if key not in read)))
-    dataset_keys = dict.fromkeys((*graph.dataset_keys, "prompt_ids", "row"))
-    return DataflowGraph((agent, *kept), dataset_keys=tuple(dataset_keys), results=tuple(results), sync=graph.sync)
-
-
-class Algorithm(StrEnum):
-    """Whose graph an environment is put into."""
-
-    grpo = "grpo"
-    """That of GRPO, and of PPO without a critic."""
-    ppo = "ppo"
-    """That of PPO."""
-    decoupled_ppo = "decoupled_ppo"
-    """That of decoupled PPO: proximal log-probs are computed in any case."""
-
-
-def dataflow(
-    *,
-    algorithm: Algorithm = Algorithm.grpo,
-    kl: bool = False,
-    recompute: bool = False,
-    critic: ppo.CriticPlace = ppo.CriticPlace.none,
-    dense: bool = False,
-    ptx: bool = False,
-) -> DataflowGraph:
-    """The graph of an algorithm whose rollouts are conversations.
-
-    Args:
-        algorithm: grpo | ppo | decoupled_ppo.
-        kl: see `ppo.dataflow`, also for the others.
-        recompute: ratios are taken against recomputed log-probs, of grpo and ppo.
-        critic: none | own | shared.
-        dense: each turn has a reward of its own.
-        ptx: pretraining text.
-    """
-    if Algorithm(algorithm) is Algorithm.decoupled_ppo:
-        return with_environment(decoupled_ppo.dataflow(kl=kl, critic=critic, dense=dense, ptx=ptx))
-    return with_environment(ppo.dataflow(kl=kl, recompute=recompute, critic=critic, dense=dense, ptx=ptx))
-
-
-__all__ = ["Algorithm", "EnvironmentInterface", "dataflow", "with_environment"]
+__all__ = ["EnvironmentInterface"]

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api import (
+    GenerationConfig,
+    Keys,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    Plan,
+    SequenceSample,
+    Weights,
+)
 
 
 @dataclass
@@ -19,6 +28,26 @@ class GreedyInterface(ModelInterface):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """How the actor samples (`${interfaces.actor.generation}`): the greedy answer ends by the same rules. Its `n` is
     taken as 1 and its `greedy` as true; a temperature changes no most likely token."""
+
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method != "generate":
+            return Keys()
+        return Keys(needs={"prompt_ids": ""}, writes=frozenset({"input_ids", "prompt_mask"}))
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
+        return frozenset({"logprobs"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(
+            responses_per_prompt=1,
+            longest_response=self.generation.max_new_tokens,
+            sampler="greedy",
+            exact_sampling=False,
+            weights=Weights.live,
+        )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """One greedy answer per prompt: `input_ids`, `prompt_mask`."""

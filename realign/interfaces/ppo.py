@@ -23,6 +23,7 @@ from realign.api import (
     DataflowGraph,
     GenerationConfig,
     Keys,
+    LossStats,
     Max,
     MicroBatchSpec,
     Model,
@@ -37,7 +38,6 @@ from realign.api import (
     TokenValues,
     masked_mean,
     merge_stats,
-    part_sizes,
     rl_graph,
 )
 from realign.errors import SettingsError
@@ -71,6 +71,7 @@ from realign.interfaces.components import (
     policy_stats,
     pretraining_loss,
     score_logprobs,
+    scoring_keys,
     staleness_stats,
     trained,
     value_stats,
@@ -160,11 +161,12 @@ class PPOActorInterface(ModelInterface):
         """See `ModelInterface`: what the components read, each with its setting."""
         if method == "generate":
             return Keys({"prompt_ids": ""}, writes=frozenset(SAMPLED))
-        needs = {"input_ids": "", "loss_mask": ""}
         if method == "inference":
-            return Keys(needs, writes=frozenset({"logprobs"}))
-        needs |= {"logprobs": "", "rewards": "", **self.kl.needs(), **self.truncation.needs(), **self.reward.needs()}
-        uses = {"dense_rewards", "prox_logprobs", "truncated", *self.advantage.uses}
+            return scoring_keys()
+        needs = dict.fromkeys(("input_ids", "loss_mask", "logprobs", "rewards"), "")
+        needs |= {**self.kl.needs(), **self.truncation.needs(), **self.reward.needs()}
+        uses = {"prox_logprobs", "truncated", *self.advantage.uses}
+        uses |= set() if self.reward.shapes_scores else {"dense_rewards"}  # their scores are 0: nothing to shape
         if method == "credit":
             return Keys(needs | self.advantage.needs(), frozenset(uses), frozenset(CREDITED))
         needs |= self.objective.needs() | ({"prox_logprobs": "recompute=true"} if self.recompute else {})
@@ -198,6 +200,7 @@ class PPOActorInterface(ModelInterface):
         return Plan(
             epochs=self.epochs,
             n_minibatches=self.n_minibatches,
+            at_most=self.early_stop.bounded,
             first_training_step=self.critic_warmup_steps + 1,
             responses_per_prompt=self.generation.n,
             longest_response=longest,
@@ -217,16 +220,11 @@ class PPOActorInterface(ModelInterface):
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """See `ModelInterface`."""
-        steps = f"{self.epochs * self.n_minibatches} ({self.epochs} epochs x {self.n_minibatches} mini-batches)"
         kept = [] if self.keep_best is None else [f"the best {self.keep_best} of {self.generation.n} per prompt"]
         kept += [f"those of at least {self.min_response_tokens} tokens"] if self.min_response_tokens else []
         norm = self.adv_norm.describe() + (" of each mini-batch" if self.credit_per_minibatch else "")
-        alone = f"{self.critic_warmup_steps} (the critic learns alone)" if self.critic_warmup_steps else ""
         overridden = type(self).loss is not PPOActorInterface.loss
         return {
-            "optimizer steps per step": steps,
-            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
-            "steps before the first update": alone,
             "scores": self.reward.describe(),
             "truncated responses": self.truncation.describe(),
             "responses in the loss": ", ".join(kept),
@@ -331,7 +329,7 @@ class PPOActorInterface(ModelInterface):
             further.append({"early_stopped": Max(torch.tensor(float(not allowed)))})
         return steps, further
 
-    def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
+    def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:
         """The objective, weighted by the correction, plus the other terms; a sum over the micro-batch."""
         weight_T, divisor_T = None, minibatch["loss_mask"]
         if self.correction is not None:

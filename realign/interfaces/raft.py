@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -23,18 +24,21 @@ from realign.api import (
     RPC,
     DataflowGraph,
     GenerationConfig,
+    Keys,
     Mean,
     MicroBatchSpec,
     Model,
+    Plan,
     SequenceSample,
     Stats,
     derive_seed,
     masked_mean,
     merge_stats,
-    part_sizes,
 )
+from realign.errors import SettingsError
 from realign.functional import degenerate_groups, keep_best, segment_sum
 from realign.interfaces.sft import SFTInterface
+from realign.settings import Count, Finite, Range
 
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "truncated")
 
@@ -45,14 +49,14 @@ class RAFTActorInterface(SFTInterface):
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=8))
     """How responses are sampled, with any settings; `generation.n` is the K of best-of-K."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the chosen responses."""
-    keep_best: int | None = 1
+    keep_best: Count | None = 1
     """Responses kept per prompt, those with the highest rewards (of equal ones the first); null with `keep_share`."""
-    keep_share: float | None = None
+    keep_share: Annotated[float, Range(gt=0, le=1)] | None = None
     """Share of all rewarded responses of the batch that is kept instead, whatever their prompts, rounded up; of equal
     ones at random (LMFlow's `top_reward_percentage`)."""
-    min_reward: float | None = None
+    min_reward: Finite | None = None
     """Responses with a lower reward are not kept, even if they are the best; null: no limit."""
     skip_equal_rewards: bool = False
     """Leave out prompts without two rewarded responses of different rewards: none of them is better than another."""
@@ -63,16 +67,22 @@ class RAFTActorInterface(SFTInterface):
             raise ValueError(
                 f"keep_best={self.keep_best} with keep_share={self.keep_share}: give one, and set the other to null"
             )
-        n, best, share = self.generation.n, self.keep_best, self.keep_share
-        checks = {
-            "epochs": (self.epochs >= 1, "at least 1"),
-            "keep_best": (best is None or 1 <= best <= n, f"from 1 to generation.n={n}"),
-            "keep_share": (share is None or 0 < share <= 1, "above 0 and at most 1"),
-            "skip_equal_rewards": (n > 1 or not self.skip_equal_rewards, "false with generation.n=1"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        if self.keep_best is not None and self.keep_best > self.generation.n:
+            raise SettingsError(f"keep_best={self.keep_best}: must be at most generation.n={self.generation.n}")
+        if self.skip_equal_rewards and self.generation.n == 1:
+            raise SettingsError("skip_equal_rewards=True: needs a generation.n of 2 or more")
+
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        return selection_keys(method)
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return selection_plan(self.generation, self.epochs, self.n_minibatches)
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("reward", "selected_reward", "loss", "nll")
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt."""
@@ -123,7 +133,7 @@ class RAFTActorInterface(SFTInterface):
             kept = f"the best {self.keep_share:g} of the batch's {batch_prompts * n} responses"
         kept += "" if self.min_reward is None else f", with a reward of at least {self.min_reward:g}"
         kept += ", of prompts whose rewards differ" if self.skip_equal_rewards else ""
-        return describe_selection(self, batch_prompts, self.epochs, kept)
+        return describe_selection(self, kept)
 
 
 def trainable(data: SequenceSample) -> Tensor:
@@ -166,12 +176,29 @@ def dataflow() -> DataflowGraph:
     )
 
 
-def describe_selection(interface: SFTInterface, batch_prompts: int, passes: int, kept: str) -> dict[str, str]:
-    """Rows of the launch table: `passes` over what `kept` names."""
-    n = interface.n_minibatches
+def selection_keys(method: str) -> Keys:
+    """Return the keys of a policy that samples, and trains on some of the rewarded responses."""
+    if method == "generate":
+        return Keys(needs={"prompt_ids": ""}, writes=frozenset(SAMPLED))
+    return Keys(needs=dict.fromkeys(("input_ids", "prompt_mask", "loss_mask", "rewards"), ""))
+
+
+def selection_plan(generation: GenerationConfig, epochs: int, n_minibatches: int) -> Plan:
+    """Return the plan of such a policy; it takes fewer optimizer steps if few responses are chosen."""
+    return Plan(
+        epochs=epochs,
+        n_minibatches=n_minibatches,
+        at_most=True,
+        responses_per_prompt=generation.n,
+        longest_response=generation.max_new_tokens,
+        sampler=generation.describe(),
+        exact_sampling=not generation.distorted(),
+    )
+
+
+def describe_selection(interface: SFTInterface, kept: str) -> dict[str, str]:
+    """Return rows of the launch table; `kept` names the chosen responses."""
     return {
-        "optimizer steps per step": f"{passes * n} at most ({passes} passes x {n} mini-batches)",
-        "prompts per optimizer step": f"{part_sizes(batch_prompts, n)} at most",
         "responses that train": kept,
         "loss": f"negative log-likelihood of sampled tokens, {interface.aggregation.describe()}",
     }

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample
-from realign.interfaces.components.scoring import score_logprobs
+from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, Weights
+from realign.interfaces.components.scoring import score_logprobs, scoring_keys
+from realign.settings import Range
 
 
 @dataclass
 class ReferenceInterface(ModelInterface):
     """A frozen policy that only scores: `logprobs` of sampled tokens, at the sampler's temperature."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Must be the sampler's; the launch compares them."""
 
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs."""
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        return scoring_keys() if method == "inference" else Keys()
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(temperature=self.temperature, temperature_setting="temperature", weights=Weights.frozen)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`logprobs` [T] of the sampled tokens."""

@@ -23,15 +23,17 @@ from torch import Tensor
 from realign.api import (
     RPC,
     DataflowGraph,
+    Keys,
     MicroBatchSpec,
     Model,
     ModelInterface,
     ModelOutput,
+    Panel,
+    Plan,
     SequenceSample,
     Stats,
     correlation,
     masked_mean,
-    part_sizes,
 )
 from realign.functional import (
     Reduce,
@@ -42,9 +44,11 @@ from realign.functional import (
     last_true,
     pairwise_loss,
     rating_loss,
+    score_moments,
 )
 from realign.interfaces.cutting import ResponseCut, cut_responses, reward_keys
 from realign.interfaces.pairs import answered, check_pairs, pairs_of, train_on_groups
+from realign.settings import Count, Positive
 
 
 class RewardLoss(StrEnum):
@@ -66,7 +70,7 @@ class RewardModelInterface(ModelInterface):
 
     kind: RewardLoss = RewardLoss.pairwise
     """pairwise | best_of_n | scalar_rating | scalar_compare."""
-    n_minibatches: int = 1
+    n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     use_margin: bool = False
     """Ask that the chosen response scores higher by `margins` (kind=pairwise)."""
@@ -75,7 +79,7 @@ class RewardModelInterface(ModelInterface):
     from_divergence: bool = False
     """Score every token, and average the loss from the first one that differs to the end of the longer response, where
     the shorter one keeps its last score (kind=pairwise). Inference looks at the last token as always."""
-    clip: float | None = None
+    clip: Positive | None = None
     """Rewards, after gain and bias, are cut off beyond plus or minus this (inference only); null: off."""
     cut: ResponseCut | None = None
     """Score a response only up to its first end mark (inference only); null: all of it."""
@@ -83,10 +87,7 @@ class RewardModelInterface(ModelInterface):
     """Reward every token of a response with the score after it, instead of the last token (inference only)."""
 
     def __post_init__(self) -> None:
-        if self.n_minibatches < 1:
-            raise ValueError(f"n_minibatches must be at least 1, found {self.n_minibatches}")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip must be positive, or null, found {self.clip}")
+        super().__post_init__()
         for name in ("use_margin", "from_divergence"):
             if getattr(self, name) and self.kind is not RewardLoss.pairwise:
                 raise ValueError(f"{name} belongs to kind=pairwise, but kind is {self.kind.value}")
@@ -94,17 +95,37 @@ class RewardModelInterface(ModelInterface):
             raise ValueError("per_prompt_weighting has no effect with kind=best_of_n, which has one choice per prompt")
         self.gain, self.bias = 1.0, 0.0
 
-    def required_inputs(self, method: str) -> frozenset[str]:
-        """`prompt_mask`, to tell what the response is, for `cut` and `dense`."""
-        return frozenset({"prompt_mask"} if method == "inference" and (self.cut or self.dense) else ())
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method == "train_step":
+            needs = dict.fromkeys(("input_ids", "loss_mask", "labels"), "")
+            margins = {"margins": "use_margin=true"} if self.use_margin else {}
+            return Keys(needs=needs | margins, uses=frozenset({"margins"}))
+        if method != "inference":
+            return Keys()
+        mask = "cut" if self.cut is not None else "dense=true" if self.dense else None
+        needs = {"input_ids": ""} | ({} if mask is None else {"prompt_mask": mask})
+        return Keys(needs=needs, writes=reward_keys(self.dense))
 
-    def written_outputs(self, method: str) -> frozenset[str] | None:
-        """`rewards`, and `dense_rewards` if asked for."""
-        return reward_keys(self.dense) if method == "inference" else None
-
-    def needed_outputs(self) -> frozenset[str]:
-        """What a scalar head gives."""
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"scores"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(n_minibatches=self.n_minibatches)
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        if self.kind is RewardLoss.scalar_rating:
+            return ("loss", "rating_error", "pearson")
+        return ("loss", "accuracy", "margin")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        if self.kind is RewardLoss.scalar_rating:
+            return (Panel("correlation with ratings", {"pearson": "reward model, training batch"}),)
+        return (Panel("accuracy on preferences", {"accuracy": "reward model, training batch"}),)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`rewards` [S]: the normalised, clipped score of each sequence, or the penalty of `cut`; `dense_rewards`."""
@@ -188,7 +209,7 @@ class RewardModelInterface(ModelInterface):
 
     @property
     def labels_are_numbers(self) -> bool:
-        """Whether labels say how large rewards should be, and not only which is larger."""
+        """See `Calibratable`: true if labels are ratings, false if they only rank responses."""
         return self.kind in (RewardLoss.scalar_rating, RewardLoss.scalar_compare)
 
     def label_scale(self, labels_S: Tensor) -> tuple[float, float]:
@@ -221,12 +242,10 @@ class RewardModelInterface(ModelInterface):
             self.load_state_dict(saved)
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
+        """See `ModelInterface.describe`."""
         options = ("use_margin", "per_prompt_weighting", "from_divergence")
         chosen = [name for name in options if getattr(self, name)]
         return {
-            "optimizer steps per step": str(self.n_minibatches),
-            "prompts per optimizer step": part_sizes(batch_prompts, self.n_minibatches),
             "loss": ", ".join([self.kind.value, *chosen]),
         }
 
@@ -321,12 +340,3 @@ def scores_after(output: ModelOutput, data: SequenceSample) -> Tensor:
     last_S = last_true(torch.ones_like(data["input_ids"], dtype=torch.bool), cu_seqlens)
     filled_S = last_S >= 0
     return after_T.index_put((last_S[filled_S],), output.scores()[filled_S])
-
-
-def score_moments(scores_S: Tensor, reduce: Reduce = identity) -> tuple[float, float]:
-    """Mean and population deviation of [S] scores, in float64 over all ranks; NaN of none."""
-    scores_S = scores_S.double()
-    total, n = reduce(torch.stack([scores_S.sum(), scores_S.new_tensor(len(scores_S))])).tolist()
-    mean = total / n if n else math.nan
-    squares = float(reduce((scores_S - mean).square().sum()))
-    return mean, math.sqrt(squares / n) if n and math.isfinite(squares) else math.nan

@@ -22,17 +22,29 @@ from torch import Tensor
 
 from realign.api import (
     GenerationConfig,
+    Keys,
     Mean,
     MicroBatchSpec,
     Model,
+    Plan,
     SequenceSample,
     Stats,
     Sum,
     masked_mean,
     merge_stats,
 )
-from realign.interfaces.raft import dataflow, describe_selection, fit, sample_responses, trainable
+from realign.errors import SettingsError
+from realign.interfaces.raft import (
+    dataflow,
+    describe_selection,
+    fit,
+    sample_responses,
+    selection_keys,
+    selection_plan,
+    trainable,
+)
 from realign.interfaces.sft import SFTInterface
+from realign.settings import Count, Finite, Fraction
 
 Tokens: TypeAlias = tuple[int, ...]
 
@@ -45,29 +57,36 @@ class RFTActorInterface(SFTInterface):
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=32))
     """How responses are sampled, with any settings; `generation.n` is how many a step adds per prompt, at most."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the chosen responses in each improvement."""
-    n_improve_steps: int = 4
+    n_improve_steps: Count = 4
     """Improvements per step, each with a threshold of its own."""
-    start_percentile: float = 0.7
+    start_percentile: Fraction = 0.7
     """Percentile, as a fraction, of a prompt's pooled rewards that a response must reach in the first improvement."""
-    end_percentile: float = 0.95
+    end_percentile: Fraction = 0.95
     """The same in the last one; between them it rises linearly."""
-    min_reward: float | None = None
+    min_reward: Finite | None = None
     """Responses with a lower reward are not chosen, even above the threshold; null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks = {
-            "epochs": (self.epochs >= 1, "at least 1"),
-            "n_improve_steps": (self.n_improve_steps >= 1, "at least 1"),
-            "start_percentile": (0 <= self.start_percentile <= 1, "from 0 to 1"),
-            "end_percentile": (self.start_percentile <= self.end_percentile <= 1, "from start_percentile to 1"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        if self.start_percentile > self.end_percentile:
+            raise SettingsError(
+                f"start_percentile={self.start_percentile:g}: must be at most end_percentile={self.end_percentile:g}"
+            )
         self.pool = Pool()
+
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        return selection_keys(method)
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return selection_plan(self.generation, self.epochs * self.n_improve_steps, self.n_minibatches)
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("reward", "selected_reward", "threshold", "loss", "nll")
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt."""
@@ -118,7 +137,7 @@ class RFTActorInterface(SFTInterface):
         percentiles = ", ".join(f"{100 * p:g}" for p in self.percentiles())
         kept = f"pooled responses above percentile {percentiles} of their prompt"
         kept += "" if self.min_reward is None else f", with a reward of at least {self.min_reward:g}"
-        return describe_selection(self, batch_prompts, self.epochs * self.n_improve_steps, kept)
+        return describe_selection(self, kept)
 
 
 class Pool:

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realign.api import MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
+from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
 from realign.interfaces.cutting import ResponseCut, cut_responses, reward_keys
-from realign.rewards.limits import Limits
+from realign.rewards.limits import Limits, OpenFiles
 from realign.rewards.pool import RewardPool
+from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive
 
 
 @dataclass
@@ -31,24 +32,24 @@ class RuleRewardInterface(ModelInterface):
     function: str = "realign.rewards.arithmetic:exact_answer"
     """Import path of the function, `package.module:name` or `path/to/file.py:name`, or a URL that is asked for each
     response (`realign.rewards.http`)."""
-    workers: int = 2
+    workers: NonNegativeInt = 2
     """Processes; 0 calls the function in this process (a breakpoint works; a hang is not caught)."""
-    timeout_s: float = 30.0
+    timeout_s: Positive = 30.0
     """Seconds that one call may take."""
-    patience_s: float = 120.0
+    patience_s: NonNegative = 120.0
     """Seconds without any answer, of a function that hangs or a server that is gone, after which the rest of a batch is
     given up. Until then responses that a server did not answer are asked for again: one that restarts costs none."""
-    memory_mb: int | None = 4096
+    memory_mb: Count | None = 4096
     """Address space that a worker may use beyond its imports (MiB; Linux only); null sets no limit."""
-    cpu_s: float | None = 600.0
+    cpu_s: Positive | None = 600.0
     """CPU seconds, of all threads together, that one call may use, also in processes that outlive it (each of them
     alone; not on Windows); null sets no limit."""
-    open_files: int | None = 1024
+    open_files: OpenFiles | None = 1024
     """File descriptors that a worker may hold (not on Windows); null leaves the system's limit."""
     keep_environment: list[str] = field(default_factory=list)
     """Variables that workers inherit although they look like secrets, such as `[OPENAI_API_KEY]`; others whose names
     say token, key, secret or password they do not have."""
-    max_failed_fraction: float = 0.5
+    max_failed_fraction: Fraction = 0.5
     """The run stops when more than this fraction of a batch fails."""
     shuffle: bool = False
     """Deal the rewards of a batch out at random: the control under which nothing may be learned."""
@@ -61,9 +62,10 @@ class RuleRewardInterface(ModelInterface):
     needs_engine: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shuffle and self.dense:
             raise ValueError("shuffle deals one reward out to each response, but dense rewards its tokens; choose one")
-        Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # which checks them
+        Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # checks the names
         self._pool: RewardPool | None = None
 
     def open(self) -> None:
@@ -90,9 +92,11 @@ class RuleRewardInterface(ModelInterface):
             )
         return self._pool
 
-    def written_outputs(self, method: str) -> frozenset[str] | None:
-        """`rewards`, and `dense_rewards` if asked for."""
-        return reward_keys(self.dense) if method == "inference" else None
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method != "inference":
+            return Keys()
+        return Keys(needs=dict.fromkeys(("input_ids", "prompt_mask", "row"), ""), writes=reward_keys(self.dense))
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`rewards` [S] fp32, NaN where there is none; with `dense` also `dense_rewards` [T]."""

@@ -14,10 +14,13 @@ from torch import Tensor
 from realign.api import (
     RPC,
     DataflowGraph,
+    Keys,
     MicroBatchSpec,
     Model,
     ModelInterface,
     ModelOutput,
+    Panel,
+    Plan,
     SequenceSample,
     Stats,
     masked_mean,
@@ -25,24 +28,37 @@ from realign.api import (
 )
 from realign.functional import nll_loss
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
+from realign.settings import Count
 
 
 @dataclass
 class SFTInterface(ModelInterface):
     """Supervised fine-tuning on packed sequences."""
 
-    n_minibatches: int = 1
+    n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
-    def __post_init__(self) -> None:
-        if self.n_minibatches < 1:
-            raise ValueError(f"n_minibatches must be at least 1, found {self.n_minibatches}")
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        return Keys(needs={"input_ids": "", "loss_mask": ""}) if method == "train_step" else Keys()
 
-    def needed_outputs(self) -> frozenset[str]:
-        """Log-probs."""
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(n_minibatches=self.n_minibatches)
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("loss", "nll")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        return (Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a fresh order."""
@@ -60,11 +76,8 @@ class SFTInterface(ModelInterface):
         return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
-        return {
-            "optimizer steps per step": str(self.n_minibatches),
-            "loss": f"negative log-likelihood, {self.aggregation.describe()}",
-        }
+        """See `ModelInterface.describe`."""
+        return {"loss": f"negative log-likelihood, {self.aggregation.describe()}"}
 
 
 def dataflow() -> DataflowGraph:

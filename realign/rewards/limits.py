@@ -12,6 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from realign.settings import Count, Positive, Range, Settings
 
 _SECRET_NAME = re.compile(
     r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|^PGPASS"  # anywhere in a name
@@ -21,34 +24,25 @@ _SECRET_NAME = re.compile(
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
+OpenFiles = Annotated[int, Range(ge=32)]
+"""A number of file descriptors; Python itself needs 32."""
+
+
 @dataclass(frozen=True)
-class Limits:
+class Limits(Settings):
     """Limits of one worker; each is inherited by the processes that the reward function starts."""
 
-    memory_mb: int | None = None
+    memory_mb: Count | None = None
     """MiB of address space beyond what the worker holds once the function is imported; None sets no limit."""
-    cpu_s: float | None = None
+    cpu_s: Positive | None = None
     """CPU seconds, of all threads together, that one call may use; None sets no limit."""
-    open_files: int | None = None
+    open_files: OpenFiles | None = None
     """File descriptors, sockets and pipes included; None leaves the system's limit."""
     keep_environment: Sequence[str] = ()
     """Variables that look like secrets and are inherited all the same."""
 
     def __post_init__(self) -> None:
-        checks = {
-            "memory_mb": (self.memory_mb is None or self.memory_mb >= 1, "at least 1, or None for no limit"),
-            "cpu_s": (
-                self.cpu_s is None or 0 < self.cpu_s < math.inf,
-                "a positive number of seconds, or None for no limit",
-            ),
-            "open_files": (
-                self.open_files is None or self.open_files >= 32,
-                "at least 32, which Python itself needs, or None for the system's limit",
-            ),
-        }
-        for setting, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{setting} must be {valid}, found {getattr(self, setting)}")
+        super().__post_init__()
         if isinstance(self.keep_environment, str):
             raise ValueError(
                 f"keep_environment must be a list of names of variables, found the text {self.keep_environment!r}"

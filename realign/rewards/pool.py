@@ -7,7 +7,6 @@ memory limit (`pebble`), so every other item is answered, and the failed ones sa
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import pickle
@@ -34,6 +33,7 @@ from realign.rewards.patience import patient
 from realign.rewards.processes import Answers, RewardError, WorkerProcesses
 from realign.rewards.tally import present_tally
 from realign.rewards.worker import FailureKind, Item, Problem, answer
+from realign.settings import Fraction, NonNegative, NonNegativeInt, Positive, checked
 
 logger = logging.getLogger(__name__)
 
@@ -112,15 +112,10 @@ class RewardPool:
         open_files: int | None = None,
         keep_environment: Sequence[str] = (),
     ) -> None:
-        checks = {
-            "workers": (workers >= 0, workers, "at least 0 (0 runs inline)"),
-            "timeout_s": (0 < timeout_s < math.inf, timeout_s, "a positive number of seconds"),
-            "patience_s": (0 <= patience_s < math.inf, patience_s, "a number of seconds, at least 0"),
-            "max_failed_fraction": (0 <= max_failed_fraction <= 1, max_failed_fraction, "from 0 to 1"),
-        }
-        for setting, (ok, found, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{setting} must be {valid}, found {found}")
+        checked("workers", workers, NonNegativeInt)
+        checked("timeout_s", timeout_s, Positive)
+        checked("patience_s", patience_s, NonNegative)
+        checked("max_failed_fraction", max_failed_fraction, Fraction)
         self.limits = Limits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == "pebble_pool_worker":
             raise RuntimeError(

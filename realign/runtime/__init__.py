@@ -1,12 +1,13 @@
 """What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
 
+from realign.api import ModelSpec
 from realign.runtime.backend import RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.episode_evaluation import EpisodeEvaluation
 from realign.runtime.evaluation import Evaluation
 from realign.runtime.evaluator import Evaluator
-from realign.runtime.experiment import Experiment, ModelSpec
+from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.loss_evaluation import LossEvaluation
 from realign.runtime.rollout import RolloutSpec

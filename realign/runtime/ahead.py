@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from realign.api import RPC, GenerationConfig, Model, SequenceSample
+from realign.api import RPC, GenerationConfig, Model, ModelSpec, SequenceSample
 from realign.api.data import TOKENS
 from realign.engines.shared import SharedEngine, SharedModel
 from realign.rewards.tally import Tally
@@ -296,13 +296,11 @@ def policy_copy(experiment: Experiment, role: str) -> PolicyCopy:
     return load_copy(role, experiment.models[role], experiment.seed, recompute=recompute)
 
 
-def load_copy(role: str, spec: Any, seed: int, *, recompute: bool) -> PolicyCopy:
+def load_copy(role: str, spec: ModelSpec, seed: int, *, recompute: bool) -> PolicyCopy:
     """What samples ahead for `role`: the model of its `spec` once more, see `StreamingEngine` for `recompute`."""
     from realign.engines.streaming import StreamingEngine
 
-    if getattr(spec, "ema_decay", None) is not None:
-        spec = replace(spec, ema_decay=None)  # a copy needs no average of its own
-    return StreamingEngine(role, spec.load(role, seed=seed).machine, recompute=recompute)
+    return StreamingEngine(role, spec.for_sampling().load(role, seed=seed).machine, recompute=recompute)
 
 
 def owner_of(experiment: Experiment, role: str) -> str:

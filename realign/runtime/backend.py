@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from realign.settings import NonNegativeInt, Positive, Settings
 
 if TYPE_CHECKING:
     from realign.runtime.experiment import Experiment
@@ -25,7 +26,7 @@ class Backend(StrEnum):
 
 
 @dataclass
-class RuntimeSpec:
+class RuntimeSpec(Settings):
     """Where the models of a run live."""
 
     kind: Backend = Backend.local
@@ -37,24 +38,16 @@ class RuntimeSpec:
     one, and `offload: true` where it shall wait on the host between its calls; or colocated (all in one process), or
     separate (each in its own). A role that is not named has its own process if it is trained, and else lives with the
     first one that has. `rollout` are the workers of rollout=async."""
-    placement_timeout_s: float = 60.0
+    placement_timeout_s: Positive = 60.0
     """Seconds to wait until the cluster has room for all workers."""
-    rpc_timeout_minutes: float = 30.0
+    rpc_timeout_minutes: Positive = 30.0
     """Minutes after which a call of the graph is taken to hang, on any rank; the run ends and says which. Starting,
     loading, evaluating and saving may take longer."""
-    max_recoveries: int = 3
+    max_recoveries: NonNegativeInt = 3
     """With kind=ray: how often a run goes on from its last checkpoint after a worker died."""
 
     def __post_init__(self) -> None:
-        self.kind = Backend(self.kind)
-        checks = {
-            "placement_timeout_s": (0 < self.placement_timeout_s < math.inf, "above 0, and finite"),
-            "rpc_timeout_minutes": (0 < self.rpc_timeout_minutes < math.inf, "above 0, and finite"),
-            "max_recoveries": (self.max_recoveries >= 0, "at least 0"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"{name} must be {valid}, found {getattr(self, name)}")
+        super().__post_init__()
         if not isinstance(self.placement, str | Mapping):
             raise ValueError(f"placement must be colocated, separate or a mapping of roles, found {self.placement!r}")
         if self.kind is Backend.local and (self.placement or self.address):
@@ -83,8 +76,9 @@ def check_runtime(experiment: Experiment) -> None:
             raise ValueError("runtime=ray needs the package ray: install realign[ray], or use runtime=local")
         plan_groups(experiment)
         for role in experiment.roles:
-            device = getattr(experiment.models.get(role), "device", "auto")
-            if device.startswith("cuda:"):
+            spec = experiment.models.get(role)
+            device = None if spec is None else spec.facts().device
+            if device is not None and device.startswith("cuda:"):
                 raise ValueError(
                     f"models.{role}.device={device!r}: with runtime=ray every process has a GPU of its own, which it "
                     "knows as cuda; set cuda or auto"

@@ -9,57 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
-from realign.data import DataSpec, batch_indices
-from realign.interfaces.reward_model import RewardModelInterface, score_moments
+from realign.api import Calibratable, GenerationConfig, MicroBatchSpec, Model, SequenceSample
+from realign.data import Dataset, DataSpec, batch_indices
+from realign.errors import SettingsError
+from realign.functional import score_moments
+from realign.settings import Count, Range, Settings
 
 LABEL_ROWS = 1024
 """Rows of the training data that are looked at together for their labels."""
 
 
 @dataclass
-class RewardCalibration:
+class RewardCalibration(Settings):
     """Which responses to sample, and when to set gain and bias of the reward model by them (config node)."""
 
     data: DataSpec
     """Prompts: a data node such as `realign.data.PromptData`."""
     role: str = "reward"
-    """The reward model; its interface is a `RewardModelInterface`."""
+    """The reward model; its interface is `Calibratable`, such as `RewardModelInterface`."""
     policy: str = "policy"
     """Whose responses; a role under `models`, which needs no part in the graph (usually the reference policy)."""
     before: bool = False
     """Before training: to the mean and deviation of the labels, where they are ratings, and else to 0 and 1."""
     after: bool = False
     """After training: to 0 and 1. What was saved on the way keeps the gain and bias from before."""
-    samples: int = 256
+    samples: Annotated[int, Range(ge=2)] = 256
     """Responses; a multiple of `generation.n`."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """How they are sampled, best as the policy will be in training; any settings."""
-    batch_prompts: int = 64
+    batch_prompts: Count = 64
     """Prompts answered at once."""
     verify: bool = False
     """Report mean and deviation of as many other responses afterwards."""
 
     def __post_init__(self) -> None:
-        n = self.generation.n
-        checks = {
-            "samples": (self.samples >= 2 and self.samples % n == 0, f"at least 2 and a multiple of generation.n={n}"),
-            "batch_prompts": (self.batch_prompts >= 1, "at least 1"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"calibration.{name} must be {valid}, found {getattr(self, name)}")
+        super().__post_init__()
+        if self.samples % (n := self.generation.n):
+            raise SettingsError(f"samples={self.samples}: must be a multiple of generation.n={n}")
         if not self.before and not self.after:
             raise ValueError("calibration.before and calibration.after are both false: set one, or calibration=null")
 
+    def due(self, when: str) -> bool:
+        """Return whether to calibrate "before" or "after" training."""
+        return self.before if when == "before" else self.after
+
     def describe(self) -> str:
         """A row of the table that is shown at launch."""
-        times = [name for name in ("before", "after") if getattr(self, name)]
+        times = [when for when in ("before", "after") if self.due(when)]
         return (
             f"gain and bias of {self.role} {' and '.join(times)} training, by {self.samples} responses of "
             f"{self.policy} ({self.generation.describe()})"
@@ -67,10 +68,10 @@ class RewardCalibration:
 
     def run(
         self,
-        interface: RewardModelInterface,
+        interface: Calibratable,
         reward: Model,
         policy: Model,
-        prompts: Any,
+        prompts: Dataset,
         mb_spec: MicroBatchSpec,
         *,
         when: str,
@@ -105,7 +106,7 @@ class RewardCalibration:
             found["verified_mean"], found["verified_std"] = score_moments(scores(1), reward.machine.reduce)
         return {f"calibration/{name}": value for name, value in found.items()}
 
-    def target(self, interface: RewardModelInterface, dataset: Any) -> tuple[float, float]:
+    def target(self, interface: Calibratable, dataset: Dataset) -> tuple[float, float]:
         """What rewards should be like before training, by the labels of the training data where it has any."""
         if "labels" not in dataset.keys or not interface.labels_are_numbers:
             return 0.0, 1.0
@@ -114,7 +115,7 @@ class RewardCalibration:
         labels = [dataset.sample([(0, row) for row in rows])["labels"] for rows in parts]
         return interface.label_scale(torch.cat(labels))
 
-    def _answers(self, policy: Model, prompts: Any, purpose: str, draw: int) -> Iterator[SequenceSample]:
+    def _answers(self, policy: Model, prompts: Dataset, purpose: str, draw: int) -> Iterator[SequenceSample]:
         """`samples` responses, in batches; draw 1 has other prompts than draw 0, as far as there are enough."""
         rows = batch_indices(len(prompts), self.samples // self.generation.n, draw, policy.seed, shuffle=True)
         for start in range(0, len(rows), self.batch_prompts):

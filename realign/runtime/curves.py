@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realign.api import Panel
+from realign.runtime.display import with_held_out
 
-@dataclass(frozen=True)
-class Panel:
-    """One set of axes: a title with the unit, and the metrics that are drawn, with their labels."""
-
-    title: str
-    metrics: Mapping[str, str]
-
-
-PANELS = (
-    Panel("reward per response", {"reward": "training batch (sampled)", "eval/reward": "held out"}),
-    Panel(
-        "accuracy on preferences",
-        {
-            "accuracy": "reward model, training batch",
-            "eval/accuracy": "reward model, held out",
-            "rewards/accuracy": "DPO, training batch",
-            "eval/rewards/accuracy": "DPO, held out",
-        },
-    ),
-    Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),
-    Panel("entropy (nats per token)", {"entropy": "training batch"}),
-    Panel(
-        "KL (nats)",
-        {"ref_kl_per_sequence": "to reference, per sequence", "approx_kl": "to sampler, per token"},
-    ),
-    Panel("response length (tokens)", {"response_tokens": "training batch", "eval/response_tokens": "held out"}),
-    Panel("clip fraction", {"clip_fraction": "policy ratio"}),
-    Panel(
-        "explained variance of returns",
-        {"critic/explained_variance": "critic", "explained_variance": "value head"},
-    ),
-    Panel("value loss", {"critic/value_loss": "critic", "value_loss": "value head"}),
-    Panel("gradient norm", {"grad_norm": "before clipping"}),
-)
 Record = Mapping[str, float]
 
 
-def draw_curves(
-    phases: Mapping[str, Sequence[Record]], path: Path, *, title: str, panels: Sequence[Panel] = PANELS
-) -> Path:
+def draw_curves(phases: Mapping[str, Sequence[Record]], path: Path, *, title: str, panels: Sequence[Panel]) -> Path:
     """Draw the curves of one or more runs that follow each other, and write a PNG.
 
     Each run gets the same width in a panel, with its own steps below; runs without a panel's metrics are left out of
@@ -57,7 +22,8 @@ def draw_curves(
         phases: for each run its records (`step` and metrics), in order.
         path: where the picture goes.
         title: above the picture.
-        panels: what to draw; a panel without anything to draw is left out.
+        panels: what to draw, see `display.panels`; held-out values (`eval/...`) are added, and a panel without
+            anything to draw is left out.
 
     Returns:
         `path`.
@@ -67,7 +33,8 @@ def draw_curves(
     """
     from matplotlib.figure import Figure
 
-    drawn = [(panel, lines) for panel in panels if (lines := _lines(panel, phases))]
+    reported = (name for records in phases.values() for record in records for name in record)
+    drawn = [(panel, lines) for panel in with_held_out(panels, reported) if (lines := _lines(panel, phases))]
     if not drawn:
         raise ValueError(f"no metric to draw for {title!r}: none of the panels' metrics were recorded")
     columns = min(3, len(drawn))

@@ -12,7 +12,6 @@ Two things to know when reading curves: the metric `reward` is that of the group
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,45 +20,35 @@ import torch
 from torch import Tensor
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
+from realign.api.rewards import total_rewards
 from realign.functional import degenerate_groups, segment_sum
-from realign.interfaces.shaping import total_rewards
+from realign.settings import Count, Finite, NonNegative, Settings
 
 Draw: TypeAlias = Callable[[int], SequenceSample | None]
 """Sample and judge one more batch of new prompts (numbered from 0 in each step); None when there are none left."""
 
 
 @dataclass
-class DynamicSampling:
+class DynamicSampling(Settings):
     """Which groups pass, and how long to look for them (config node)."""
 
-    min_reward_std: float | None = 0.0
+    min_reward_std: NonNegative | None = 0.0
     """A group passes if the population deviation of its rewards is above this; at 0: unless all are equal up to
     rounding. null: groups without spread pass too."""
-    min_mean_reward: float | None = None
+    min_mean_reward: Finite | None = None
     """A group passes if its mean reward is above this (exclusive); with rewards 0 and 1 that is its success rate."""
-    max_mean_reward: float | None = None
+    max_mean_reward: Finite | None = None
     """A group passes if its mean reward is below this (exclusive)."""
-    min_group_size: int = 2
+    min_group_size: Count = 2
     """A group passes if so many of its responses have a reward (and a token that trains): GRPO's field of that name."""
-    max_batches: int = 10
+    max_batches: Count = 10
     """Batches sampled in a step at most; then the step trains on the groups that passed, if there is any."""
-    generation_prompts: int | None = None
+    generation_prompts: Count | None = None
     """Prompts sampled at once; null: `batch_prompts`. More need fewer rounds and drop more groups that passed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         low, high = self.min_mean_reward, self.max_mean_reward
-        checks = {
-            "min_reward_std": (
-                self.min_reward_std is None or 0 <= self.min_reward_std < math.inf,
-                "at least 0, or null for groups without spread too",
-            ),
-            "min_group_size": (self.min_group_size >= 1, "at least 1"),
-            "max_batches": (self.max_batches >= 1, "at least 1"),
-            "generation_prompts": (self.generation_prompts is None or self.generation_prompts >= 1, "at least 1"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"dynamic_sampling.{name} must be {valid}, found {getattr(self, name)}")
         if self.min_reward_std is None and low is None and high is None:
             raise ValueError(
                 "dynamic_sampling filters nothing: give min_reward_std, min_mean_reward or max_mean_reward, or set "

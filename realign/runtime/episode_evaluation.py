@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from realign.api import MicroBatchSpec, ModelInterface, SequenceSample, Stats, derive_seed, merge_stats, stat_values
-from realign.interfaces.environment import EnvironmentInterface
 from realign.runtime.evaluation import SEQUENCE_METRICS, sequence_stats
 from realign.runtime.evaluator import Evaluator
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 class EpisodeEvaluation(Evaluator):
     """What to converse with, and how to sample."""
 
-    episodes: EnvironmentInterface = field(kw_only=True)
-    """The environment, its limits, and the sampler of turns: any settings, since nothing trains on them."""
+    episodes: ModelInterface = field(kw_only=True)
+    """Samples and scores, such as `EnvironmentInterface`, with any sampler, since nothing trains on the samples."""
 
     @property
     def judges(self) -> dict[str, ModelInterface]:
@@ -29,7 +28,7 @@ class EpisodeEvaluation(Evaluator):
     @property
     def longest_response(self) -> int:
         """See `Evaluator`."""
-        return self.episodes.longest_response
+        return self.episodes.plan().longest_response
 
     def metric_names(self) -> frozenset[str] | None:
         """See `Evaluator`."""
@@ -37,7 +36,8 @@ class EpisodeEvaluation(Evaluator):
 
     def describe(self) -> str:
         """See `Evaluator`."""
-        return f"{self.episodes.generation.n} episodes per row, {self.episodes.generation.describe()}"
+        plan = self.episodes.plan()
+        return f"{plan.responses_per_prompt or 1} episodes per row, {plan.sampler or 'sampler not declared'}"
 
     def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """See `Evaluator`."""

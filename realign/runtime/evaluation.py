@@ -21,9 +21,10 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
+from realign.api.rewards import total_rewards
 from realign.engines.ranks import current
+from realign.errors import SettingsError
 from realign.functional import segment_sum
-from realign.interfaces.shaping import total_rewards
 from realign.runtime.evaluator import Evaluator
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Evaluation(Evaluator):
             for value in values:
                 try:
                     variants[f"@{name}={value}"] = dataclasses.replace(self.generation, **{name: value})
+                except SettingsError as error:
+                    raise SettingsError(f"evaluation.sweep.{error}") from error
                 except TypeError as error:
                     raise ValueError(f"evaluation.sweep.{name} cannot be {value!r}: {error}") from error
         return variants

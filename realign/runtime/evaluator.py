@@ -9,28 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from realign.api import DataflowGraph, ModelInterface, SequenceSample
 from realign.data import DataSpec
+from realign.settings import Count, Settings
 
 if TYPE_CHECKING:
     from realign.runtime.local import LocalRuntime
 
 
 @dataclass
-class Evaluator(ABC):
+class Evaluator(Settings, ABC):
     """Measures a role's model on held-out rows, now and then; no part of the training graph."""
 
     data: DataSpec
     """Held-out rows: a data node such as `realign.data.PromptData`."""
-    every_steps: int = field(default=10, kw_only=True)
+    every_steps: Count = field(default=10, kw_only=True)
     """Steps between evaluations; there is always one before and one after training."""
     role: str = field(default="actor", kw_only=True)
     """Whose model is measured."""
-    batch_prompts: int = field(default=256, kw_only=True)
+    batch_prompts: Count = field(default=256, kw_only=True)
     """Prompts taken at once."""
-
-    def __post_init__(self) -> None:
-        for name in ("every_steps", "batch_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"evaluation.{name} must be at least 1, found {getattr(self, name)}")
 
     @property
     def judges(self) -> dict[str, ModelInterface]:

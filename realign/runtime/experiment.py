@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, Sync
+from realign.api import (
+    RPC,
+    Calibratable,
+    DataflowGraph,
+    MicroBatchSpec,
+    ModelInterface,
+    ModelSpec,
+    Plan,
+    Sync,
+)
 from realign.data import DataSpec
 from realign.engines.folders import AVERAGED, check_name, check_run_folder
 from realign.engines.shared import Share, SharedModel, check_shared
-from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.backend import RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
+from realign.runtime.contract import check_keys
+from realign.runtime.default_roles import with_default_roles
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluator import Evaluator
 from realign.runtime.rollout import RolloutMode, RolloutSpec
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.trackers import TrackerSpec
+from realign.settings import Count, NonNegative, NonNegativeInt, Settings
 
 AUTO = "auto"
 """The value of `resume` that goes on with the newest checkpoint of `output_dir`."""
@@ -44,27 +55,15 @@ class Part(StrEnum):
     """Steps, versions and records: it is a new run, which starts at step 0 in a folder of its own."""
 
 
-class ModelSpec(Protocol):
-    """What can load the model of a role, such as `realign.engines.TransformersModel`.
-
-    It may have a method `check(name)` that finds mistakes before any weights are read, and `outputs`, which says what
-    the engine will give (see `PipelinableEngine.outputs`).
-    """
-
-    def load(self, name: str, *, seed: int) -> Model:
-        """Load the model that plays the role `name`."""
-        ...
-
-
 @dataclass
-class Experiment:
+class Experiment(Settings):
     """A run. Units are in the names: prompts, sequences, tokens, steps (one step = one pass over the graph)."""
 
     name: str
     """For people and file names."""
-    steps: int
+    steps: Count
     """Passes over the graph; each takes one batch of prompts."""
-    batch_prompts: int
+    batch_prompts: Count
     """Prompts per step."""
     graph: DataflowGraph
     """The RPCs of a step, and what `sync` adds."""
@@ -90,16 +89,16 @@ class Experiment:
     """Held-out rows, measured before, every n steps during, and after training."""
     calibration: RewardCalibration | None = None
     """Gain and bias of a reward model, set before or after training."""
-    save_every_steps: int | None = None
+    save_every_steps: Count | None = None
     """Write the trained models every n steps; they are written at the end in any case."""
-    keep_saves: int | None = None
+    keep_saves: Count | None = None
     """How many of the folders that `save_every_steps` made stay, the latest ones; None keeps all."""
     save_best: str | None = None
     """Metric, such as eval/reward, at whose largest value so far the models are written to `best`; a `-` in front
     (-eval/nll) takes the smallest."""
-    sample_prompts: int = 1
+    sample_prompts: NonNegativeInt = 1
     """Prompts per step whose responses and rewards go to samples.jsonl (`batch_prompts`: those of all)."""
-    print_samples_every_steps: int | None = None
+    print_samples_every_steps: Count | None = None
     """Show three of a step's responses, with reward and KL, every n steps; None: never."""
     trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)
     """Where metrics go besides metrics.jsonl, by any name, such as `realign.runtime.TensorBoard`."""
@@ -107,7 +106,7 @@ class Experiment:
     """Where the models live, and who calls them."""
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     """Whether responses are sampled within the step that trains on them, or ahead of it."""
-    ratio_tolerance: float = 1e-3
+    ratio_tolerance: NonNegative = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False
     """Stop, rather than warn, when it is larger."""
@@ -125,27 +124,23 @@ class Experiment:
     """What not to take from the checkpoint, by the names of `Part`; all of them: nothing but weights."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.output_dir = Path(self.output_dir)
         self.dropped: list[str] = []
         """Keys of the config that a higher layer discarded, with their file."""
         self.resolved: Mapping[str, Any] = {}
         """The whole config as plain values, where this was made from one; a resumed run is compared with it."""
         self._check_resume()
-        for name in ("steps", "batch_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("save_every_steps", "keep_saves", "print_samples_every_steps"):
-            if (found := getattr(self, name)) is not None and found < 1:
-                raise ValueError(f"{name} must be at least 1 or null, found {found}")
         if self.keep_saves is not None and self.save_every_steps is None:
             raise ValueError(f"keep_saves={self.keep_saves} has no effect without save_every_steps")
         if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and self.evaluation is None:
             raise ValueError(f"save_best={self.save_best} is measured by an evaluation, and there is none")
-        for name in ("sample_prompts", "ratio_tolerance"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, found {getattr(self, name)}")
         self._check_names()
         self.graph = dataclasses.replace(self.graph, sync={**self.graph.sync, **self.sync})
+        roles = with_default_roles(self.graph, self.interfaces, self.models)
+        self.interfaces, self.models = roles.interfaces, roles.models
+        self.filled_roles: Mapping[str, str] = roles.filled
+        """Roles that the config does not define and that got defaults, with a description."""
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
         if self.evaluation is not None:
             self.evaluation.check(self.graph, self.models)
@@ -154,25 +149,17 @@ class Experiment:
         self._check_temperatures()
         self._check_calibration()
         self._check_dynamic_sampling()
+        check_keys(self.graph, self.interfaces)
         for rpc in self.graph.rpcs:
             self._check_minibatches(rpc)
-            try:
-                self.interfaces[rpc.model].check(rpc)
-            except ValueError as error:
-                raise ValueError(f"interfaces.{rpc.model}: {error}") from error
-            if missing := sorted(self.interfaces[rpc.model].required_inputs(rpc.method) - set(rpc.inputs)):
-                raise ValueError(
-                    f"interfaces.{rpc.model}, as set, needs key {missing[0]!r} in {rpc.method}, but RPC {rpc.name!r} "
-                    "does not read it: a flag of the graph must provide it, such as graph.kl=true for ref_logprobs"
-                )
-            self._check_outputs(rpc)
+            self._check_sampler(rpc)
 
     def _check_resume(self) -> None:
         for part in self.resume_skip:
             if part not in list(Part):
                 raise ValueError(f"resume_skip: unknown part {part!r} (valid: {', '.join(Part)})")
-        for name in ("resume_allow", "resume_skip"):
-            if self.resume is None and getattr(self, name):
+        for name, value in (("resume_allow", self.resume_allow), ("resume_skip", self.resume_skip)):
+            if self.resume is None and value:
                 raise ValueError(f"{name} has no effect without resume")
         if self.resume == AUTO and Part.counters in self.resume_skip:
             raise ValueError(
@@ -182,8 +169,8 @@ class Experiment:
     def _check_names(self) -> None:
         """Names become files and folders."""
         check_name("name", self.name)
-        for key in ("models", "interfaces", "trackers"):
-            for name in getattr(self, key):
+        for key, names in (("models", self.models), ("interfaces", self.interfaces), ("trackers", self.trackers)):
+            for name in names:
                 check_name(f"{key}:", name)
         for role in self.models:
             if role.removesuffix(AVERAGED) != role and role.removesuffix(AVERAGED) in self.models:
@@ -208,29 +195,36 @@ class Experiment:
     @property
     def longest_response(self) -> int:
         """Tokens that can follow a prompt in a rollout of the graph; 0 without sampling."""
-        return max((interface.longest_response for interface in self._generators()), default=0)
+        return self._longest.longest_response
 
     @property
     def length_setting(self) -> str:
         """The setting that `longest_response` follows from, for messages."""
-        longest = max(self._generators(), key=lambda interface: interface.longest_response, default=ModelInterface())
-        return longest.length_setting
+        return self._longest.length_setting
 
-    def _generators(self) -> list[ModelInterface]:
-        return [self.interfaces[rpc.model] for rpc in self.graph.rpcs if rpc.method == "generate"]
+    @property
+    def _longest(self) -> Plan:
+        """The plan of the role that generates the longest responses."""
+        plans = [self.interfaces[rpc.model].plan() for rpc in self.graph.rpcs if rpc.method == "generate"]
+        return max(plans, key=lambda plan: plan.longest_response, default=Plan())
 
     @property
     def temperatures(self) -> dict[str, float]:
         """The temperature of each role of the graph that has one, by its config key."""
         return {
-            f"interfaces.{role}.{path}": value
-            for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)
-            for path, value in _fields(self.interfaces[role], "temperature")
+            f"interfaces.{role}.{plan.temperature_setting}": plan.temperature
+            for role, plan in self._plans.items()
+            if plan.temperature is not None
         }
+
+    @property
+    def _plans(self) -> dict[str, Plan]:
+        """The plan of each role of the graph."""
+        return {role: self.interfaces[role].plan() for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)}
 
     def _check_minibatches(self, rpc: RPC) -> None:
         """Mini-batches of a batch are of one size, so that every optimizer step weighs the same."""
-        parts, prompts = getattr(self.interfaces[rpc.model], "n_minibatches", 1), self.batch_prompts
+        parts, prompts = self.interfaces[rpc.model].plan().n_minibatches, self.batch_prompts
         if rpc.method != "train_step" or parts < 2:
             return
         what = f"interfaces.{rpc.model}.n_minibatches={parts} mini-batches cannot be made of batch_prompts={prompts}"
@@ -244,17 +238,20 @@ class Experiment:
             multiples = f"batch_prompts={prompts - prompts % parts} or {prompts + -prompts % parts}"
             raise ValueError(f"{what} without a rest of {prompts % parts}; set {multiples}, or n_minibatches={near}")
 
-    def _check_outputs(self, rpc: RPC) -> None:
-        written = self.interfaces[rpc.model].written_outputs(rpc.method)
-        own = {graph: interface for interface, graph in rpc.rename.items()}
-        declared = {own.get(key, key) for key in rpc.outputs}
-        if written is None or written == declared:
+    def _check_sampler(self, rpc: RPC) -> None:
+        """Probability ratios assume that tokens are drawn from the distribution whose log-probs they have."""
+        plan = self.interfaces[rpc.model].plan()
+        if rpc.method != "generate" or plan.exact_sampling:
             return
-        what = f"interfaces.{rpc.model}, as set, writes {', '.join(sorted(written))} in {rpc.method}"
-        raise ValueError(
-            f"{what}, but RPC {rpc.name!r} declares {', '.join(sorted(declared))}: a flag of the interface and one of "
-            f"the graph must agree, such as interfaces.{rpc.model}.dense and graph.dense"
-        )
+        own = {theirs: ours for ours, theirs in rpc.rename.items()}
+        for key in (key for key in rpc.outputs if own.get(key, key) == "logprobs"):
+            for learner in self.graph.rpcs:
+                if key in learner.inputs and learner.method in ("credit", "train_step"):
+                    raise ValueError(
+                        f"interfaces.{rpc.model} samples with {plan.sampler}, which changes the distribution, and the "
+                        f"probability ratios of RPC {learner.name!r} would be wrong. Use neutral settings for training "
+                        "(evaluation may use any)"
+                    )
 
     def _check_temperatures(self) -> None:
         found = self.temperatures
@@ -292,10 +289,10 @@ class Experiment:
                 f"calibration.policy {calibration.policy!r} has no model; roles with one: {', '.join(self.models)}"
             )
         calls = [rpc.method for rpc in self.graph.rpcs if rpc.model == calibration.role]
-        if not calls or not isinstance(self.interfaces[calibration.role], RewardModelInterface):
+        if not calls or not isinstance(self.interfaces[calibration.role], Calibratable):
             raise ValueError(
-                f"calibration.role {calibration.role!r} must be a role of the graph whose interface is a "
-                "RewardModelInterface"
+                f"calibration.role {calibration.role!r} must be a role of the graph whose interface can be calibrated, "
+                "such as RewardModelInterface"
             )
         if calibration.after and "train_step" not in calls:
             raise ValueError(
@@ -315,10 +312,10 @@ class Experiment:
                 raise ValueError(
                     f"dynamic_sampling repeats the calls that lead to 'rewards', and RPC {rpc.name!r} trains"
                 )
-            config = getattr(self.interfaces[rpc.model], "generation", None) if rpc.method == "generate" else None
-            if isinstance(config, GenerationConfig) and config.n < sampling.min_group_size:
+            n = self.interfaces[rpc.model].plan().responses_per_prompt if rpc.method == "generate" else None
+            if n is not None and n < sampling.min_group_size:
                 raise ValueError(
-                    f"interfaces.{rpc.model}.generation.n={config.n} responses per prompt can never reach "
+                    f"interfaces.{rpc.model}.generation.n={n} responses per prompt can never reach "
                     f"dynamic_sampling.min_group_size={sampling.min_group_size}"
                 )
 
@@ -371,14 +368,3 @@ class Experiment:
         """Folders with saved models."""
         found = [self.output_dir / "final", self.output_dir / "best", *self.output_dir.glob("step_*")]
         return [folder for folder in found if folder.is_dir()]
-
-
-def _fields(value: Any, name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of every dataclass field called `name` in `value` and in the dataclasses that it holds."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return
-    for own in dataclasses.fields(value):
-        inner = getattr(value, own.name)
-        if own.name == name and inner is not None:
-            yield prefix + name, inner
-        yield from _fields(inner, name, f"{prefix}{own.name}.")

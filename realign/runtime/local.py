@@ -15,6 +15,7 @@ from typing import Any
 
 from realign.api import (
     RPC,
+    Calibratable,
     MicroBatchSpec,
     Model,
     ModelInterface,
@@ -22,10 +23,10 @@ from realign.api import (
     derive_seed,
     stat_values,
 )
+from realign.api.interface import method_of
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.engines.ranks import current
-from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.ahead import PolicyCopy, RolloutAhead, policy_copy, sampled_roles
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
@@ -251,11 +252,11 @@ class LocalRuntime:
     def calibrate(self, when: str) -> dict[str, float]:
         """Metrics of the calibration "before" or "after" training; empty when none is asked for then."""
         calibration = self.experiment.calibration
-        if calibration is None or not getattr(calibration, when):
+        if calibration is None or not calibration.due(when):
             return {}
         started = time.perf_counter()
         interface = self.interfaces[calibration.role]
-        assert isinstance(interface, RewardModelInterface)
+        assert isinstance(interface, Calibratable)  # `Experiment` has checked it
         target = calibration.target(interface, self.dataset) if when == "before" else (0.0, 1.0)
         values = calibration.run(
             interface,
@@ -346,7 +347,7 @@ def call(
     Raises:
         ValueError: the interface returned other keys or other prompts than declared.
     """
-    make = partial(getattr(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
+    make = partial(method_of(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
     result = make() if interface.needs_engine else current().lead(make)
     if rpc.method == "train_step":
         model.advance()

@@ -9,35 +9,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from realign.api import (
     RPC,
     DataflowGraph,
     Mean,
     MicroBatchSpec,
-    ModelOutput,
     SequenceSample,
     Stats,
     Sum,
     merge_stats,
     stat_values,
 )
-from realign.api.model import LossFn, LossWeightFn, StepIf
-from realign.engines.shared import Forward, SharedEngine
+from realign.api.model import LOSS_SUM, LossFn, LossWeightFn, PipelinableEngine, StepIf
+from realign.engines.shared import SharedEngine
 from realign.runtime.evaluator import Evaluator
 from realign.runtime.local import call, inputs_of
 
 if TYPE_CHECKING:
     from realign.runtime.local import LocalRuntime
-
-LOSS_SUM = "sum of the loss"
-"""The metric of `measured` that no loss function has."""
 
 
 @dataclass
@@ -86,18 +79,23 @@ class LossEvaluation(Evaluator):
 
     def _loss(self, training: RPC, runtime: LocalRuntime, batch: SequenceSample) -> Stats:
         interface = copy.deepcopy(runtime.interfaces[self.role])  # it may keep state, which nothing here may move
-        for name in ("n_minibatches", "epochs"):
-            if hasattr(interface, name):
-                setattr(interface, name, 1)
         model = runtime.models[self.role]
         forward_only = dataclasses.replace(model, engine=ForwardOnly(model.name, model.name, model.machine))
         return interface.train_step(forward_only, inputs_of(training, batch), runtime.experiment.microbatch)
 
 
 class ForwardOnly(SharedEngine):
-    """An engine that does what another one does, but whose `train_batch` measures the loss and makes no step."""
+    """An engine whose `train_batch` measures the loss and takes no step; it skips prompts that it has measured.
+
+    So an interface that passes over its batch several times, in mini-batches, is measured once on each prompt.
+    """
 
     trainable = True
+
+    def __init__(self, name: str, of: str, engine: PipelinableEngine) -> None:
+        """See `SharedEngine`."""
+        super().__init__(name, of, engine)
+        self._measured: set[Hashable] = set()
 
     def train_batch(
         self,
@@ -108,29 +106,13 @@ class ForwardOnly(SharedEngine):
         step_if: StepIf | None = None,
     ) -> Stats:
         """The metrics of `loss_fn`, and `loss`; nothing of a batch of weight 0."""
+        if self._measured.issuperset(data.ids):
+            return {}
+        self._measured.update(data.ids)
         weight = loss_weight_fn(data).detach()
         if not weight > 0:
             return {}
-        measure = getattr(self.engine, "measure", None)  # of an engine whose passes are made in other processes
-        if measure is not None:
-            merged: Stats = measure(data, mb_spec, loss_fn)
-        else:
-            merged = measured(self.engine.forward, data, mb_spec, loss_fn)
+        merged = dict(self.engine.measure(data, mb_spec, loss_fn))
         total = merged.pop(LOSS_SUM)
         assert isinstance(total, Sum)
         return {**merged, "loss": Mean(total.value, weight.to(total.value))}
-
-
-def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-    """The metrics of `loss_fn` on `data`, and its sum as `LOSS_SUM`, for `merge_stats`; nothing is differentiated."""
-    losses: list[Tensor] = []
-    metrics: list[Any] = []  # plain (sum, count) pairs are merged too
-
-    def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-        loss, stats = loss_fn(output, mb)
-        losses.append(loss.double())
-        metrics.append(stats)
-        return mb.with_sequences(measured=torch.ones(mb.n_sequences, device=loss.device))  # a hook adds a key
-
-    forward(data, mb_spec, post_hook)
-    return {**merge_stats(metrics), LOSS_SUM: Sum(torch.stack(losses).sum() if losses else torch.zeros(()))}

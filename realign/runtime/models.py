@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from realign.api import RPC, Model, ModelInterface
+from realign.api import RPC, Model, ModelInterface, ModelSpec
 from realign.engines import SharedModel
 from realign.engines.folders import AVERAGED, refuse_link, write_state
 from realign.engines.ranks import current
-from realign.runtime.experiment import Experiment, ModelSpec
+from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
 
@@ -67,10 +67,10 @@ def check_optimizers(experiment: Experiment) -> None:
     trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
     for rpc in experiment.graph.rpcs:
         spec = experiment.models.get(rpc.model)
-        frozen = isinstance(spec, SharedModel) or getattr(spec, "optimizer", spec) is None
-        if rpc.method == "train_step" and spec is not None and frozen:
+        trainable = None if spec is None else spec.facts().trainable
+        if rpc.method == "train_step" and spec is not None and trainable is False:
             raise untrainable(rpc, spec)
-        if rpc.model not in trained and getattr(experiment.models.get(rpc.model), "optimizer", None) is not None:
+        if rpc.model not in trained and trainable:
             role = rpc.model
             shares = (
                 f", or share the model whose loss trains the values: ~models.{role} "
@@ -104,11 +104,12 @@ def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface,
     Raises:
         ValueError: names the role, what is lacking and what provides it.
     """
-    lacking = sorted(interface.needed_outputs() - outputs)
+    asked = interface.outputs()
+    lacking = sorted(asked - outputs)
     if lacking:
         if "logprobs" in lacking:
             cure = "head=causal"
-        elif "logprobs" in interface.needed_outputs():
+        elif "logprobs" in asked:
             cure = "value_head, beside head=causal"
         else:
             cure = "head=score or value, or a value_head beside head=causal"

@@ -32,10 +32,10 @@ def check_positions(
     Raises:
         ValueError: a row leaves no room; names the role, the numbers and what to set.
     """
-    rows: int = getattr(dataset, "longest_sequence", 0)
-    texts: int = getattr(dataset, "longest_text", 0)
+    rows, texts = dataset.longest_sequence, dataset.longest_text
     for role in dict.fromkeys(roles):
-        limit = getattr(models[role].engine, "positions", None)
+        engine = models[role].engine
+        limit = None if engine is None else engine.positions
         if limit is None:
             continue
         if rows + response > limit:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import difflib
 import tempfile
 import warnings
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from realign.api import RPC, ModelInterface
-from realign.engines.optim import Schedule, ScheduleKind, ScheduleUnit
+from realign.api import RPC, ModelInterface, ModelSpec, Plan, Weights
+from realign.api.data import TOKENS
+from realign.engines.optim import ScheduleUnit
 from realign.engines.ranks import current
 from realign.engines.shared import Share, SharedModel
-from realign.interfaces.environment import EnvironmentInterface
-from realign.interfaces.greedy import GreedyInterface
-from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.reference import ReferenceInterface
 from realign.runtime.ahead import owner_of, sampled_roles
 from realign.runtime.backend import check_runtime
-from realign.runtime.experiment import Experiment, ModelSpec
+from realign.runtime.experiment import Experiment
 from realign.runtime.models import check_optimizers, check_outputs
 from realign.runtime.rollout import RolloutMode
 
@@ -42,20 +39,19 @@ def check_ready(experiment: Experiment) -> None:
     for rpc in experiment.graph.rpcs:
         _check_model(rpc, experiment)
         _check_sharing(rpc, experiment)
-        _check_conversation(rpc, experiment)
         _check_schedule(rpc, experiment)
+    _check_responses(experiment)
     _check_rollout(experiment)
     _check_budget(experiment)
     _check_save_best(experiment)
     experiment.resume_folder()
     writable(experiment.output_dir)
     for role in experiment.roles:
-        spec: Any = experiment.models.get(role)
-        if hasattr(spec, "check"):
-            spec.check(role)
+        if role in experiment.models:
+            experiment.models[role].check(role)
     nodes = {"data": experiment, "evaluation.data": experiment.evaluation, "calibration.data": experiment.calibration}
     for where, owner in nodes.items():
-        if owner is not None and hasattr(owner.data, "check"):
+        if owner is not None:
             owner.data.check(where)
 
 
@@ -107,6 +103,8 @@ def writable(output_dir: Path) -> Path:
 def _check_model(rpc: RPC, experiment: Experiment) -> None:
     """Compare what an interface asks of its model with the head that the config gives it."""
     spec = experiment.models.get(rpc.model)
+    if spec is None:
+        return
     owner, key = spec, rpc.model
     if isinstance(spec, SharedModel):
         if spec.of not in experiment.roles:
@@ -117,17 +115,15 @@ def _check_model(rpc: RPC, experiment: Experiment) -> None:
         owner, key = experiment.models[spec.of], spec.of
         if spec.branch is Share.reference:
             _check_branch(rpc.model, spec.of, owner)
-    outputs = getattr(owner, "outputs", None)
-    if isinstance(spec, SharedModel) and spec.branch is Share.reference:
-        outputs = frozenset({"logprobs"})
+    outputs = spec.facts().outputs or owner.facts().outputs
     if outputs is not None:
         check_outputs(rpc.model, outputs, experiment.interfaces[rpc.model], key)
 
 
 def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
     """A frozen start inside a model needs a part of it that does not move."""
-    parts = [getattr(owner, name) for name in ("lora", "trained_layers") if hasattr(owner, name)]
-    if parts and all(part is None for part in parts) and getattr(owner, "optimizer", None) is not None:
+    facts = owner.facts()
+    if facts.trainable and facts.branches is False:
         raise ValueError(
             f"models.{role}.branch=reference: models.{of} trains all of its weights, so that no branch of it stays as "
             f"it is; set models.{of}.trained_layers or lora, or give {role} a model of its own (models.{role}.path)"
@@ -135,82 +131,89 @@ def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
 
 
 def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
-    """Roles that must see the weights in training share them; a reference must not."""
+    """Compare the weights that a role has with those that its interface, or a role that learns from it, asks for."""
     trained = {other.model for other in experiment.graph.rpcs if other.method == "train_step"}
-    spec, interface = experiment.models.get(rpc.model), experiment.interfaces[rpc.model]
+    spec, plan = experiment.models.get(rpc.model), experiment.interfaces[rpc.model].plan()
     if isinstance(spec, SharedModel):
-        if isinstance(interface, ReferenceInterface) and spec.branch is Share.whole and spec.of in trained:
+        if plan.weights is Weights.frozen and spec.branch is Share.whole and spec.of in trained:
             raise ValueError(
-                f"models.{rpc.model}.branch=whole: the reference would move with models.{spec.of}, which is trained, "
-                f"and every KL would be 0; set models.{rpc.model}.branch=reference, or give it a model of its own"
+                f"models.{rpc.model}.branch=whole: {rpc.model} needs frozen weights, but would change with "
+                f"models.{spec.of}, which is trained. Set models.{rpc.model}.branch=reference, or give {rpc.model} a "
+                "model of its own"
             )
         return
-    path = getattr(spec, "path", None)
-    if rpc.model in trained or path is None:
+    path = None if spec is None else spec.facts().path
+    if path is None or rpc.model in trained or rpc.model in experiment.graph.sync:
         return
     share = f"share its weights: ~models.{rpc.model} '+models.{rpc.model}={{_target_: realign.engines.SharedModel, of: "
-    if isinstance(interface, GreedyInterface):
-        sampler = next((r.model for r in experiment.graph.rpcs if r.method == "generate" and r.model in trained), None)
-        if sampler is not None:
-            raise ValueError(
-                f"models.{rpc.model}.path={path!r} is a copy that stays as it is, but its greedy answers are "
-                f"compared with samples of models.{sampler}, which is trained; {share}{sampler}}}'"
-            )
-    if "logprobs" in rpc.outputs and rpc.method == "generate" and rpc.model not in experiment.graph.sync:
-        learner = next((r.model for r in experiment.graph.rpcs if r.model in trained and "logprobs" in r.inputs), None)
-        if learner is not None:
-            raise ValueError(
-                f"models.{rpc.model}.path={path!r} is a copy that stays as it is, but models.{learner} is trained on "
-                f"what it samples; {share}{learner}}}', or move the weights by sync.{rpc.model}.of={learner}"
-            )
-    if "values" in rpc.outputs:
-        learner = next((r.model for r in experiment.graph.rpcs if r.model in trained and "values" in r.inputs), None)
-        if learner is not None and getattr(experiment.interfaces[learner], "value", None) is not None:
-            raise ValueError(
-                f"models.{rpc.model}.path={path!r} is a model that nothing trains: with graph.critic=shared the "
-                f"loss of models.{learner} trains the values of its own value_head; {share}{learner}}}'"
-            )
+    sampler = next((r.model for r in experiment.graph.rpcs if r.method == "generate" and r.model in trained), None)
+    reader = _trained_reader(rpc, "logprobs", trained, experiment) if rpc.method == "generate" else None
+    learner = reader or (sampler if plan.weights is Weights.live else None)
+    if learner is not None:
+        raise ValueError(
+            f"models.{rpc.model}.path={path!r} is a copy that nothing updates, but {rpc.model} must sample with the "
+            f"weights of models.{learner}, which is trained; {share}{learner}}}', or update it by "
+            f"sync.{rpc.model}.of={learner}"
+        )
+    learner = _trained_reader(rpc, "values", trained, experiment)
+    if learner is not None and "values" in experiment.interfaces[learner].outputs():
+        raise ValueError(
+            f"models.{rpc.model}.path={path!r} is a model that nothing trains, but the loss of models.{learner} trains "
+            f"the values of its own value_head; {share}{learner}}}'"
+        )
 
 
-def _check_conversation(rpc: RPC, experiment: Experiment) -> None:
-    """Compare what a role that converses samples with what is said of it to those that learn from it."""
-    interface = experiment.interfaces[rpc.model]
-    if not isinstance(interface, EnvironmentInterface):
-        return
-    for role in dict.fromkeys(r.model for r in experiment.graph.rpcs if r.method == "train_step"):
-        learner = experiment.interfaces[role]
-        if not isinstance(learner, PPOActorInterface):
+def _trained_reader(rpc: RPC, key: str, trained: Collection[str], experiment: Experiment) -> str | None:
+    """The trained role that reads a key which `rpc` writes; None if there is none."""
+    if key not in rpc.outputs:
+        return None
+    return next((r.model for r in experiment.graph.rpcs if r.model in trained and key in r.inputs), None)
+
+
+def _check_responses(experiment: Experiment) -> None:
+    """Compare the responses that a role generates with those that the roles trained on them expect."""
+    for rpc in experiment.graph.rpcs:
+        if rpc.method != "generate":
             continue
-        if learner.generation.n != interface.generation.n:
-            raise ValueError(
-                f"interfaces.{rpc.model}.generation.n={interface.generation.n} episodes per prompt, but "
-                f"interfaces.{role}.generation.n={learner.generation.n}: set both to one number, such as by "
-                f"interfaces.{rpc.model}.generation=${{interfaces.{role}.generation}}"
-            )
-        limit = learner.generation.max_new_tokens
-        if learner.truncation.overlong_buffer and limit < interface.max_episode_tokens:
-            raise ValueError(
-                f"interfaces.{role}.truncation.overlong_buffer counts the tokens of a whole episode, up to "
-                f"interfaces.{rpc.model}.max_episode_tokens={interface.max_episode_tokens}, but "
-                f"interfaces.{role}.generation.max_new_tokens={limit} would be its limit: set that to the former, and "
-                f"interfaces.{rpc.model}.generation.max_new_tokens to the tokens of a turn"
-            )
+        made = experiment.interfaces[rpc.model].plan()
+        tokens = {key for key in rpc.outputs if key == rpc.rename.get(TOKENS, TOKENS)}
+        for learner in experiment.graph.rpcs:
+            if learner.method != "train_step" or learner.model == rpc.model or not tokens & set(learner.inputs):
+                continue
+            _check_plans(rpc.model, made, learner.model, experiment.interfaces[learner.model].plan())
+
+
+def _check_plans(sampler: str, made: Plan, learner: str, expected: Plan) -> None:
+    n, want = made.responses_per_prompt, expected.responses_per_prompt
+    if n is not None and want is not None and n != want:
+        raise ValueError(
+            f"interfaces.{sampler}.generation.n={n} responses, but interfaces.{learner}.generation.n={want}. "
+            f"Set both to one number, such as by interfaces.{sampler}.generation=${{interfaces.{learner}.generation}}"
+        )
+    limit = expected.expected_response
+    if limit is not None and limit < made.longest_response:
+        raise ValueError(
+            f"interfaces.{learner}: its settings are relative to responses of {limit} tokens "
+            f"(interfaces.{learner}.{expected.length_setting}), but {sampler} generates up to {made.longest_response} "
+            f"(interfaces.{sampler}.{made.length_setting}). Set interfaces.{learner}.{expected.length_setting}="
+            f"{made.longest_response}"
+        )
 
 
 def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
     """Warn of a learning rate that reaches 0 before the run ends: what is made from then on changes nothing."""
-    spec: Any = experiment.models.get(rpc.model)
-    schedule = getattr(getattr(spec, "optimizer", None), "schedule", None)
-    if rpc.method != "train_step" or not isinstance(schedule, Schedule):
+    spec = experiment.models.get(rpc.model)
+    facts = None if spec is None else spec.facts()
+    if rpc.method != "train_step" or facts is None or facts.rate_ends is None:
         return
-    interface = experiment.interfaces[rpc.model]
-    steps = experiment.steps - getattr(interface, "critic_warmup_steps", 0)
-    if schedule.unit is ScheduleUnit.optimizer_step:
-        steps *= getattr(interface, "epochs", 1) * getattr(interface, "n_minibatches", 1)
-    if schedule.kind is not ScheduleKind.constant and not schedule.min_ratio and (schedule.total or steps) < steps:
+    plan = experiment.interfaces[rpc.model].plan()
+    steps = experiment.steps - (plan.first_training_step - 1)
+    if facts.rate_unit == ScheduleUnit.optimizer_step:
+        steps *= plan.optimizer_steps
+    if facts.rate_ends < steps:
         warnings.warn(
-            f"models.{rpc.model}.optimizer.schedule.total={schedule.total}, but the run makes up to {steps} "
-            f"{schedule.unit.value}s: after the first {schedule.total} the learning rate is 0; set total={steps}, or "
+            f"models.{rpc.model}.optimizer.schedule.total={facts.rate_ends}, but the run takes up to {steps} "
+            f"{facts.rate_unit}s: after the first {facts.rate_ends} the learning rate is 0; set total={steps}, or "
             "min_ratio above 0",
             stacklevel=2,
         )
@@ -248,7 +251,7 @@ def _check_rollout(experiment: Experiment) -> None:
 
 def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment) -> None:
     interface = experiment.interfaces[rpc.model]
-    if "logprobs" not in rpc.inputs or "prox_logprobs" in interface.required_inputs("train_step"):
+    if "logprobs" not in rpc.inputs or interface.plan().corrects_staleness:
         return
     how = "clips around the policy that sampled them, which is not the one before the update"
     if "prox_logprobs" in rpc.inputs:

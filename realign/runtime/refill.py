@@ -6,7 +6,7 @@ No group that passed is dropped, unlike in a run that samples in its steps: ther
 from __future__ import annotations
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
-from realign.interfaces.shaping import total_rewards
+from realign.api.rewards import total_rewards
 from realign.runtime.experiment import Experiment
 from realign.runtime.staleness import Staleness
 

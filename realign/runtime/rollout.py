@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+from realign.settings import NonNegativeInt, Settings
+
 
 class RolloutMode(StrEnum):
     """When responses are sampled."""
@@ -25,21 +27,19 @@ class OnUpdate(StrEnum):
 
 
 @dataclass
-class RolloutSpec:
+class RolloutSpec(Settings):
     """How far sampling may run ahead of training."""
 
     mode: RolloutMode = RolloutMode.sync
     """sync | async."""
-    max_staleness: int = 1
+    max_staleness: NonNegativeInt = 1
     """With mode=async: training steps that may lie between the beginning of a response and the step that trains on it;
     0 computes what mode=sync computes. See `realign.runtime.staleness`."""
     on_update: OnUpdate = OnUpdate.recompute
     """With mode=async: recompute | keep, for responses under way when the weights change."""
 
     def __post_init__(self) -> None:
-        self.mode, self.on_update = RolloutMode(self.mode), OnUpdate(self.on_update)
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness must be at least 0, found {self.max_staleness}")
+        super().__post_init__()
         if self.mode is RolloutMode.sync:
             for setting in fields(self):
                 value = getattr(self, setting.name)

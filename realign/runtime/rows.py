@@ -28,7 +28,7 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
     limit = experiment.microbatch.max_tokens_per_microbatch
     if limit is None:
         return
-    if (text := getattr(dataset, "longest_text", 0)) > limit:
+    if (text := dataset.longest_text) > limit:
         raise ValueError(
             f"microbatch.max_tokens_per_microbatch={limit} cannot hold a text of data.pretraining: the longest has "
             f"{text} tokens; raise the budget, or limit the lengths"
@@ -39,10 +39,10 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
 def check_budget(dataset: Dataset, response: int, experiment: Experiment) -> None:
     """Compare the longest row, with a response of so many tokens, with the token budget."""
     limit = experiment.microbatch.max_tokens_per_microbatch
-    report = getattr(dataset, "report", None)  # of a dataset that knows its longest row
     what = f" and a response up to {response}" if response else ""
-    if limit is not None and report is not None and report.longest + response > limit:
+    longest = dataset.longest_row
+    if limit is not None and longest and longest + response > limit:
         raise ValueError(
             f"microbatch.max_tokens_per_microbatch={limit} cannot hold one sequence: the longest row has "
-            f"{report.longest} tokens{what}; raise the budget, or limit the lengths"
+            f"{longest} tokens{what}; raise the budget, or limit the lengths"
         )

@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import Tensor
 
 from realign.api import SequenceSample
+from realign.api.rewards import total_rewards
 from realign.functional import KLEstimator, kl_estimate, segment_sum
-from realign.interfaces.shaping import total_rewards
 
 SHOWN = 3
 

@@ -15,28 +15,22 @@ from typing import Any
 
 from realign.engines.folders import refuse_link, save_folder
 from realign.engines.ranks import Ranks
+from realign.settings import Count, Positive, Settings
 
 
 @dataclass
-class CheckpointSpec:
+class CheckpointSpec(Settings):
     """When a run writes all that it needs to go on bit for bit (`resume`).
 
     One is written at the end and when a signal stops the run in any case.
     """
 
-    every_steps: int | None = None
+    every_steps: Count | None = None
     """Steps between two."""
-    every_minutes: float | None = 10.0
+    every_minutes: Positive | None = 10.0
     """Minutes of training between two; whichever of the two limits comes first."""
-    keep: int = 2
+    keep: Count = 2
     """How many stay, the latest ones; with `save_best` that of the best step is written and stays, too."""
-
-    def __post_init__(self) -> None:
-        for name in ("every_steps", "keep"):
-            if (found := getattr(self, name)) is not None and found < 1:
-                raise ValueError(f"checkpoint.{name} must be at least 1{_OR_NULL.get(name, '')}, found {found}")
-        if self.every_minutes is not None and not self.every_minutes > 0:
-            raise ValueError(f"checkpoint.every_minutes must be above 0, or null, found {self.every_minutes}")
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether one is written after this step, `seconds` after the last one."""
@@ -48,9 +42,6 @@ class CheckpointSpec:
         steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
         minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
         return f"{', '.join([*steps, *minutes, 'at the end'])}; the last {self.keep} stay"
-
-
-_OR_NULL = {"every_steps": ", or null"}
 
 
 _SAVED = re.compile(r"step_[0-9]{6,}")

@@ -184,7 +184,7 @@ def restore_random(state: Mapping[str, Any]) -> None:
 
 def config_of(experiment: Experiment) -> dict[str, Any]:
     """What a resumed run is compared with: the resolved config; of a script, the settings that order the data."""
-    own = {name: getattr(experiment, name) for name in ("seed", "batch_prompts", "shuffle")}
+    own = {"seed": experiment.seed, "batch_prompts": experiment.batch_prompts, "shuffle": experiment.shuffle}
     return own | dict(experiment.resolved)
 
 
@@ -208,7 +208,7 @@ def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
         origin = any(isinstance(view.engine, ReferenceEngine) for view in model.views)
         tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}
         if any(True for _ in tensors_of(tree)):
-            path = getattr(runtime.experiment.models[role], "path", None)
+            path = runtime.experiment.models[role].facts().path
             found[role] = {"path": path, "sha256": hash_of(tree)}
     return found
 

@@ -20,6 +20,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from realign.runtime.display import first_metrics
+
 _MOST_WAITING = 10_000
 
 
@@ -247,7 +249,7 @@ class LiveDisplay:
             self._live = None
 
     def _names(self) -> list[str]:
-        return [name for name in self._shown if name in self._latest] or sorted(self._latest)[:12]
+        return [name for name in self._shown if name in self._latest] or first_metrics(self._latest)
 
     def _render(self) -> Table:
         outer = Table.grid()

@@ -17,9 +17,11 @@ from realign.engines.ranks import Ranks, current
 from realign.runtime.backend import Backend, WorkerLost, cluster_for, open_runtime
 from realign.runtime.checkpointing import RunCheckpoints
 from realign.runtime.curves import draw_curves
+from realign.runtime.display import headline, panels
 from realign.runtime.exclusive import alone_in
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
+from realign.runtime.models import lead_role
 from realign.runtime.records import NoRecords, Records
 from realign.runtime.recovery import Attempts
 from realign.runtime.resume import Start, find_start
@@ -31,26 +33,6 @@ from realign.runtime.state import check_frozen, frozen_weights, interface_states
 from realign.runtime.tracking import Forgiving, LiveDisplay, Tracker
 from realign.runtime.trees import pack
 from realign.runtime.watch import Watch
-
-HEADLINE = (
-    "reward",
-    "eval/reward",
-    "accuracy",
-    "eval/accuracy",
-    "nll",
-    "entropy",
-    "clip_fraction",
-    "approx_kl",
-    "ref_kl_per_sequence",
-    "critic/explained_variance",
-    "explained_variance",
-    "response_tokens",
-    "grad_norm",
-    "lr",
-    "rollout_tokens_per_s",
-    "train_tokens_per_s",
-    "step_s",
-)
 
 
 @dataclass
@@ -203,7 +185,7 @@ class _Training:
 
     def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
         """What only rank 0 has."""
-        stack.callback(_draw, self.experiment.name, self.result)  # an interrupted run leaves its curves too
+        stack.callback(_draw, self.experiment, self.result)  # an interrupted run leaves its curves too
         self.records = stack.enter_context(Records(self.out, start))
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
@@ -216,7 +198,9 @@ class _Training:
             stack.callback(tracker.close)
             yield tracker
         if self.console is not None:
-            display = LiveDisplay(self.console, self.experiment.name, self.experiment.steps, HEADLINE)
+            e = self.experiment
+            shown = headline(e.graph, e.interfaces, lead_role(e))
+            display = LiveDisplay(self.console, e.name, e.steps, shown)
             yield Forgiving("display", stack.enter_context(display))
 
     def run(self) -> RunResult:
@@ -306,10 +290,13 @@ def _ended_by(signals: StopSignals) -> Iterator[None]:
         raise Interrupted(signals.received, f"stopped within a step ({lost})") from lost
 
 
-def _draw(name: str, result: RunResult) -> None:
+def _draw(experiment: Experiment, result: RunResult) -> None:
     if len(result.history) < 2:
         return
     try:
-        draw_curves({name: result.history}, result.output_dir / "curves.png", title=name)
+        reported = dict.fromkeys(name for record in result.history for name in record if name != "step")
+        charts = panels(experiment.graph, experiment.interfaces, lead_role(experiment), reported)
+        path = result.output_dir / "curves.png"
+        draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
     except Exception as error:  # a picture neither ends a run nor hides what did
         warnings.warn(f"curves.png was not drawn: {error}", stacklevel=2)

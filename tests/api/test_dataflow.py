@@ -154,8 +154,8 @@ def test_two_train_steps_of_a_model_stay_as_declared() -> None:
             lambda: graph(sync={"ref": Sync("reward")}),
             r"sync.ref.of: no call of the graph trains 'reward' \(valid: actor\)",
         ),
-        (lambda: graph(sync={"ref": Sync("actor", weight=0.0)}), "weight must be above 0 and at most 1, found 0.0"),
-        (lambda: graph(sync={"ref": Sync("actor", every_steps=0)}), "every_steps must be at least 1, found 0"),
+        (lambda: graph(sync={"ref": Sync("actor", weight=0.0)}), "weight=0.0: must be above 0 and at most 1"),
+        (lambda: graph(sync={"ref": Sync("actor", every_steps=0)}), "every_steps=0: must be at least 1"),
     ],
 )
 def test_trap_g6_a_bad_graph_is_refused_with_a_suggestion(build: Any, message: str) -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from realign.api import SequenceSample
 from realign.config import ConfigError, build
-from realign.data import DataSpec, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
+from realign.data import Dataset, DataSpec, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
 from realign.data.pretraining import PromptsWithPretraining
 from tests.data.text_tokenizer import EOS, characters, make_tokenizer
 
 
 @dataclass
-class Numbers:
+class Numbers(DataSpec, Dataset):
     """Row i holds the number i in a sequence of i + 1 tokens."""
 
     n: int

@@ -29,6 +29,7 @@ from realign.api import (
     masked_max,
     masked_mean,
 )
+from tests.frozen import ppo
 from tests.frozen.functional import (
     CapMode,
     ImportanceLevel,
@@ -38,7 +39,6 @@ from tests.frozen.functional import (
     kl_estimate,
     sequence_index,
 )
-from tests.frozen import ppo
 
 __all__ = ["DecoupledPPOActorInterface", "Denominator", "RatioRange", "dataflow"]
 

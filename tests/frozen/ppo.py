@@ -43,6 +43,8 @@ from realign.api import (
     merge_stats,
     part_sizes,
 )
+from tests.frozen.critic import ValueObjective, trained, value_stats
+from tests.frozen.formulas import normalization_formula, objective_formula
 from tests.frozen.functional import (
     Aggregation,
     KLEstimator,
@@ -63,8 +65,6 @@ from tests.frozen.functional import (
     sequence_index,
     token_rewards,
 )
-from tests.frozen.critic import ValueObjective, trained, value_stats
-from tests.frozen.formulas import normalization_formula, objective_formula
 from tests.frozen.limits import EarlyStop, KLPenalty, KLPlace
 from tests.frozen.pretraining import mix_pretraining
 from tests.frozen.reference import ReferenceInterface, old_logprobs, score_logprobs

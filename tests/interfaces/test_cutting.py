@@ -83,10 +83,10 @@ def test_marks_may_be_given_as_text_of_one_token_each():
     ("setting", "message"),
     [
         ({}, "both empty"),
-        ({"token_ids": [-1]}, r"cut\.token_ids must be token ids, from 0 on, found \[-1\]"),
-        ({"texts": [""]}, r"cut\.texts must be texts that are not empty"),
-        ({"token_ids": [1], "after": -1}, r"cut\.after must be at least 0, found -1"),
-        ({"token_ids": [1], "penalty": float("nan")}, r"cut\.penalty must be finite, or null"),
+        ({"token_ids": [-1]}, r"token_ids=\[-1\]: token ids must be at least 0"),
+        ({"texts": [""]}, r"texts=\[''\]: contains an empty text"),
+        ({"token_ids": [1], "after": -1}, r"after=-1: must be at least 0"),
+        ({"token_ids": [1], "penalty": float("nan")}, r"penalty=nan: must be finite, or null"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, message):

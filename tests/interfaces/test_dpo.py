@@ -159,11 +159,11 @@ def test_trap_g9_shuffled_labels_teach_nothing():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"beta": 0.0}, "beta must be positive, found 0.0"),
-        ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
-        ({"temperature": 0.0}, "temperature must be at least 0.01, found 0.0"),
-        ({"label_smoothing": 0.5}, r"label_smoothing must be in \[0, 0.5\), found 0.5"),
-        ({"sft_coef": -1.0}, "sft_coef must be at least 0, found -1.0"),
+        ({"beta": 0.0}, "beta=0.0: must be above 0 and finite"),
+        ({"n_minibatches": 0}, "n_minibatches=0: must be at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0: must be at least 0.01"),
+        ({"label_smoothing": 0.5}, r"label_smoothing=0.5: must be at least 0 and below 0.5"),
+        ({"sft_coef": -1.0}, "sft_coef=-1.0: must be at least 0"),
         ({"label_smoothing": 0.1, "kind": DPOLoss.ipo}, "label_smoothing=0.1 belongs to kind=sigmoid, but kind is ipo"),
     ],
 )

@@ -92,7 +92,7 @@ def test_trap_a11_a_conversation_is_one_sequence_whose_sampled_tokens_alone_trai
     expected = [0, 0, 0, *per_turn, 0, 0, *per_turn, 0, 0, *per_turn]
     assert lists(out, "logprobs")[0] == pytest.approx(expected)
     assert (out["rewards"].tolist(), out["truncated"].tolist(), out["turns"].tolist()) == ([1.75], [False], [3])
-    assert out.keys == {*settings().written_outputs("generate")}
+    assert out.keys == {*settings().keys("generate").writes}
 
 
 def test_the_environment_hears_text_and_the_very_tokens():
@@ -194,7 +194,7 @@ def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
     after = [len(x) - 2 for x in lists(out, "input_ids")]
     # 4 sampled and 10 observed leave room for 8 of 24; with 4 and 10 more there is none, and they are not read
     assert after == [4, 8, 4, 4 + 1 + 4 + 1 + 4, 4 + 10 + 4]
-    assert max(after) <= interface.longest_response == 24
+    assert max(after) <= interface.plan().longest_response == 24
     assert [len(c) for c in engine.contexts] == [5, 3, 1]  # all that live take their turn in one call
     assert [world.closed for world in Tool.made] == [1] * 5
 
@@ -480,11 +480,11 @@ def test_flags_and_other_algorithms_are_those_of_their_graphs():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"max_turns": 0}, "max_turns must be at least 1, found 0"),
-        ({"max_episode_tokens": 7}, "max_episode_tokens must be at least generation.max_new_tokens=8"),
-        ({"timeout_s": 0.0}, "timeout_s must be a positive number of seconds"),
-        ({"concurrency": 0}, "concurrency must be at least 1"),
-        ({"max_failed_fraction": 1.5}, "max_failed_fraction must be from 0 to 1"),
+        ({"max_turns": 0}, "max_turns=0: must be at least 1"),
+        ({"max_episode_tokens": 7}, "max_episode_tokens=7: must be at least generation.max_new_tokens=8"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0: must be above 0"),
+        ({"concurrency": 0}, "concurrency=0: must be at least 1"),
+        ({"max_failed_fraction": 1.5}, "max_failed_fraction=1.5: must be at least 0 and at most 1"),
         ({"role": "user"}, "role and template_options belong to chat=true"),
     ],
 )
@@ -493,10 +493,10 @@ def test_settings_out_of_range_are_refused(changes, found):
         settings(**changes)
 
 
-def test_sampling_under_which_ratios_would_be_wrong_is_refused_in_training():
+def test_the_plan_tells_samplers_under_which_ratios_would_be_wrong():
     greedy = settings(generation=GenerationConfig(greedy=True, max_new_tokens=8))
-    with pytest.raises(ValueError, match=r"generation\.greedy=True changes the sampled distribution"):
-        greedy.check(dataflow().rpcs[0])
+    assert not greedy.plan().exact_sampling
+    assert settings().plan().exact_sampling
 
 
 def test_the_launch_table_says_what_an_episode_is():

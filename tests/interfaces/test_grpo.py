@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from realign.api import GenerationConfig, Model, SequenceSample, stat_values
+from realign.api import GenerationConfig, Model, ModelInterface, SequenceSample, stat_values
 from realign.functional import Aggregation, Level, Normalization, Scope
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface
+from realign.runtime.contract import check_keys
 from realign.testing import BigramEngine, random_batch
 
 
@@ -206,13 +207,14 @@ def test_dr_grpo_by_flags():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [({"critic": "shared"}, r"graph\.critic has no place in GRPO"), ({"greedy_baseline": True}, "takes it out again")],
+    ("flags", "key"),
+    [({"critic": "shared"}, "values"), ({"greedy_baseline": True}, "baseline_rewards")],
 )
-def test_what_grpo_would_ignore_in_a_graph_is_refused(flags, message):
-    train = next(rpc for rpc in dataflow(**flags).rpcs if rpc.method == "train_step" and rpc.model == "actor")
-    with pytest.raises(ValueError, match=message):
-        GRPOActorInterface().check(train)
+def test_keys_of_a_graph_that_grpo_would_not_read_are_refused(flags, key):
+    roles = ("actor", "reward", "critic", "baseline")
+    interfaces = {role: ModelInterface() for role in roles} | {"actor": GRPOActorInterface()}
+    with pytest.raises(ValueError, match=f"RPC 'actor_train' has input '{key}', .* no component .* reads"):
+        check_keys(dataflow(**flags), interfaces)
 
 
 def test_lambda_and_gamma_of_1_are_what_grpo_does():

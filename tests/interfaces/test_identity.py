@@ -7,6 +7,14 @@ import itertools
 
 import pytest
 import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec
+from realign.functional import KLEstimator as NewEstimator
+from realign.interfaces import components as c
+from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.testing import random_batch, train_once
 from tests.frozen import functional as old_f
 from tests.frozen.critic import ValueObjective as OldValue
 from tests.frozen.decoupled_ppo import DecoupledPPOActorInterface as OldDecoupled
@@ -16,14 +24,6 @@ from tests.frozen.grpo import GRPOActorInterface as OldGRPO
 from tests.frozen.ppo import EarlyStop, KLPenalty, KLPlace
 from tests.frozen.ppo import PPOActorInterface as OldPPO
 from tests.frozen.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
-
-from realign.api import GenerationConfig, MicroBatchSpec
-from realign.functional import KLEstimator as NewEstimator
-from realign.interfaces import components as c
-from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
-from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface
-from realign.testing import random_batch, train_once
 
 NEW = {OldPPO: PPOActorInterface, OldGRPO: GRPOActorInterface, OldDecoupled: DecoupledPPOActorInterface}
 SCORED = ("input_ids", "loss_mask", "logprobs", "truncated", "rewards")
@@ -139,10 +139,17 @@ def aggregation_of(old):
 
 def translated(old):
     """The same settings in components."""
-    names = (
-        "generation epochs n_minibatches entropy_coef credit_per_minibatch min_response_tokens keep_best ptx_coef "
-        "critic_warmup_steps"
-    ).split()
+    names = [
+        "generation",
+        "epochs",
+        "n_minibatches",
+        "entropy_coef",
+        "credit_per_minibatch",
+        "min_response_tokens",
+        "keep_best",
+        "ptx_coef",
+        "critic_warmup_steps",
+    ]
     settings = {name: getattr(old, name) for name in names}
     kl = fields_of(old.kl)
     settings |= {
@@ -174,7 +181,7 @@ def translated(old):
 
 
 def key_sets(cls, kwargs):
-    """The keys that training reads: as few as the settings need, and all of them; with advantages from the graph too."""
+    """The keys that training reads: as few as the settings need, and all of them; also with advantages."""
     needs = [*SCORED]
     if "kl" in kwargs:
         needs.append("ref_logprobs")

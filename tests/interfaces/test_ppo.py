@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from realign.interfaces.shaping import Truncation
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.functional import Aggregation, KLEstimator, Normalization, PolicyObjective, Scope, aggregate, kl_estimate
@@ -18,7 +19,6 @@ from realign.interfaces.ppo import (
     dataflow,
     normalization_formula,
 )
-from realign.interfaces.shaping import Truncation
 from realign.testing import BigramEngine, random_batch, train_once
 
 RAW = Normalization(Scope.none, Scope.none)
@@ -311,9 +311,9 @@ def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
         KLPenalty(KLPlace.loss, 0.1, KLEstimator.k1)
     for place in (KLPlace.reward, KLPlace.loss):
         interface = PPOActorInterface(kl=KLPenalty(place, estimator=KLEstimator.k2))
-        assert interface.required_inputs("train_step") == {"ref_logprobs"}
-        assert interface.required_inputs("generate") == set()
-    assert PPOActorInterface().required_inputs("train_step") == set()
+        assert interface.keys("train_step").needs["ref_logprobs"] == f"kl.place={place.value}"
+        assert "ref_logprobs" not in interface.keys("generate").needs
+    assert "ref_logprobs" not in PPOActorInterface().keys("train_step").needs
 
 
 def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.functional import KLEstimator, Level, Normalization, PolicyObjective, Scope
 from realign.interfaces.critic import ValueObjective
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace, PPOActorInterface, dataflow
-from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
+from realign.runtime.contract import check_keys
 from realign.testing import BigramEngine, random_batch
 from tests.functional.test_normalization import over_ranks
 
@@ -365,10 +366,9 @@ def test_bounds_are_checked():
 
 
 def check(interface: PPOActorInterface, **flags) -> None:
-    """What the launch does: show the interface the calls of its role."""
-    for rpc in dataflow(**flags).rpcs:
-        if rpc.model == "actor":
-            interface.check(rpc)
+    """What the launch does: compare the keys of the actor with the graph."""
+    roles = ("actor", "reward", "ref", "critic", "baseline")
+    check_keys(dataflow(**flags), {role: ModelInterface() for role in roles} | {"actor": interface})
 
 
 @pytest.mark.parametrize(
@@ -376,16 +376,16 @@ def check(interface: PPOActorInterface, **flags) -> None:
     [
         ({"credit_per_minibatch": True}, {"critic": "own"}, "credit_per_minibatch assigns credit in train_step"),
         ({"value": ValueObjective()}, {"critic": "own"}, "with graph.critic=own the critic learns them"),
-        ({}, {"critic": "shared"}, "value=null, but with graph.critic=shared"),
-        ({"critic_warmup_steps": 1}, {}, "critic_warmup_steps=1"),
-        ({"critic_warmup_steps": 1, "value": None}, {"critic": "shared"}, "critic_warmup_steps=1"),
-        ({}, {"ptx": True}, "ptx_coef=0"),
-        ({"reward": RewardShaping(clip=1.0)}, {"dense": True}, "shape the rewards of tokens where they are made"),
-        ({"reward_norm": Normalization(Scope.batch, Scope.none)}, {"dense": True}, "shape the rewards of tokens"),
+        ({}, {"critic": "shared"}, "input 'values', .* no component"),
+        ({"critic_warmup_steps": 1}, {}, "critic_warmup_steps needs key 'advantages'"),
+        ({"critic_warmup_steps": 1, "value": None}, {"critic": "shared"}, "critic_warmup_steps needs key 'advantages'"),
+        ({}, {"ptx": True}, "input 'ptx_input_ids', .* no component"),
+        ({"reward": RewardShaping(clip=1.0)}, {"dense": True}, "input 'dense_rewards', .* no component"),
+        ({"reward_norm": Normalization(Scope.batch, Scope.none)}, {"dense": True}, "input 'dense_rewards'"),
         (
             {"truncation": Truncation(reward=TruncatedReward.zero)},
             {"greedy_baseline": True},
-            "the greedy answer which graph.greedy_baseline takes off",
+            "input 'baseline_rewards'",
         ),
     ],
 )
@@ -428,9 +428,10 @@ def test_what_a_setting_needs_of_the_graph():
         ptx_coef=1.0,
     )
     needed = {"ref_logprobs", "truncated", "bootstrap_values", "values"}
-    assert replace(interface, value=None).required_inputs("credit") == needed - {"values"}
-    assert interface.required_inputs("train_step") == needed | {"ptx_input_ids"}
-    assert interface.required_inputs("inference") == frozenset()
+    always = {"input_ids", "loss_mask"}
+    assert replace(interface, value=None).keys("credit").needs.keys() == always | needed - {"values"}
+    assert interface.keys("train_step").needs.keys() == always | needed | {"ptx_input_ids"}
+    assert interface.keys("inference").needs.keys() == always
 
 
 def test_the_launch_table_says_what_is_done_beside_plain_ppo():
@@ -464,7 +465,6 @@ def test_the_launch_table_says_what_is_done_beside_plain_ppo():
         "entropy bonus": "coefficient 0.01",
         "pretraining loss": "coefficient 27.8",
         "early stop": "approx_kl above 0.1 or ratio_mean above 5",
-        "steps before the first update": "50 (the critic learns alone)",
     }
     assert PPOActorInterface(value=ValueObjective(coef=0.1)).describe(8)["value loss"] == (
         "mse, clipped at 0.2 from the old value, coefficient 0.1"

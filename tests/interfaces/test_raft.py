@@ -185,12 +185,15 @@ def test_trap_g9_raft_learns_a_toy_reward_and_nothing_from_shuffled_ones(choice)
     [
         ({"keep_best": None}, "keep_best=None with keep_share=None: give one"),
         ({"keep_share": 0.5}, "keep_best=1 with keep_share=0.5: give one"),
-        ({"keep_best": 9}, "keep_best must be from 1 to generation.n=8, found 9"),
-        ({"keep_best": 0}, "keep_best must be from 1 to generation.n=8, found 0"),
-        ({"keep_best": None, "keep_share": 1.5}, "keep_share must be above 0 and at most 1, found 1.5"),
-        ({"epochs": 0}, "epochs must be at least 1, found 0"),
-        ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
-        ({"generation": GenerationConfig(n=1), "skip_equal_rewards": True}, "skip_equal_rewards must be false with"),
+        ({"keep_best": 9}, "keep_best=9: must be at most generation.n=8"),
+        ({"keep_best": 0}, "keep_best=0: must be at least 1"),
+        ({"keep_best": None, "keep_share": 1.5}, "keep_share=1.5: must be above 0 and at most 1"),
+        ({"epochs": 0}, "epochs=0: must be at least 1"),
+        ({"n_minibatches": 0}, "n_minibatches=0: must be at least 1"),
+        (
+            {"generation": GenerationConfig(n=1), "skip_equal_rewards": True},
+            "skip_equal_rewards=True: needs",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, message):
@@ -199,8 +202,9 @@ def test_settings_out_of_range_are_refused(setting, message):
 
 
 def test_the_launch_table_says_what_trains():
-    table = RAFTActorInterface(epochs=4, n_minibatches=8, min_reward=0.5, skip_equal_rewards=True).describe(128)
-    assert table["optimizer steps per step"] == "32 at most (4 passes x 8 mini-batches)"
+    interface = RAFTActorInterface(epochs=4, n_minibatches=8, min_reward=0.5, skip_equal_rewards=True)
+    table, plan = interface.describe(128), interface.plan()
+    assert (plan.epochs, plan.n_minibatches, plan.at_most, plan.optimizer_steps) == (4, 8, True, 32)
     kept = "the best 1 of 8 of each prompt, with a reward of at least 0.5, of prompts whose rewards differ"
     assert table["responses that train"] == kept
     share = replace(RAFTActorInterface(), keep_best=None, keep_share=0.2).describe(10)

@@ -225,8 +225,8 @@ def test_dense_rewards_are_the_scores_after_each_token_of_a_response():
     assert out.keys == {"rewards", "dense_rewards"}
     assert out["rewards"].tolist() == [0.0, 0.0, 0.0]
     assert out["dense_rewards"].tolist() == [0.0, 1.0, -1.0, 3.0, 0.0, 4.0, 0.0]
-    assert interface.required_inputs("inference") == {"prompt_mask"}
-    assert RewardModelInterface().required_inputs("inference") == set()
+    assert interface.keys("inference").needs == {"input_ids": "", "prompt_mask": "dense=true"}
+    assert RewardModelInterface().keys("inference").needs == {"input_ids": ""}
 
 
 def test_trap_c11_a_cut_response_is_scored_at_its_mark_and_the_penalty_replaces_the_score_of_one_without():
@@ -294,8 +294,8 @@ def test_trap_g9_shuffled_labels_teach_nothing():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
-        ({"clip": 0.0}, "clip must be positive, or null, found 0.0"),
+        ({"n_minibatches": 0}, "n_minibatches=0: must be at least 1"),
+        ({"clip": 0.0}, "clip=0.0: must be above 0 and finite, or null"),
         ({"use_margin": True, "kind": RewardLoss.best_of_n}, "use_margin belongs to kind=pairwise"),
         ({"from_divergence": True, "kind": RewardLoss.scalar_rating}, "from_divergence belongs to kind=pairwise"),
         ({"per_prompt_weighting": True, "kind": RewardLoss.best_of_n}, "per_prompt_weighting has no effect"),

@@ -177,10 +177,10 @@ def test_trap_g9_rft_learns_a_toy_reward_and_nothing_from_shuffled_ones():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"epochs": 0}, "epochs must be at least 1, found 0"),
-        ({"n_improve_steps": 0}, "n_improve_steps must be at least 1, found 0"),
-        ({"start_percentile": 70}, "start_percentile must be from 0 to 1, found 70"),
-        ({"end_percentile": 0.6}, "end_percentile must be from start_percentile to 1, found 0.6"),
+        ({"epochs": 0}, "epochs=0: must be at least 1"),
+        ({"n_improve_steps": 0}, "n_improve_steps=0: must be at least 1"),
+        ({"start_percentile": 70}, "start_percentile=70: must be at least 0 and at most 1"),
+        ({"end_percentile": 0.6}, "start_percentile=0.7: must be at most end_percentile=0.6"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, message):
@@ -189,8 +189,9 @@ def test_settings_out_of_range_are_refused(setting, message):
 
 
 def test_the_launch_table_says_what_trains():
-    table = RFTActorInterface(generation=GenerationConfig(n=4), n_improve_steps=3, end_percentile=0.9).describe(16)
-    assert table["optimizer steps per step"] == "3 at most (3 passes x 1 mini-batches)"
+    interface = RFTActorInterface(generation=GenerationConfig(n=4), n_improve_steps=3, end_percentile=0.9)
+    table, plan = interface.describe(16), interface.plan()
+    assert (plan.epochs, plan.n_minibatches, plan.at_most) == (3, 1, True)
     assert table["responses that train"] == "pooled responses above percentile 70, 80, 90 of their prompt"
 
 

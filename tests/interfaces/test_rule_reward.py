@@ -92,7 +92,7 @@ def test_shuffled_rewards_are_the_same_numbers_for_other_responses_again_and_aga
 def test_a_wrong_function_or_setting_is_named_when_the_interface_opens(function):
     with pytest.raises(ValueError, match="absent"):
         RuleRewardInterface(function.replace(":score", ":absent")).open()
-    with pytest.raises(ValueError, match="workers must be at least 0"):
+    with pytest.raises(ValueError, match="workers=-1: must be at least 0"):
         RuleRewardInterface(function, workers=-1).open()
 
 

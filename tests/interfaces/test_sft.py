@@ -63,7 +63,7 @@ def test_repeated_training_lowers_the_loss():
 
 
 def test_settings_that_cannot_train_are_refused_when_they_are_made():
-    with pytest.raises(ValueError, match="n_minibatches must be at least 1, found 0"):
+    with pytest.raises(ValueError, match="n_minibatches=0: must be at least 1"):
         SFTInterface(n_minibatches=0)
     with pytest.raises(ValueError, match="aggregation=constant has no number of tokens"):
         SFTInterface(aggregation=Aggregation.constant)

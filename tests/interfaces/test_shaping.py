@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 
 from realign.functional import whiten
-from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 
 NAN = math.nan
 

@@ -98,7 +98,7 @@ def test_a_worker_cannot_take_its_limits_back():
 
 @pytest.mark.parametrize("setting", [{"cpu_s": 0}, {"cpu_s": float("inf")}, {"open_files": 3}, {"memory_mb": 0}])
 def test_bad_limits_are_named(setting):
-    with pytest.raises(ValueError, match=f"^{next(iter(setting))} must be"):
+    with pytest.raises(ValueError, match=rf"^{next(iter(setting))}=.*: must be"):
         Limits(**setting)
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
+from realign.data import Dataset, DataSpec
 from realign.derived import derived_rows
 from realign.interfaces import ppo
 from realign.interfaces.cutting import ResponseCut
@@ -36,7 +36,7 @@ class Frozen(Bigram):
 
 
 @dataclass
-class Ratings:
+class Ratings(DataSpec, Dataset):
     """Four prompts with one rated response each."""
 
     keys = ("input_ids", "prompt_mask", "loss_mask", "labels", "margins")
@@ -181,8 +181,8 @@ def test_a_calibration_that_fails_after_training_costs_no_training(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 3}, r"calibration\.samples must be at least 2 and a multiple of generation\.n=2, found 3"),
-        ({"batch_prompts": 0}, r"calibration\.batch_prompts must be at least 1"),
+        ({"samples": 3}, r"samples=3: must be a multiple of generation\.n=2"),
+        ({"batch_prompts": 0}, r"batch_prompts=0: must be at least 1"),
         ({"after": False}, r"calibration\.before and calibration\.after are both false"),
         ({"policy": "ref"}, r"calibration\.policy 'ref' has no model; roles with one: reward, policy"),
         ({"role": "policy"}, r"calibration\.role 'policy' must be a role of the graph"),
@@ -208,7 +208,7 @@ def test_a_reward_model_that_nothing_trains_is_calibrated_before_the_run_only(tm
 
 def test_prompts_that_no_micro_batch_can_hold_are_refused_before_training(tmp_path):
     class Long(Prompts):
-        report = SimpleNamespace(longest=30)
+        longest_row = 30
 
     calibration = RewardCalibration(Long(5), after=True, samples=64, generation=SAMPLED)
     with pytest.raises(

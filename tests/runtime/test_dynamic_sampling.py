@@ -133,10 +133,10 @@ def test_a_step_without_any_prompt_that_passes_says_what_it_saw(rewards, found):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_reward_std": -1.0}, r"dynamic_sampling\.min_reward_std must be at least 0, or null"),
-        ({"min_group_size": 0}, r"dynamic_sampling\.min_group_size must be at least 1, found 0"),
-        ({"max_batches": 0}, r"dynamic_sampling\.max_batches must be at least 1, found 0"),
-        ({"generation_prompts": 0}, r"dynamic_sampling\.generation_prompts must be at least 1, found 0"),
+        ({"min_reward_std": -1.0}, r"min_reward_std=-1\.0: must be at least 0 and finite, or null"),
+        ({"min_group_size": 0}, r"min_group_size=0: must be at least 1"),
+        ({"max_batches": 0}, r"max_batches=0: must be at least 1"),
+        ({"generation_prompts": 0}, r"generation_prompts=0: must be at least 1"),
         ({"min_reward_std": None}, "dynamic_sampling filters nothing"),
         ({"min_group_size": 1}, "rewards of one response have no spread"),
         ({"min_mean_reward": 1.0, "max_mean_reward": 1.0}, r"min_mean_reward=1 must be below max_mean_reward=1"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, Sync
+from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelFacts, Sync
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.interfaces.critic import PPOCriticInterface
@@ -44,6 +44,10 @@ class Numbers(Digits):
         return 11
 
 
+class Short(BigramEngine):
+    positions = 40
+
+
 @dataclass
 class Small(BigramModel):
     """A bigram model of 40 positions."""
@@ -51,9 +55,10 @@ class Small(BigramModel):
     path: str = "somewhere"
 
     def load(self, name: str, *, seed: int) -> Model:
-        engine = BigramEngine(seed=seed, lr=self.lr)
-        engine.positions = 40
-        return Model(name, engine, Numbers(), seed)
+        return Model(name, Short(seed=seed, lr=self.lr), Numbers(), seed)
+
+    def facts(self) -> ModelFacts:
+        return ModelFacts(path=self.path)
 
 
 class Rows(Prompts):
@@ -145,7 +150,7 @@ def test_dynamic_sampling_converses_until_the_batch_is_full(tmp_path):
 
 def test_the_length_of_a_whole_episode_is_compared_with_budget_and_positions(tmp_path):
     long = {"agent": episodes(max_episode_tokens=39), "actor": GRPOActorInterface(generation=TURN)}
-    with pytest.raises(ValueError, match=r"models\.actor has 40 positions, but .* up to 39: .* lower max_episode_tok"):
+    with pytest.raises(ValueError, match=r"models\.agent has 40 positions, but .* up to 39: .* lower max_episode_tok"):
         LocalRuntime(experiment(tmp_path, interfaces=long))
     with pytest.raises(ValueError, match=r"a response may have max_episode_tokens=20 tokens, .*or lower max_episode_"):
         LocalRuntime(experiment(tmp_path, microbatch=MicroBatchSpec(20)))
@@ -163,7 +168,7 @@ def test_an_environment_that_is_not_there_is_refused_at_the_start(tmp_path):
 
 def test_a_copy_that_stays_as_it_is_may_not_sample(tmp_path):
     copied = {"actor": Small(), "agent": Small()}
-    with pytest.raises(ValueError, match=r"models\.agent\.path='somewhere' is a copy that stays as it is, but models"):
+    with pytest.raises(ValueError, match=r"models\.agent\.path='somewhere' is a copy that nothing updates, "):
         LocalRuntime(experiment(tmp_path, models=copied))
     LocalRuntime(experiment(tmp_path, models=copied, sync={"agent": Sync("actor")}))
 
@@ -174,7 +179,7 @@ def test_what_the_learner_is_told_of_episodes_must_agree_with_them(tmp_path):
         LocalRuntime(experiment(tmp_path, interfaces=other))
     late = Truncation(overlong_buffer=2)
     per_turn = {"actor": GRPOActorInterface(generation=TURN, truncation=late), "agent": episodes()}
-    with pytest.raises(ValueError, match=r"overlong_buffer counts .*max_episode_tokens=20, .*max_new_tokens=3 would"):
+    with pytest.raises(ValueError, match=r"responses of 3 tokens .*up to 20 \(interfaces\.agent\.max_ep"):
         LocalRuntime(experiment(tmp_path, interfaces=per_turn))
     whole = GRPOActorInterface(generation=replace(TURN, max_new_tokens=20), truncation=late)
     LocalRuntime(experiment(tmp_path, interfaces={"actor": whole, "agent": episodes()}))

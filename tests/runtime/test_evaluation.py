@@ -63,9 +63,9 @@ def test_all_judges_are_opened_and_closed_with_the_run():
         ({"sweep": {"n": [1], "top_k": [1]}}, r"sweep takes one setting, found n, top_k"),
         ({"sweep": {"temprature": [1]}}, r"sweep\.temprature is no field of generation; there are n, "),
         ({"sweep": {"temperature": [1.0]}}, r"sweep\.temperature has no effect on evaluation\.generation\.greedy=true"),
-        ({"sweep": {"n": [0]}}, "n must be at least 1, found 0"),
+        ({"sweep": {"n": [0]}}, r"evaluation\.sweep\.n=0: must be at least 1"),
         ({"sweep": {"n": []}}, r"sweep\.n has no value to try"),
-        ({"sweep": {"n": ["many"]}}, r"sweep\.n cannot be 'many'"),
+        ({"sweep": {"n": ["many"]}}, r"evaluation\.sweep\.n='many': must be a whole number at least 1"),
         ({"metrics": {"reward": Length()}}, r"eval/reward has a meaning already"),
     ],
 )

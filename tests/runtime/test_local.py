@@ -18,10 +18,12 @@ from realign.api import (
     MicroBatchSpec,
     Model,
     ModelInterface,
+    ModelSpec,
     SequenceSample,
     Sum,
     stat_values,
 )
+from realign.data import Dataset, DataSpec
 from realign.engines import SharedModel
 from realign.functional import Level, Normalization, Scope
 from realign.interfaces.critic import PPOCriticInterface, ValueObjective
@@ -54,7 +56,7 @@ class Digits:
 
 
 @dataclass
-class BigramModel:
+class BigramModel(ModelSpec):
     lr: float = 0.5
 
     def load(self, name: str, *, seed: int) -> Model:
@@ -62,7 +64,7 @@ class BigramModel:
 
 
 @dataclass
-class Prompts:
+class Prompts(DataSpec, Dataset):
     n: int = 8
     keys: tuple[str, ...] = ("prompt_ids", "row")
 
@@ -366,28 +368,31 @@ def test_trap_d11_more_minibatches_than_prompts_are_refused_before_anything_is_l
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ({"steps": 0}, "steps must be at least 1"),
-        ({"batch_prompts": 0}, "batch_prompts must be at least 1"),
-        ({"save_every_steps": 0}, "save_every_steps must be at least 1 or null"),
-        ({"sample_prompts": -1}, "sample_prompts must be at least 0"),
+        ({"steps": 0}, "steps=0: must be at least 1"),
+        ({"batch_prompts": 0}, "batch_prompts=0: must be at least 1"),
+        ({"save_every_steps": 0}, "save_every_steps=0: must be at least 1, or null"),
+        ({"sample_prompts": -1}, "sample_prompts=-1: must be at least 0"),
     ],
 )
 def test_counts_out_of_range_are_named(tmp_path, setting, text):
     with pytest.raises(ValueError, match=text):
         experiment(tmp_path, **setting)
     for name in ("every_steps", "batch_prompts"):
-        with pytest.raises(ValueError, match=rf"evaluation\.{name} must be at least 1"):
+        with pytest.raises(ValueError, match=rf"{name}=0: must be at least 1"):
             Evaluation(Prompts(4), CountToken(), GENERATION, **{name: 0})
 
 
 def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_loaded(tmp_path):
     actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.reward))
-    with pytest.raises(ValueError, match=r"interfaces\.actor, as set, needs key 'ref_logprobs'.*graph\.kl=true"):
+    with pytest.raises(
+        ValueError,
+        match=r"interfaces\.actor\.kl\.place=reward needs key 'ref_logprobs'.*change kl\.place",
+    ):
         experiment(tmp_path, interfaces={"actor": actor, "reward": CountToken()})
 
 
 def test_a_model_without_a_role_is_not_loaded(tmp_path):
-    class Unloadable:
+    class Unloadable(ModelSpec):
         def load(self, name, *, seed):
             raise AssertionError("loaded")
 
@@ -420,7 +425,7 @@ def test_interfaces_are_closed_when_a_run_ends_or_fails(tmp_path):
 
 
 def test_interfaces_are_opened_before_models_are_loaded_and_closed_when_loading_fails(tmp_path):
-    class Unloadable:
+    class Unloadable(ModelSpec):
         def load(self, name, *, seed):
             raise ValueError("no such model")
 
@@ -660,7 +665,7 @@ def test_a_run_keeps_its_best_and_last_saves_shows_samples_and_feeds_trackers(tm
     ("settings", "message"),
     [
         ({"keep_saves": 2}, "keep_saves=2 has no effect without save_every_steps"),
-        ({"keep_saves": 0, "save_every_steps": 1}, "keep_saves must be at least 1 or null, found 0"),
+        ({"keep_saves": 0, "save_every_steps": 1}, "keep_saves=0: must be at least 1, or null"),
         ({"save_best": "-eval/reward", "evaluation": None}, "is measured by an evaluation, and there is none"),
     ],
 )

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from realign.interfaces.shaping import RewardScale, RewardShaping
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
+from realign.data import Dataset, DataSpec
 from realign.interfaces import dpo, ppo, reward_model, sft
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import ReferenceInterface
-from realign.interfaces.shaping import RewardScale, RewardShaping
 from realign.runtime import Experiment, LocalRuntime, LossEvaluation, run
 from realign.runtime.loss_evaluation import ForwardOnly
 from realign.testing import random_preferences
@@ -21,7 +22,7 @@ from tests.tiny import save_tiny
 
 
 @dataclass
-class Judged:
+class Judged(DataSpec, Dataset):
     """Random judged responses, of which this dataset has the prompts from `start` on."""
 
     n: int
@@ -158,7 +159,7 @@ def test_rows_are_passed_once_whatever_the_training_makes_of_them(tmp_path):
     forward = engine.forward
     engine.forward = lambda data, *rest: passes.append(len(data)) or forward(data, *rest)
     runtime.evaluate()
-    assert passes == [3, 3, 1]
+    assert passes == [2, 1, 2, 1, 1]  # the mini-batches of batches of 3, 3 and 1 prompts
 
 
 @pytest.mark.parametrize("role", ["ref", "nobody"])

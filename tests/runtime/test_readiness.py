@@ -80,7 +80,7 @@ def test_an_interface_that_cannot_open_is_named_and_everything_is_closed(tmp_pat
             dataflow(kl=True),
             {"ref": ReferenceInterface()},
             {"ref": SharedModel("actor")},
-            r"models\.ref\.branch=whole: the reference would move with models\.actor",
+            r"models\.ref\.branch=whole: ref needs frozen weights, but would change with models\.actor",
         ),
         (
             dataflow(kl=True),
@@ -92,7 +92,7 @@ def test_an_interface_that_cannot_open_is_named_and_everything_is_closed(tmp_pat
             dataflow(greedy_baseline=True),
             {"baseline": GreedyInterface(GENERATION)},
             {"baseline": TransformersModel("m")},
-            r"models\.baseline\.path='m' is a copy that stays as it is.*SharedModel, of: actor\}'$",
+            r"models\.baseline\.path='m' is a copy that nothing updates.*SharedModel, of: actor\}'",
         ),
         (
             dataflow(critic="shared"),
@@ -120,7 +120,7 @@ def test_roles_that_must_share_weights_do_and_a_reference_does_not(tmp_path, gra
             "total=3, but .* 12 optimizer_steps: .*total=12",
         ),
         (Schedule("linear", total=3, unit="train_step"), {"n_minibatches": 2}, None),
-        (Schedule("cosine", total=2, unit="train_step"), {}, "total=2, but the run makes up to 3 train_steps"),
+        (Schedule("cosine", total=2, unit="train_step"), {}, "total=2, but the run takes up to 3 train_steps"),
         (Schedule("cosine", total=2, min_ratio=0.1), {}, None),
         (Schedule("constant"), {"n_minibatches": 2}, None),
     ],

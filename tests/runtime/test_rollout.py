@@ -7,7 +7,7 @@ RUN = ["experiment=grpo_arithmetic", "models.actor.path=nowhere"]
 
 
 def test_staleness_is_not_negative() -> None:
-    with pytest.raises(ValueError, match="max_staleness must be at least 0, found -1"):
+    with pytest.raises(ValueError, match="max_staleness=-1: must be at least 0"):
         RolloutSpec(max_staleness=-1)
 
 

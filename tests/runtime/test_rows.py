@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from realign.api import MicroBatchSpec
@@ -20,7 +18,7 @@ def test_trap_d11_a_dataset_smaller_than_a_batch_trains_and_an_empty_one_is_refu
 
 def test_a_token_budget_that_cannot_hold_one_sequence_is_refused_at_once(tmp_path):
     class Long(Prompts):
-        report = SimpleNamespace(longest=30)
+        longest_row = 30
 
     with pytest.raises(
         ValueError, match=r"=35 cannot hold one sequence: the longest row has 30 tokens and a resp.* 6;"

@@ -179,10 +179,10 @@ def test_steps_of_seven_digits_are_kept_and_removed_too(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every_steps": 0}, r"checkpoint\.every_steps must be at least 1, or null, found 0"),
-        ({"keep": 0}, r"checkpoint\.keep must be at least 1, found 0"),
-        ({"every_minutes": 0}, r"checkpoint\.every_minutes must be above 0, or null, found 0"),
-        ({"every_minutes": math.nan}, r"checkpoint\.every_minutes must be above 0, or null, found nan"),
+        ({"every_steps": 0}, r"every_steps=0: must be at least 1, or null"),
+        ({"keep": 0}, r"keep=0: must be at least 1"),
+        ({"every_minutes": 0}, r"every_minutes=0: must be above 0 and finite, or null"),
+        ({"every_minutes": math.nan}, r"every_minutes=nan: must be above 0 and finite, or null"),
     ],
 )
 def test_checkpoints_out_of_range_are_named(settings, message):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from realign.interfaces.shaping import RewardScale, RewardShaping
 from safetensors.torch import load_file
 
 from realign.api import GenerationConfig, ModelInterface, Sync
@@ -25,7 +26,6 @@ from realign.functional import KLEstimator
 from realign.interfaces import dpo, grpo, ppo, raft, reward_model, rft, sft
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueObjective, ValueScale
 from realign.interfaces.ppo import CriticPlace, KLPenalty, KLPlace, ReferenceInterface
-from realign.interfaces.shaping import RewardScale, RewardShaping
 from realign.runtime import (
     CheckpointSpec,
     DynamicSampling,

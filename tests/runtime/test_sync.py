@@ -152,7 +152,7 @@ def test_a_config_sets_it_and_the_table_at_launch_says_it():
     assert made.graph.sync == made.sync == {"ref": Sync("actor", 0.1, 10)}
     assert dict(derived_rows(made))["weights after a step"] == "ref: 0.9 own + 0.1 actor, every 10 steps"
     assert made.resolved["sync"]["ref"]["every_steps"] == 10
-    with pytest.raises(ConfigError, match=r"sync\.ref\.weight must be above 0 and at most 1, found 3"):
+    with pytest.raises(ConfigError, match=r"sync\.ref\.weight=3\.0: must be above 0 and at most 1"):
         build_experiment(compose([*overrides, "sync.ref={of: actor, weight: 3}"]))
     with pytest.raises(ConfigError, match=r"unknown key 'sync\.ref\.every_step'; did you mean 'every_steps'"):
         build_experiment(compose([*overrides, "sync.ref={of: actor, every_step: 3}"]))

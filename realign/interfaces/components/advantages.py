@@ -13,7 +13,6 @@ after it, so an estimator cannot leave them out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -164,7 +163,7 @@ class AdvantageEstimator(Settings, ABC):
             SettingsError: names the setting.
         """
 
-    def needs(self) -> Mapping[str, str]:
+    def needs(self) -> dict[str, str]:
         """Keys that must be in the batch under the current settings, with the setting that asks for each."""
         return dict.fromkeys(self.reads, f"advantage={type(self).__name__}")
 
@@ -221,7 +220,7 @@ class GAE(AdvantageEstimator):
         """See `AdvantageEstimator`."""
         _check_groups("advantage.reward_norm", self.reward_norm, responses)
 
-    def needs(self) -> Mapping[str, str]:
+    def needs(self) -> dict[str, str]:
         """See `AdvantageEstimator`."""
         return dict.fromkeys(("bootstrap_values", "truncated"), "advantage.bootstrap=true") if self.bootstrap else {}
 

@@ -8,7 +8,6 @@ every objective.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ class Correction(Settings, ABC):
     def correct(self, data: SequenceSample) -> Corrected:
         """Weights and masks of the tokens of a batch."""
 
-    def needs(self) -> Mapping[str, str]:
+    def needs(self) -> dict[str, str]:
         """Keys that must be in the batch, with the setting that asks for each."""
         return {"prox_logprobs": "correction"}
 

@@ -74,7 +74,7 @@ class KLPenalty(Settings):
             return self.estimator
         return KLEstimator.k3 if self.place is KLPlace.loss else KLEstimator.k1
 
-    def needs(self) -> Mapping[str, str]:
+    def needs(self) -> dict[str, str]:
         """Keys that must be in the batch, with the setting that asks for each."""
         return {"ref_logprobs": f"kl.place={self.place.value}"} if self.applied else {}
 

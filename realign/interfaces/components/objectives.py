@@ -13,7 +13,6 @@ Everything else of the actor (KL penalty, entropy bonus, correction, early stopp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
@@ -108,7 +107,7 @@ class Objective(Settings, ABC):
         """
         return minibatch
 
-    def needs(self) -> Mapping[str, str]:
+    def needs(self) -> dict[str, str]:
         """Keys that must be in the batch, with the setting that asks for each."""
         return dict.fromkeys(self.reads, f"objective={type(self).__name__}")
 

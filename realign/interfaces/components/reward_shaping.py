@@ -71,7 +71,7 @@ class RewardShaping(Settings):
         """Whether a baseline is subtracted."""
         return self.baseline is not RewardBaseline.none
 
-    def needs(self) -> Mapping[str, str]:
+    def needs(self) -> dict[str, str]:
         """Keys that must be in the batch, with the setting that asks for each."""
         return {"baseline_rewards": f"reward.baseline={self.baseline.value}"} if self.has_baseline else {}
 

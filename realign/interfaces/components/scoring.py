@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from realign.api import MicroBatchSpec, Model, ModelOutput, SequenceSample
+from realign.api import Keys, MicroBatchSpec, Model, ModelOutput, SequenceSample
 
 
 def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
@@ -16,9 +16,14 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
     return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
 
 
+def scoring_keys() -> Keys:
+    """The keys of a method that calls `score_logprobs`."""
+    return Keys(needs={"input_ids": "", "loss_mask": ""}, writes=frozenset({"logprobs"}))
+
+
 def old_logprobs(data: SequenceSample) -> Tensor:
     """[T] log-probs that ratios are taken against: recomputed ones where the graph has them, else the sampler's."""
     return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
 
 
-__all__ = ["old_logprobs", "score_logprobs"]
+__all__ = ["old_logprobs", "score_logprobs", "scoring_keys"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -88,7 +87,7 @@ class Truncation(Settings):
                 "samples and not of the greedy response. Leave them out, or use truncation.mask=true"
             )
 
-    def needs(self) -> Mapping[str, str]:
+    def needs(self) -> dict[str, str]:
         """Keys that must be in the batch, with the setting that asks for each."""
         return {"truncated": "truncation"} if self.reads_truncated else {}
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
 from realign.api.data import TOKENS
-from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.model import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
 from realign.api.shards import Shards, shard
-from realign.engines.shared import Forward
 from realign.engines.stepping import step_weight
 from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.host import Loaded
@@ -21,7 +20,7 @@ from realign.runtime.ray.worker import HOOK
 PROMPTS = "prompt_ids"
 
 
-class RayEngine:
+class RayEngine(PipelinableEngine):
     """Sends each rank its prompts, of a batch that is whole here, and puts results back in order.
 
     Functions that interfaces give along are made anew in the workers: what they write there is lost.
@@ -31,11 +30,28 @@ class RayEngine:
         """Of the role `name`, which the ranks of `group` have loaded."""
         self.name = name
         self.group = group
-        self.trainable = ranks[0].trainable
-        self.outputs = ranks[0].outputs
-        self.positions = ranks[0].positions
-        self._data_ranks = ranks[0].data_ranks
+        self._loaded = ranks[0]
         self._data_rank_of = [loaded.data_rank for loaded in ranks]
+
+    @property
+    def trainable(self) -> bool:
+        """See `PipelinableEngine.trainable`."""
+        return self._loaded.trainable
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """See `PipelinableEngine.outputs`."""
+        return self._loaded.outputs
+
+    @property
+    def positions(self) -> int | None:
+        """See `PipelinableEngine.positions`."""
+        return self._loaded.positions
+
+    @property
+    def data_ranks(self) -> int:
+        """See `PipelinableEngine.data_ranks`; of the workers."""
+        return self._loaded.data_ranks
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
@@ -51,7 +67,7 @@ class RayEngine:
         return score
 
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """See `loss_evaluation.measured`."""
+        """See `PipelinableEngine.measure`."""
         given = [(part, mb_spec, HOOK) for part in self._shards(data, TOKENS)]
         return merge_stats(self._ask("measure", given, loss_fn))
 
@@ -121,9 +137,9 @@ class RayEngine:
         return parts.restore(self._ask(verb, [(part, *arguments) for part in parts], hook))
 
     def _shards(self, data: SequenceSample, key: str) -> Shards:
-        return shard(data, self._data_ranks, key)
+        return shard(data, self.data_ranks, key)
 
     def _ask(self, verb: str, of_parts: Sequence[tuple[Any, ...]], hook: Any = None) -> list[Any]:
         """Ask with the arguments for each part of a batch; one answer for each."""
         answers = self.group.ask(self.name, verb, [of_parts[part] for part in self._data_rank_of], hook)
-        return [answers[self._data_rank_of.index(part)] for part in range(self._data_ranks)]
+        return [answers[self._data_rank_of.index(part)] for part in range(self.data_ranks)]

@@ -6,21 +6,48 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
-from realign.api.model import LossFn, PostHook
+from realign.api.model import LossFn, ModelSpec, PipelinableEngine, PostHook, measured
 from realign.engines.offload import Offload
 from realign.engines.parts import whole
 from realign.runtime.ahead import PolicyCopy, load_copy
-from realign.runtime.loss_evaluation import measured
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire import mapped
 
 WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 """Verbs to which all ranks have the same answer, a large one, so that one of them gives it."""
+
+
+class WorkerEngine(PipelinableEngine, Protocol):
+    """What a worker asks of an engine beyond `PipelinableEngine`: its part of a batch, and the halves of a step."""
+
+    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`; on the prompts of this rank."""
+        ...
+
+    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `PipelinableEngine.generate`; for the prompts of this rank."""
+        ...
+
+    def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
+        """Add the gradient of this rank's part of a batch of weight `weight`; return its metrics."""
+        ...
+
+    def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
+        """Take the optimizer step of the gradient that was accumulated, unless it is vetoed."""
+        ...
+
+    def skip(self, reason: str) -> Stats:
+        """Count an optimizer step that is not taken."""
+        ...
+
+    def resident(self) -> Iterator[Tensor]:
+        """Yield the tensors that stay on the device between calls."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,28 +81,28 @@ class Host:
         self._away: dict[str, Offload] = {}
         self._copies: dict[str, PolicyCopy] = {}
 
-    def load(self, specs: Mapping[str, Any], seed: int, offload: frozenset[str]) -> dict[str, Loaded]:
+    def load(self, specs: Mapping[str, ModelSpec], seed: int, offload: frozenset[str]) -> dict[str, Loaded]:
         """Load the models of these roles; those of `offload` wait on the host until they are called."""
         found = {}
         for role, model in load_own(specs, seed).items():
             self._models[role] = model
-            engine: Any = model.machine
+            engine = self._engine(role)
             if role in offload:
                 self._away[role] = Offload(engine.resident)
                 self._away[role].leave()
             found[role] = Loaded(
                 engine.trainable,
                 engine.outputs,
-                getattr(engine, "positions", None),
-                getattr(engine, "data_ranks", 1),
-                getattr(engine, "data_rank", 0),
+                engine.positions,
+                engine.data_ranks,
+                engine.data_rank,
                 model.tokenizer,
                 model.saved,
                 model.saved_views,
             )
         return found
 
-    def load_copies(self, specs: Mapping[str, Any], seed: int, recompute: bool) -> None:
+    def load_copies(self, specs: Mapping[str, ModelSpec], seed: int, recompute: bool) -> None:
         """Load copies of the models of these roles, which `sample` for many callers at once (rollout=async)."""
         for role, spec in specs.items():
             self._copies[role] = load_copy(role, spec, seed, recompute=recompute)
@@ -102,16 +129,12 @@ class Host:
         if away is not None and not stays:
             away.leave()
 
-    def _engine(self, role: str) -> Any:
-        return self._models[role].machine
-
-    def _method(self, role: str, name: str) -> Any:
-        """The engine's method for a whole batch, which is what a group of one rank is given, or for a rank's part."""
-        return getattr(self._engine(role), name if self._size == 1 else f"{name}_part")
+    def _engine(self, role: str) -> WorkerEngine:
+        return cast(WorkerEngine, self._models[role].machine)
 
     def forward(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
-        return self._method(role, "forward")(part, mb_spec, hook)
+        return self._engine(role).forward_part(part, mb_spec, hook)
 
     def reference(self, role: str, layers: int | None) -> None:
         """Keep the policy as it is now, for `score`."""
@@ -125,11 +148,11 @@ class Host:
 
     def measure(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """The loss and its metrics, without a gradient."""
-        return measured(self._method(role, "forward"), part, mb_spec, loss_fn)
+        return measured(self._engine(role).forward_part, part, mb_spec, loss_fn)
 
     def generate(self, role: str, part: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
-        return self._method(role, "generate")(part, config, seed=seed)
+        return self._engine(role).generate_part(part, config, seed=seed)
 
     def accumulate(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor

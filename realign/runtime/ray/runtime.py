@@ -13,10 +13,10 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from realign.api import RPC, Model, SequenceSample
+from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.runtime.ahead import MOST_CALLS, PolicyCopy, sampled_roles
 from realign.runtime.backend import WorkerLost
-from realign.runtime.experiment import Experiment, ModelSpec
+from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
 from realign.runtime.placement import ROLLOUT, Group, plan_groups
@@ -166,9 +166,9 @@ def reserve(group: Group, timeout_s: float, *, gpu: bool) -> PlacementGroup:
     )
 
 
-def _wants_gpu(specs: Sequence[Any]) -> bool:
+def _wants_gpu(specs: Sequence[ModelSpec]) -> bool:
     """Whether a process that holds these models gets a GPU."""
-    devices = [getattr(spec, "device", "cpu") for spec in specs]
+    devices = [spec.facts().device or "cpu" for spec in specs]
     if any(device.startswith("cuda") for device in devices):
         return True
     return "auto" in devices and ray.cluster_resources().get("GPU", 0) > 0

@@ -1,0 +1,73 @@
+"""Fills in roles that an interface's settings ask for (`ModelInterface.roles`) and that the config does not define."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from realign.api import DataflowGraph, ModelInterface, ModelSpec, Role, RoleModel
+from realign.engines.shared import SharedModel
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The interfaces and models of a run by role, and a description of each role that was filled in."""
+
+    interfaces: dict[str, ModelInterface]
+    models: dict[str, ModelSpec]
+    filled: dict[str, str] = field(default_factory=dict)
+
+
+def with_default_roles(
+    graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], models: Mapping[str, ModelSpec]
+) -> Roles:
+    """Return interfaces and models with the defaults of roles that the graph uses; the given ones are kept.
+
+    Raises:
+        ValueError: two roles declare different defaults for a role that the config does not define.
+    """
+    found = Roles(dict(interfaces), dict(models))
+    used = tuple(dict.fromkeys(rpc.model for rpc in graph.rpcs))
+    asked: dict[str, tuple[str, Role]] = {}
+    owners = [role for role in used if role in found.interfaces]
+    for owner in owners:  # a role that is filled in may ask for others
+        for role, default in found.interfaces[owner].roles().items():
+            if role not in used:
+                continue
+            first, other = asked.setdefault(role, (owner, default))
+            if role not in interfaces and other.interface != default.interface:
+                raise ValueError(
+                    f"interfaces.{first} and interfaces.{owner} declare different defaults for role {role!r}; define "
+                    f"interfaces.{role} in the config"
+                )
+            if role not in found.interfaces:
+                owners.append(role)
+            _fill(found, role, owner, default)
+    return found
+
+
+def _fill(found: Roles, role: str, owner: str, default: Role) -> None:
+    parts = []
+    if role not in found.interfaces:
+        found.interfaces[role] = default.interface
+        parts.append(type(default.interface).__name__)
+    if role not in found.models and found.interfaces[role].needs_engine:
+        spec = _model(default.model, owner, found.models)
+        if spec is not None:
+            found.models[role] = spec
+            parts.append(spec.describe() if isinstance(spec, SharedModel) else f"frozen copy of the start of {owner}")
+    if parts:
+        found.filled[role] = ", ".join(parts)
+
+
+def _model(kind: RoleModel, owner: str, models: Mapping[str, ModelSpec]) -> ModelSpec | None:
+    """The spec of a role's default model; None if it has none, or if the owner has none."""
+    spec = models.get(owner)
+    if isinstance(spec, SharedModel):
+        owner, spec = spec.of, models.get(spec.of)
+    if spec is None or kind is RoleModel.none:
+        return None
+    return SharedModel(owner) if kind is RoleModel.shared else spec.frozen_start(owner)
+
+
+__all__ = ["Roles", "with_default_roles"]

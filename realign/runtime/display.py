@@ -1,0 +1,98 @@
+"""Which metrics of a run are shown: on the progress line, and as charts of the learning curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from realign.api import DataflowGraph, ModelInterface, Panel
+
+GENERAL = (
+    "response_tokens",
+    "grad_norm",
+    "lr",
+    "rollout_tokens_per_s",
+    "train_tokens_per_s",
+    "step_s",
+)
+"""Metrics of any run, shown after those that the interfaces declare."""
+TIMES = ("time/", "step_s", "rollout_tokens_per_s", "train_tokens_per_s")
+"""Beginnings of the names of metrics that measure speed."""
+EVALUATION = "eval/"
+HELD_OUT = "held out"
+
+
+def headline(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> tuple[str, ...]:
+    """Return the metrics of the progress line, most important first, each followed by its held-out value.
+
+    Those of the leading role come first, then those of other trained roles under their prefix, then general ones.
+    Empty if no trained role declares any.
+    """
+    names = [f"{prefix}{name}" for prefix, own in _trained(graph, interfaces, lead) for name in own.headline()]
+    if not names:
+        return ()
+    return tuple(dict.fromkeys(shown for name in (*names, *GENERAL) for shown in (name, f"{EVALUATION}{name}")))
+
+
+def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
+    """Return the metrics to show for interfaces that declare none: the first reported ones that measure no speed."""
+    names = list(reported)
+    return [name for name in names if not name.startswith(TIMES)][:most] or names[:most]
+
+
+def panels(
+    graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str, reported: Iterable[str] = ()
+) -> tuple[Panel, ...]:
+    """Return the charts of the learning curves: general ones and those of all trained roles.
+
+    An interface without charts gets one for each metric of its headline, or of the first metrics in `reported` if it
+    has no headline. Charts of the same title are merged.
+    """
+    undeclared = [name for name in reported if not name.startswith(EVALUATION) and name not in GENERAL]
+    declared = [Panel("reward per response", {"reward": "training batch (sampled)"})]
+    for prefix, interface in _trained(graph, interfaces, lead):
+        names = interface.headline() or (() if prefix else first_metrics(undeclared, most=6))
+        own = interface.panels() or tuple(Panel(name, {name: "training batch"}) for name in names)
+        declared += [
+            Panel(panel.title, {f"{prefix}{name}": label for name, label in panel.metrics.items()}) for panel in own
+        ]
+    declared += [
+        Panel("response length (tokens)", {"response_tokens": "training batch"}),
+        Panel("gradient norm", {"grad_norm": "before clipping"}),
+    ]
+    shown: set[str] = set()
+    merged: dict[str, dict[str, str]] = {}
+    for panel in declared:
+        new = {name: label for name, label in panel.metrics.items() if name not in shown}
+        shown |= new.keys()
+        if new:
+            merged.setdefault(panel.title, {}).update(new)
+    return tuple(Panel(title, metrics) for title, metrics in merged.items())
+
+
+def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Panel, ...]:
+    """Return the charts with the held-out values that were reported: each beside its metric, others in a chart."""
+    names = [name for name in dict.fromkeys(reported) if name.startswith(EVALUATION)]
+    shown = {name for panel in charts for name in panel.metrics}
+    found = []
+    for panel in charts:
+        metrics = dict(panel.metrics)
+        for name, label in panel.metrics.items():
+            held_out = f"{EVALUATION}{name}"
+            if held_out in names and held_out not in shown:
+                metrics[held_out] = HELD_OUT if len(panel.metrics) == 1 else f"{label}, {HELD_OUT}"
+        found.append(Panel(panel.title, metrics))
+    shown |= {name for panel in found for name in panel.metrics}
+    others = {name: name.removeprefix(EVALUATION) for name in names if name not in shown}
+    return (*found, Panel("other held-out metrics", others)) if others else tuple(found)
+
+
+def _trained(
+    graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str
+) -> list[tuple[str, ModelInterface]]:
+    """The prefix of the metrics and the interface of each trained role, the leading role first."""
+    roles = dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step")
+    ordered = sorted(roles, key=lambda role: role != lead)
+    return [("" if role == lead else f"{role}/", interfaces[role]) for role in ordered]
+
+
+__all__ = ["first_metrics", "headline", "panels", "with_held_out"]

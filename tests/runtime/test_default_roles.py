@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from realign.api import RPC, DataflowGraph, ModelInterface, Role, RoleModel
+from realign.derived import derived_rows
+from realign.engines import OptimizerSpec, Share, SharedModel, TransformersModel
+from realign.engines.lora import LoRA
+from realign.interfaces import dpo
+from realign.interfaces.dpo import DPOInterface
+from realign.interfaces.reference import ReferenceInterface
+from realign.runtime import Experiment
+from realign.runtime.default_roles import with_default_roles
+from tests.config_parts import Prompts
+
+TRAINED = OptimizerSpec(lr=1e-3)
+
+
+@dataclass
+class Asks(ModelInterface):
+    """A trained role that asks for others."""
+
+    asked: dict[str, Role] = field(default_factory=dict)
+
+    def train_step(self, model, data, mb_spec):
+        return {}
+
+    def roles(self) -> Mapping[str, Role]:
+        return self.asked
+
+
+@dataclass
+class Scores(ModelInterface):
+    label: str = "a"
+
+    def inference(self, model, data, mb_spec):
+        return data
+
+
+def graph(*roles: str) -> DataflowGraph:
+    calls = [RPC(f"{role}_inf", role, "inference", ("input_ids",), (f"{role}_out",)) for role in roles]
+    train = RPC("train", "actor", "train_step", tuple(f"{role}_out" for role in roles))
+    return DataflowGraph((*calls, train), dataset_keys=("input_ids",))
+
+
+def filled(asked: dict[str, Role], *roles: str, interfaces=None, models=None):
+    interfaces = {"actor": Asks(asked), **(interfaces or {})}
+    models = {"actor": TransformersModel("start", optimizer=TRAINED, ema_decay=0.9), **(models or {})}
+    return with_default_roles(graph(*roles), interfaces, models)
+
+
+def test_a_role_that_the_config_lacks_gets_a_frozen_copy_of_the_start():
+    found = filled({"ref": Role(ReferenceInterface(0.5))}, "ref")
+    assert found.interfaces["ref"] == ReferenceInterface(0.5)
+    assert found.models["ref"] == TransformersModel("start")
+    assert found.filled == {"ref": "ReferenceInterface, frozen copy of the start of actor"}
+
+
+@pytest.mark.parametrize("partly", [{"lora": LoRA()}, {"trained_layers": 1}])
+def test_a_model_that_trains_in_part_contains_its_own_start(partly):
+    models = {"actor": TransformersModel("start", optimizer=TRAINED, **partly)}
+    found = filled({"ref": Role(ReferenceInterface())}, "ref", models=models)
+    assert found.models["ref"] == SharedModel("actor", Share.reference)
+    assert found.filled == {"ref": "ReferenceInterface, the frozen start of actor"}
+
+
+def test_a_role_may_share_the_model_of_its_owner_or_have_none():
+    asked = {"twin": Role(Scores(), RoleModel.shared), "rule": Role(Scores(), RoleModel.none)}
+    found = filled(asked, "twin", "rule")
+    assert found.models["twin"] == SharedModel("actor")
+    assert "rule" not in found.models
+    shares = {"actor": SharedModel("base"), "base": TransformersModel("start")}
+    assert filled(asked, "twin", models=shares).models["twin"] == SharedModel("base")
+
+
+def test_what_the_config_defines_wins():
+    given = TransformersModel("other")
+    role = Role(ReferenceInterface())
+    found = filled({"ref": role}, "ref", models={"ref": given})
+    assert (found.models["ref"], found.filled) == (given, {"ref": "ReferenceInterface"})
+    found = filled({"ref": role}, "ref", interfaces={"ref": Scores()})
+    assert (found.interfaces["ref"], found.filled) == (Scores(), {"ref": "frozen copy of the start of actor"})
+
+
+def test_a_role_outside_the_graph_is_not_added():
+    assert "ref" not in filled({"ref": Role(ReferenceInterface())}, "other").interfaces
+
+
+def test_a_role_that_was_filled_in_may_ask_for_another():
+    class Chain(Scores):
+        def roles(self) -> Mapping[str, Role]:
+            return {"second": Role(Scores(), RoleModel.shared)}
+
+    found = filled({"first": Role(Chain())}, "first", "second")
+    assert found.models["second"] == SharedModel("first")
+
+
+def test_different_defaults_for_one_role_are_refused_unless_the_config_defines_it():
+    asked, other = {"ref": Role(Scores("a"))}, {"critic": Asks({"ref": Role(Scores("b"))})}
+    made = DataflowGraph((*graph("ref").rpcs, RPC("t", "critic", "train_step", ("input_ids",))), ("input_ids",))
+    interfaces = {"actor": Asks(asked), **other}
+    with pytest.raises(ValueError, match=r"interfaces\.actor and interfaces\.critic .* for role 'ref'; define interf"):
+        with_default_roles(made, interfaces, {})
+    with_default_roles(made, interfaces | {"ref": Scores()}, {})
+
+
+def test_dpo_needs_no_reference_in_the_config_and_the_launch_table_shows_it(tmp_path):
+    made = Experiment(
+        name="x",
+        steps=1,
+        batch_prompts=2,
+        graph=dpo.dataflow(),
+        interfaces={"actor": DPOInterface(temperature=0.7)},
+        models={"actor": TransformersModel("start", optimizer=TRAINED)},
+        data=Prompts(),
+        output_dir=tmp_path,
+    )
+    assert made.temperatures == {"interfaces.ref.temperature": 0.7, "interfaces.actor.temperature": 0.7}
+    expected = "ref: ReferenceInterface, frozen copy of the start of actor"
+    assert dict(derived_rows(made))["roles filled in by default"] == expected

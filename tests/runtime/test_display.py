@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from realign.api import ModelInterface, Panel
+from realign.interfaces import ppo, sft
+from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.sft import SFTInterface
+from realign.runtime.display import first_metrics, headline, panels, with_held_out
+from realign.runtime.tracking import LiveDisplay
+from tests.runtime.test_local import CountToken
+
+
+@dataclass
+class Own(ModelInterface):
+    """A user's interface, which declares nothing."""
+
+    def train_step(self, model, data, mb_spec):
+        return {}
+
+
+class Named(Own):
+    """One that declares a headline, but no charts."""
+
+    def headline(self) -> tuple[str, ...]:
+        return ("regret", "loss")
+
+
+OWN_CRITIC = {"actor": PPOActorInterface(), "critic": PPOCriticInterface(), "reward": CountToken()}
+
+
+def test_the_leading_role_comes_first_and_others_have_a_prefix():
+    shown = headline(ppo.dataflow(critic="own"), OWN_CRITIC, "actor")
+    assert shown[:3] == ("reward", "eval/reward", "entropy")
+    assert shown.index("approx_kl") < shown.index("critic/explained_variance") < shown.index("response_tokens")
+    assert "critic/value_loss" in shown
+
+
+def test_charts_of_all_trained_roles_are_drawn_and_those_of_one_title_are_merged():
+    charts = {chart.title: dict(chart.metrics) for chart in panels(ppo.dataflow(critic="own"), OWN_CRITIC, "actor")}
+    assert charts["explained variance of returns"] == {
+        "explained_variance": "value head",
+        "critic/explained_variance": "critic",
+    }
+    assert next(iter(charts)) == "reward per response"
+    assert list(charts)[-2:] == ["response length (tokens)", "gradient norm"]
+
+
+def test_an_interface_without_charts_gets_one_for_each_metric_of_its_headline():
+    titles = [chart.title for chart in panels(sft.dataflow(), {"actor": Named()}, "actor")]
+    assert titles == ["reward per response", "regret", "loss", "response length (tokens)", "gradient norm"]
+
+
+def test_an_interface_that_declares_nothing_shows_what_is_reported_first():
+    reported = ["time/train_s", "loss", "grad_norm", "mine", "eval/mine", "step_s"]
+    assert headline(sft.dataflow(), {"actor": Own()}, "actor") == ()
+    assert first_metrics(reported) == ["loss", "grad_norm", "mine", "eval/mine"]
+    charts = panels(sft.dataflow(), {"actor": Own()}, "actor", reported)
+    assert [chart.title for chart in charts][1:3] == ["loss", "mine"]
+    assert dict(with_held_out(charts, reported)[2].metrics) == {"mine": "training batch", "eval/mine": "held out"}
+
+
+def test_times_are_shown_if_nothing_else_is_reported():
+    assert first_metrics(["time/train_s", "step_s"]) == ["time/train_s", "step_s"]
+
+
+def test_the_progress_line_shows_the_headline_or_the_first_metrics():
+    def line(interface: ModelInterface, metrics: dict[str, float]) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=200)
+        shown = headline(sft.dataflow(), {"actor": interface}, "actor")
+        with LiveDisplay(console, "run", 1, shown) as display:
+            display.log(1, metrics)
+        return out.getvalue().strip().removeprefix("run step 1/1  ")
+
+    metrics = {"time/x_s": 9.0, "other": 3.0, "nll": 1.0, "loss": 2.0, "step_s": 4.0}
+    assert line(SFTInterface(), metrics) == "loss 2  nll 1  step_s 4"
+    assert line(Own(), metrics) == "other 3  nll 1  loss 2"
+    assert line(SFTInterface(), {"time/x_s": 9.0, "other": 3.0}) == "other 3"
+
+
+def test_held_out_values_stand_beside_their_metric_or_in_a_chart_of_their_own():
+    charts = (Panel("both", {"a": "first", "b": "second"}), Panel("one", {"c": "training batch", "eval/c": "mine"}))
+    found = with_held_out(charts, ["a", "eval/a", "eval/c", "eval/d", "step"])
+    assert [(chart.title, dict(chart.metrics)) for chart in found] == [
+        ("both", {"a": "first", "b": "second", "eval/a": "first, held out"}),
+        ("one", {"c": "training batch", "eval/c": "mine"}),
+        ("other held-out metrics", {"eval/d": "d"}),
+    ]
+    assert with_held_out(charts, ["a"]) == charts

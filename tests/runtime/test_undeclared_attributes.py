@@ -1,0 +1,97 @@
+"""The runtime and the config read declared attributes only, and never ask for the class of an interface."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import realign
+import realign.interfaces
+from realign.api import ModelInterface
+
+ROOT = Path(realign.__file__).parent
+FILES = sorted(path for room in ("runtime", "config") for path in (ROOT / room).rglob("*.py"))
+REFLECTION = {"getattr", "hasattr", "setattr", "delattr", "vars"}
+ALLOWED = {
+    ("config/__init__.py", "getattr"): "the package's names are imported on first use",
+    ("config/assemble.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
+    ("config/components.py", "getattr"): "fields and constructors of a component class",
+    ("config/convert.py", "getattr"): "whether an annotation is a Protocol",
+    ("config/targets.py", "getattr"): "attributes of a module on an import path",
+    ("config/targets.py", "hasattr"): "whether a module is a package",
+    ("config/targets.py", "vars"): "names that a module or class defines",
+    ("config/components.py", "vars"): "whether a class is itself a dataclass",
+    ("runtime/local.py", "vars"): "fields of a dataclass of this module",
+    ("runtime/models.py", "hasattr"): "methods of a tokenizer, which is the user's",
+    ("runtime/ray/host.py", "getattr"): "its own verbs by name",
+    ("runtime/ray/wire.py", "getattr"): "a dtype of torch by name",
+    ("runtime/ray/wire.py", "hasattr"): "whether a tuple is a named one",
+    ("runtime/rollout.py", "getattr"): "its own fields, listed by dataclasses.fields",
+}
+"""Where reflection is used, and on what: never on interfaces, model specs, engines, datasets or evaluators."""
+
+CATCHES = {
+    "config/composition.py": "an override that Hydra cannot read",
+    "config/targets.py": "a class that is compared with a Protocol",
+    "runtime/checkpoints.py": "a manifest of another shape",
+    "runtime/records.py": "a line of a file of another shape",
+    "runtime/state.py": "a saved state of another shape",
+}
+"""Where the lack of an attribute is caught, and of what."""
+
+
+def calls(path: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+
+
+def name_of(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def interface_classes() -> set[str]:
+    """Names of all interface classes of realign."""
+    found = {ModelInterface.__name__}
+    for module in pkgutil.walk_packages(realign.interfaces.__path__, "realign.interfaces."):
+        classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+        found |= {name for name, cls in classes if issubclass(cls, ModelInterface)}
+    return found
+
+
+def test_reflection_is_used_where_it_is_listed_and_nowhere_else():
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in FILES
+        for call in calls(path)
+        if (name := name_of(call.func)) in REFLECTION
+    }
+    assert found == set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nobody_asks_for_the_class_of_an_interface(path):
+    known = interface_classes()
+    asked = [
+        (call.lineno, name)
+        for call in calls(path)
+        if name_of(call.func) in ("isinstance", "issubclass")
+        for node in ast.walk(call.args[1])
+        if isinstance(node, ast.Name | ast.Attribute) and (name := name_of(node)) in known
+    ]
+    assert asked == []
+
+
+def test_the_lack_of_an_attribute_is_caught_for_files_and_classes_only():
+    caught = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        for handler in ast.walk(ast.parse(path.read_text()))
+        if isinstance(handler, ast.ExceptHandler) and handler.type is not None
+        for node in ast.walk(handler.type)
+        if isinstance(node, ast.expr) and name_of(node) == "AttributeError"
+    }
+    assert caught == set(CATCHES)

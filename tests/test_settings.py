@@ -1,0 +1,142 @@
+"""Every enum and range that a settings class of realign declares holds, from text and from Python alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import math
+import pkgutil
+from enum import Enum
+from typing import Annotated, Any, get_args, get_type_hints
+
+import pytest
+
+import realign
+from realign.errors import SettingsError
+from realign.settings import Count, Finite, NonNegative, Positive, Range, Settings, checked, choices_of
+
+
+def settings_classes() -> list[type[Settings]]:
+    """All dataclasses of the package that can be built and inherit from `Settings`."""
+    for module in pkgutil.walk_packages(realign.__path__, "realign."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    waiting, found = [Settings], []
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        ours = cls.__module__.startswith("realign.") and not inspect.isabstract(cls)
+        if ours and "__dataclass_fields__" in vars(cls):
+            found.append(cls)
+    return sorted(found, key=lambda cls: (cls.__module__, cls.__qualname__))
+
+
+CLASSES = settings_classes()
+FIELDS = [
+    (cls, field.name, get_type_hints(cls, include_extras=True)[field.name])
+    for cls in CLASSES
+    for field in dataclasses.fields(cls)
+]
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    return (annotation,) if get_args(annotation) == () or hasattr(annotation, "__metadata__") else get_args(annotation)
+
+
+def enums_of(annotation: Any) -> list[type[Enum]]:
+    return [kind for kind in members(annotation) if isinstance(kind, type) and issubclass(kind, Enum)]
+
+
+def ranges_of(annotation: Any) -> list[Range]:
+    return [x for kind in members(annotation) for x in getattr(kind, "__metadata__", ()) if isinstance(x, Range)]
+
+
+def label(value: Any) -> str:
+    return value.__qualname__ if isinstance(value, type) else str(value) if isinstance(value, str) else ""
+
+
+PLACEHOLDERS = {"name": "x", "path": "folder", "of": "actor", "environment": "module:Class"}
+"""Values of fields without a default; others that are not checked get None."""
+
+
+def made(cls: type[Settings], name: str, value: Any) -> Any:
+    """Build the settings with this value of one field."""
+    required = {
+        field.name: 1
+        if ranges_of(get_type_hints(cls, include_extras=True)[field.name])
+        else PLACEHOLDERS.get(field.name)
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is field.default_factory is dataclasses.MISSING
+    }
+    return cls(**(required | {name: value}))
+
+
+def outcome(cls: type[Settings], name: str, value: Any) -> Any:
+    """The settings, or the message of the error about how this value fits the other fields."""
+    try:
+        return made(cls, name, value)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("cls", "name", "annotation"), [f for f in FIELDS if enums_of(f[2])], ids=label)
+def test_every_enum_is_the_same_from_text_and_from_its_member(cls, name, annotation):
+    for kind in enums_of(annotation):
+        for text, member in choices_of(kind).items():
+            built = outcome(cls, name, text)
+            assert built == outcome(cls, name, member)
+            assert isinstance(built, str) or getattr(built, name) is member
+    with pytest.raises(SettingsError, match=rf"^{name}='nonsense': unknown choice \(valid: "):
+        made(cls, name, "nonsense")
+
+
+def outside(limits: Range) -> list[float]:
+    """Numbers just beyond the bounds of a range, and not-a-number."""
+    below = [limits.ge - 1 if limits.ge is not None else limits.gt] if (limits.ge, limits.gt) != (None, None) else []
+    above = [limits.le + 1 if limits.le is not None else limits.lt] if (limits.le, limits.lt) != (None, None) else []
+    return [x for x in (*below, *above) if x is not None]
+
+
+@pytest.mark.parametrize(("cls", "name", "annotation"), [f for f in FIELDS if ranges_of(f[2])], ids=label)
+def test_every_range_refuses_what_is_outside_and_names_the_field(cls, name, annotation):
+    whole = any(get_args(kind)[:1] == (int,) for kind in members(annotation))
+    for limits in ranges_of(annotation):
+        for value in [*outside(limits), *([] if whole else [math.nan])]:
+            given = int(value) if whole else value
+            with pytest.raises(SettingsError, match=rf"^{name}={given!r}: must be "):
+                made(cls, name, given)
+
+
+def test_there_are_settings_to_check():
+    assert len(CLASSES) > 20
+    assert {"GenerationConfig", "SFTInterface", "Evaluation", "TransformersModel"} <= {c.__name__ for c in CLASSES}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        (Count, "at least 1"),
+        (Positive, "above 0 and finite"),
+        (NonNegative, "at least 0 and finite"),
+        (Finite, "finite"),
+        (Annotated[float, Range(ge=0, lt=0.5)], "at least 0 and below 0.5"),
+    ],
+)
+def test_a_range_is_named_in_words(annotation, text):
+    assert str(get_args(annotation)[1]) == text
+
+
+def test_a_field_without_range_or_enum_takes_anything():
+    @dataclasses.dataclass
+    class Loose(Settings):
+        anything: Any = None
+        words: list[str] = dataclasses.field(default_factory=list)
+
+    assert Loose(3, None).anything == 3
+
+
+def test_none_passes_only_if_the_annotation_allows_it():
+    assert checked("n", None, Count | None) is None
+    with pytest.raises(SettingsError, match=r"^n must not be null; valid: a whole number at least 1$"):
+        checked("n", None, Count)
