@@ -9,9 +9,7 @@ from typing import Any
 from realign.api import GenerationConfig, ModelInterface
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment
-from realign.runtime.backend import Backend
 from realign.runtime.placement import plan_groups
-from realign.runtime.rollout import RolloutMode
 
 OPTIMIZER_STEPS = "optimizer steps per step"
 IDLE_STEPS = "steps before the first update"
@@ -42,7 +40,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
             idle_steps = int(own.get(IDLE_STEPS, "0").split()[0])
             total = f"{int(match[0]) * max(0, e.steps - idle_steps):,}"
             rows[f"{role}: optimizer steps in all" if several else "optimizer steps in all"] = total
-    if e.rollout.mode is RolloutMode.async_:
+    if e.rollout.ahead:
         rows["responses are sampled"] = e.rollout.describe()
     if e.dynamic_sampling is not None:
         rows["dynamic sampling"] = (
@@ -58,7 +56,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     rows["checkpoints"] = "none" if e.checkpoint is None else e.checkpoint.describe()
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()
-    if e.runtime.kind is Backend.ray:
+    if e.runtime.starts_workers:
         rows["worker processes"] = "; ".join(group.describe() for group in plan_groups(e))
     if shared := shared_roles(e.models):
         rows["roles that share a model"] = "; ".join(f"{role}: {what}" for role, what in shared.items())

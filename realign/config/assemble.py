@@ -22,8 +22,8 @@ DEFAULT_MODEL = "realign.engines.TransformersModel"
 DEFAULT_EVALUATION = "realign.runtime.Evaluation"
 DEFAULT_CALIBRATION = "realign.runtime.RewardCalibration"
 DEFAULT_DYNAMIC_SAMPLING = "realign.runtime.DynamicSampling"
-DEFAULT_RUNTIME = "realign.runtime.RuntimeSpec"
-DEFAULT_ROLLOUT = "realign.runtime.RolloutSpec"
+DEFAULT_RUNTIME = "realign.runtime.backend.Local"
+DEFAULT_ROLLOUT = "realign.runtime.rollout.Sync"
 DEFAULT_SYNC = "realign.api.Sync"
 
 

@@ -41,7 +41,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
     """
 
     def fits(found: Any) -> bool:
-        if not inspect.isclass(found) or found is kind:
+        if not inspect.isclass(found) or found is kind or inspect.isabstract(found):
             return False
         return dataclasses.is_dataclass(found) if kind is Any else misfit(found, kind) is None
 
@@ -53,6 +53,8 @@ def build(node: Any, kind: Any, where: str) -> Any:
         raise ConfigError(f"{key}: {wrong}{beside(node[TARGET], fits, name)}")
     if kind is not Any and (why := misfit(cls, kind)) is not None:
         raise ConfigError(f"{key}: {cls.__qualname__} is not a {name}{why}{beside(node[TARGET], fits, name)}")
+    if inspect.isabstract(cls):
+        raise ConfigError(f"{key}: {cls.__qualname__} is a base class{beside(node[TARGET], fits, name)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
 
@@ -92,6 +94,14 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
         if field.init:
             parameters.append(_Parameter(field.name, hints[field.name], _default(field, base)))
     return _construct(cls, parameters, raw, where)
+
+
+def _of_sibling(made: Any, name: str) -> str:
+    """The end of a message about an unknown key: the other choices for the same place that have such a field."""
+    bases = made.__mro__[1:] if inspect.isclass(made) else ()
+    others: list[Any] = [other for base in bases if inspect.isabstract(base) for other in base.__subclasses__()]
+    having = [o.__qualname__ for o in others if dataclasses.is_dataclass(o) and name in o.__dataclass_fields__]
+    return f"; {made.__qualname__} has no such setting, but {' and '.join(having)} has" if having else ""
 
 
 def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
@@ -140,7 +150,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     for name in raw:
         if name not in known:
-            raise ConfigError(f"unknown key '{prefix}{name}'{suggest(str(name), known)}")
+            raise ConfigError(f"unknown key '{prefix}{name}'{suggest(str(name), known)}{_of_sibling(make, str(name))}")
     values = {}
     for p in parameters:
         default = p.default() if p.default is not None else None

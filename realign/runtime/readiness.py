@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.api import RPC, ModelInterface
+from realign.engines import TransformersModel
 from realign.engines.optim import Schedule, ScheduleKind, ScheduleUnit
 from realign.engines.ranks import current
 from realign.engines.shared import Share, SharedModel
@@ -25,7 +26,7 @@ from realign.runtime.ahead import owner_of, sampled_roles
 from realign.runtime.backend import check_runtime
 from realign.runtime.experiment import Experiment, ModelSpec
 from realign.runtime.models import check_optimizers, check_outputs
-from realign.runtime.rollout import RolloutMode
+from realign.runtime.rollout import Async
 
 OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
 
@@ -126,11 +127,10 @@ def _check_model(rpc: RPC, experiment: Experiment) -> None:
 
 def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
     """A frozen start inside a model needs a part of it that does not move."""
-    parts = [getattr(owner, name) for name in ("lora", "trained_layers") if hasattr(owner, name)]
-    if parts and all(part is None for part in parts) and getattr(owner, "optimizer", None) is not None:
+    if isinstance(owner, TransformersModel) and not owner.keeps_start:
         raise ValueError(
             f"models.{role}.branch=reference: models.{of} trains all of its weights, so that no branch of it stays as "
-            f"it is; set models.{of}.trained_layers or lora, or give {role} a model of its own (models.{role}.path)"
+            f"it is; set models.{of}.trains=top_layers or lora, or give {role} a model of its own (models.{role}.path)"
         )
 
 
@@ -218,7 +218,8 @@ def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
 
 def _check_rollout(experiment: Experiment) -> None:
     """Find what cannot be sampled ahead of training, and warn of an objective that does not make up for it."""
-    if experiment.rollout.mode is not RolloutMode.async_:
+    rollout = experiment.rollout
+    if not isinstance(rollout, Async):
         return
     if current().size > 1:
         raise ValueError("rollout=async runs in one process, or on Ray (runtime=ray); under torchrun use rollout=sync")
@@ -240,13 +241,13 @@ def _check_rollout(experiment: Experiment) -> None:
                 f"rollout=async makes the calls that lead to 'rewards' ahead of training, but RPC {rpc.name!r} {what}; "
                 "use rollout=sync"
             )
-    if experiment.rollout.max_staleness:
+    if rollout.max_staleness:
         for rpc in experiment.graph.rpcs:
             if rpc.method == "train_step" and rpc.model in trained:
-                _warn_of_stale_ratios(rpc, experiment)
+                _warn_of_stale_ratios(rpc, experiment, rollout)
 
 
-def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment) -> None:
+def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment, rollout: Async) -> None:
     interface = experiment.interfaces[rpc.model]
     if "logprobs" not in rpc.inputs or "prox_logprobs" in interface.required_inputs("train_step"):
         return
@@ -255,7 +256,7 @@ def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment) -> None:
         how = "does not weigh them by how likely they are under the policy before the update (graph.recompute)"
     module = "realign.interfaces.decoupled_ppo"
     warnings.warn(
-        f"rollout.max_staleness={experiment.rollout.max_staleness}: responses may be so many versions old, and "
+        f"rollout.max_staleness={rollout.max_staleness}: responses may be so many versions old, and "
         f"interfaces.{rpc.model} ({type(interface).__name__}) {how}. Decoupled PPO is made for them: "
         f"graph._target_={module}.dataflow interfaces.{rpc.model}._target_={module}.DecoupledPPOActorInterface "
         "(docs/guides/async.md)",
