@@ -97,11 +97,11 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
 
 
 def _of_sibling(made: Any, name: str) -> str:
-    """The end of a message about an unknown key: the other choices for the same place that have such a field."""
+    """Return the end of a message about an unknown key that other choices for the same place have; else nothing."""
     bases = made.__mro__[1:] if inspect.isclass(made) else ()
     others: list[Any] = [other for base in bases if inspect.isabstract(base) for other in base.__subclasses__()]
     having = [o.__qualname__ for o in others if dataclasses.is_dataclass(o) and name in o.__dataclass_fields__]
-    return f"; {made.__qualname__} has no such setting, but {' and '.join(having)} has" if having else ""
+    return f": it is a setting of {' and '.join(having)}, not of {made.__qualname__}" if having else ""
 
 
 def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
@@ -150,7 +150,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     for name in raw:
         if name not in known:
-            raise ConfigError(f"unknown key '{prefix}{name}'{suggest(str(name), known)}{_of_sibling(make, str(name))}")
+            raise ConfigError(f"unknown key '{prefix}{name}'{_of_sibling(make, name) or suggest(str(name), known)}")
     values = {}
     for p in parameters:
         default = p.default() if p.default is not None else None
