@@ -49,5 +49,5 @@ def test_the_group_chooses_and_the_record_reads_back(words: list[str], runtime: 
 @pytest.mark.parametrize("word", ["placement=separate", "address=auto", "placement_timeout_s=9", "max_recoveries=1"])
 def test_a_local_run_has_no_settings_of_a_cluster(word: str) -> None:
     key = word.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"^unknown key 'runtime\.{key}' : it is a setting of Ray, not of Local$"):
+    with pytest.raises(ConfigError, match=rf"^unknown key 'runtime\.{key}': it is a setting of Ray, not of Local$"):
         build_experiment(compose([*RUN, f"runtime.{word}"]))

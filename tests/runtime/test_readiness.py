@@ -11,7 +11,7 @@ import pytest
 
 from realign.api import RPC, GenerationConfig, MicroBatchSpec
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
-from realign.engines import OptimizerSpec, Schedule, SharedModel, TransformersModel
+from realign.engines import Causal, OptimizerSpec, Schedule, SharedModel, TransformersModel, Value, ValueHead
 from realign.interfaces import decoupled_ppo, sft
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.greedy import GreedyInterface
@@ -96,13 +96,13 @@ def test_an_interface_that_cannot_open_is_named_and_everything_is_closed(tmp_pat
         (
             dataflow(critic="shared"),
             {"critic": PPOCriticInterface(), "actor": PPOActorInterface(GENERATION, value=ValueObjective())},
-            {"critic": TransformersModel("m", head="value")},
+            {"critic": TransformersModel("m", head=Value())},
             r"models\.critic\.path='m' is a model that nothing trains",
         ),
     ],
 )
 def test_roles_that_must_share_weights_do_and_a_reference_does_not(tmp_path, graph, interfaces, models, message):
-    actor = TransformersModel("m", optimizer=TRAINED, value_head=None if "critic" not in models else {})
+    actor = TransformersModel("m", optimizer=TRAINED, head=Causal(ValueHead() if "critic" in models else None))
     parts = {"actor": PPOActorInterface(GENERATION), "reward": CountToken()} | interfaces
     made = experiment(tmp_path, graph=graph, interfaces=parts, models={"actor": actor, **models}, evaluation=None)
     with pytest.raises(ValueError, match=message):
