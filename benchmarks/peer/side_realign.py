@@ -20,7 +20,7 @@ from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PromptData
 from realign.engines import OptimizerSpec, Score, TransformersModel, Value
 from realign.engines.decoding import Rollout
-from realign.engines.loading import DType, Head
+from realign.engines.loading import DType
 from realign.engines.network import Network
 from realign.engines.stepping import Stepper
 from realign.interfaces.critic import PPOCriticInterface

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -98,10 +98,22 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
 
 def _of_sibling(made: Any, name: str) -> str:
     """Return the end of a message about an unknown key that other choices for the same place have; else nothing."""
-    bases = made.__mro__[1:] if inspect.isclass(made) else ()
-    others: list[Any] = [other for base in bases if inspect.isabstract(base) for other in base.__subclasses__()]
-    having = [o.__qualname__ for o in others if dataclasses.is_dataclass(o) and name in o.__dataclass_fields__]
+    bases = [base for base in made.__mro__[1:] if inspect.isabstract(base)] if inspect.isclass(made) else []
+    having = {
+        choice.__qualname__: None
+        for base in bases
+        for choice in _choices(base)
+        if name in getattr(choice, "__dataclass_fields__", {})
+    }
     return f": it is a setting of {' and '.join(having)}, not of {made.__qualname__}" if having else ""
+
+
+def _choices(base: type) -> Iterator[type]:
+    """Yield the classes derived from `base` that can be constructed."""
+    for cls in base.__subclasses__():
+        if not inspect.isabstract(cls):
+            yield cls
+        yield from _choices(cls)
 
 
 def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
