@@ -116,7 +116,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         (
             "models.actor.optimizer: expected OptimizerSpec, found 1e-06; it has fields: set them one by one, "
             "such as models.actor.optimizer.lr=VALUE (valid: lr, betas, eps, weight_decay, eps_hat, grad_clip, "
-            "schedule)"
+            "schedule, ema_decay, max_nonfinite_in_a_row)"
         ),
     ),
     (
@@ -154,7 +154,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "models.actor.optimizer.lr=-1e-6"],
-        "models.actor.optimizer.lr must be at least 0, found -1e-06",
+        "models.actor.optimizer.lr=-1e-06: must be at least 0",
     ),
     (
         [*GRPO, "interfaces.actor.generation.temperature=0"],
