@@ -110,7 +110,8 @@ def _of_sibling(made: Any, name: str) -> str:
 
 def _choices(base: type) -> Iterator[type]:
     """Yield the classes derived from `base` that can be constructed."""
-    for cls in base.__subclasses__():
+    derived: list[type] = base.__subclasses__()
+    for cls in derived:
         if not inspect.isabstract(cls):
             yield cls
         yield from _choices(cls)
