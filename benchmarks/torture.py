@@ -71,7 +71,7 @@ SETTINGS = (
     "interfaces.actor.kl={place: reward, target: 0.1, horizon: 1000}",
     "interfaces.actor.reward.scale=running",
     "interfaces.critic.normalization.scale=exponential",
-    "models.actor.ema_decay=0.9",
+    "models.actor.optimizer.ema_decay=0.9",
     "interfaces.reward.workers=0",
     "resume=auto",
 )

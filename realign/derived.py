@@ -5,10 +5,8 @@ from __future__ import annotations
 from realign.api import Plan, part_sizes
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment
-from realign.runtime.backend import Backend
 from realign.runtime.contract import unread_inputs
 from realign.runtime.placement import plan_groups
-from realign.runtime.rollout import RolloutMode
 
 LOSS = "loss"
 """The row of `describe` that is left out for a role that the graph does not train, such as PPO's reward model."""
@@ -29,7 +27,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     several = sum(map(bool, described.values())) > 1
     for role, own in described.items():
         rows |= {f"{role}: {name}" if several else name: value for name, value in own.items()}
-    if e.rollout.mode is RolloutMode.async_:
+    if e.rollout.ahead:
         rows["responses are sampled"] = e.rollout.describe()
     if e.dynamic_sampling is not None:
         rows["dynamic sampling"] = (
@@ -45,7 +43,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     rows["checkpoints"] = "none" if e.checkpoint is None else e.checkpoint.describe()
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()
-    if e.runtime.kind is Backend.ray:
+    if e.runtime.starts_workers:
         rows["worker processes"] = "; ".join(group.describe() for group in plan_groups(e))
     if shared := shared_roles(e.models):
         rows["roles that share a model"] = "; ".join(f"{role}: {what}" for role, what in shared.items())

@@ -116,7 +116,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         (
             "models.actor.optimizer: expected OptimizerSpec, found 1e-06; it has fields: set them one by one, "
             "such as models.actor.optimizer.lr=VALUE (valid: lr, betas, eps, weight_decay, eps_hat, grad_clip, "
-            "schedule)"
+            "schedule, ema_decay, max_nonfinite_in_a_row)"
         ),
     ),
     (
@@ -154,7 +154,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "models.actor.optimizer.lr=-1e-6"],
-        "models.actor.optimizer.lr must be at least 0, found -1e-06",
+        "models.actor.optimizer.lr=-1e-06: must be at least 0",
     ),
     (
         [*GRPO, "interfaces.actor.generation.temperature=0"],
@@ -249,7 +249,7 @@ MISTAKES: list[tuple[list[str], str]] = [
             "graph.critic=shared",
             "interfaces.actor.value.coef=0.1",
             "~models.critic.optimizer",
-            "models.actor.value_head={}",
+            "models.actor.head.value_head={}",
         ],
         (
             "models.critic.path='r' is a model that nothing trains: with graph.critic=shared the loss of "
@@ -267,7 +267,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         ],
         (
             "interfaces.actor (PPOActorInterface) needs values of models.actor, which gives logprobs: set "
-            "models.actor.value_head, beside head=causal"
+            "models.actor.head.value_head, with head=causal"
         ),
     ),
     (
@@ -289,7 +289,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*GRPO, "~models.ref", "+models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}"],
         (
             "models.ref.branch=reference: models.actor trains all of its weights, so that no branch of it stays "
-            "as it is; set models.actor.trained_layers or lora, or give ref a model of its own (models.ref.path)"
+            "as it is; set models.actor.trains=top_layers or lora, or give ref a model of its own (models.ref.path)"
         ),
     ),
     (
@@ -416,21 +416,21 @@ MISTAKES: list[tuple[list[str], str]] = [
         (
             "models.reward: 'm' has no trained head for head=score (it lacks score.weight), and this role is not "
             "trained: what it says would be random; give a folder with that head, such as final/reward of a run "
-            "of experiment=reward_model, or set models.reward.head_init"
+            "of experiment=reward_model, or set models.reward.head.init"
         ),
     ),
     (
-        [*PPO, "models.reward.head=causal"],
+        [*PPO, "models.reward.head._target_=realign.engines.Causal"],
         (
             "interfaces.reward (RewardModelInterface) needs scores of models.reward, which gives logprobs: set "
-            "models.reward.head=score or value, or a value_head beside head=causal"
+            "models.reward.head=score or value, or head=causal with a head.value_head"
         ),
     ),
     (
-        [*PPO, "models.critic.head=causal"],
+        [*PPO, "models.critic.head._target_=realign.engines.Causal"],
         (
             "interfaces.critic (PPOCriticInterface) needs scores and values of models.critic, which gives "
-            "logprobs: set models.critic.head=score or value, or a value_head beside head=causal"
+            "logprobs: set models.critic.head=score or value, or head=causal with a head.value_head"
         ),
     ),
     (
@@ -461,8 +461,20 @@ MISTAKES: list[tuple[list[str], str]] = [
         "data.response_column: demonstrations.jsonl, line 1: no column 'answer'; found ['prompt', 'response']",
     ),
     (
-        [*GRPO, "models.actor.trained_layers=2", "models.actor.lora={}"],
-        "models.actor.lora and trained_layers exclude each other: lora freezes all layers of the model",
+        [*GRPO, "models.actor.trains.layers=2"],
+        "unknown key 'models.actor.trains.layers': it is a setting of TopLayers, not of All",
+    ),
+    (
+        [*GRPO, "models.actor.trains._target_=realign.engines.Lora", "models.actor.trains.rank=0"],
+        "models.actor.trains.rank=0: must be at least 1",
+    ),
+    (
+        [*GRPO, "models.ref.trains._target_=realign.engines.Lora"],
+        "models.ref.trains=lora: it is ignored without an optimizer. Set optimizer.lr.",
+    ),
+    (
+        [*GRPO, "models.actor.head.init=zero"],
+        "unknown key 'models.actor.head.init': it is a setting of Score and Value, not of Causal",
     ),
     (
         [*GRPO, "dynamic_sampling.min_mean_reward=0.8", "dynamic_sampling.max_mean_reward=0.2"],
@@ -508,8 +520,8 @@ MISTAKES: list[tuple[list[str], str]] = [
         "output_dir is empty, and the run would write into the current folder; name a folder",
     ),
     (
-        [*GRPO, "models.actor.vocabulary=0"],
-        "models.actor.vocabulary=0: must be at least 1, or null",
+        [*GRPO, "models.actor.head.vocabulary=0"],
+        "models.actor.head.vocabulary=0: must be at least 1, or null",
     ),
     (
         [*GRPO, "=1"],

@@ -6,7 +6,7 @@ import pytest
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface, Plan
 from realign.derived import derived_rows
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel, Value
 from realign.runtime import DynamicSampling, Evaluation, Experiment
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
 
@@ -94,7 +94,7 @@ def test_steps_before_the_first_update_make_no_optimizer_step():
 def test_a_role_that_is_not_trained_has_no_rows_of_training():
     e = experiment()
     graph = DataflowGraph(tuple(rpc for rpc in e.graph.rpcs if rpc.name != "judge_train"), dataset_keys=("prompt_ids",))
-    models = {"actor": Bigram(), "judge": TransformersModel("folder", head="value", optimizer=OptimizerSpec(lr=1.0))}
+    models = {"actor": Bigram(), "judge": TransformersModel("folder", head=Value(), optimizer=OptimizerSpec(lr=1.0))}
     rows = dict(derived_rows(experiment(graph=graph, models=models)))
     assert not [name for name in rows if name.startswith("judge")]
     assert rows["config keys never read"] == "models.judge.optimizer"

@@ -67,7 +67,7 @@ OWN_CRITIC = [
     "graph.critic=own",
     "models.critic._target_=realign.engines.TransformersModel",
     "models.critic.path=${models.actor.path}",
-    "models.critic.head=value",
+    "models.critic.head._target_=realign.engines.Value",
     "models.critic.optimizer.lr=1e-3",
     "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
 ]
@@ -325,8 +325,8 @@ def test_the_same_run_without_hydra(task, reward, tmp_path):
     assert "ref_kl" in result.history[1]
 
 
-@pytest.mark.parametrize("frozen", ["lora={rank: 4}", "trained_layers=1"])
-def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, frozen):
+@pytest.mark.parametrize("trains", ["Lora, rank: 4", "TopLayers, layers: 1"])
+def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, trains):
     experiment = built(
         task,
         tmp_path / "run",
@@ -337,9 +337,9 @@ def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, frozen)
         "interfaces.actor={_target_: realign.interfaces.ppo.PPOActorInterface, value: {coef: 0.5}}",
         "interfaces.actor.kl={place: reward, coef: 0.01}",
         "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
-        f"models.actor.{frozen}",
-        "models.actor.value_head={layers: 1, hidden: mlp}",
-        "models.actor.ema_decay=0.9",
+        f"models.actor.trains={{_target_: realign.engines.{trains}}}",
+        "models.actor.head.value_head={layers: 1, hidden: mlp}",
+        "models.actor.optimizer.ema_decay=0.9",
         "models.actor.optimizer.lr=0.01",
         "~models.ref.path",
         "models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}",

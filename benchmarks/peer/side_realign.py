@@ -18,9 +18,9 @@ from torch import Tensor
 from benchmarks.peer.work import EOS, Scenario, reward
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PromptData
-from realign.engines import OptimizerSpec, TransformersModel
+from realign.engines import OptimizerSpec, Score, TransformersModel, Value
 from realign.engines.decoding import Rollout
-from realign.engines.loading import DType, Head
+from realign.engines.loading import DType
 from realign.engines.network import Network
 from realign.engines.stepping import Stepper
 from realign.interfaces.critic import PPOCriticInterface
@@ -160,8 +160,8 @@ def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
         "models": {
             "actor": policy,
             "ref": replace(policy, optimizer=None),
-            "reward": replace(learned, head=Head.score, optimizer=None),
-            "critic": replace(learned, head=Head.value),
+            "reward": replace(learned, head=Score(), optimizer=None),
+            "critic": replace(learned, head=Value()),
         },
         "interfaces": {
             "actor": PPOActorInterface(

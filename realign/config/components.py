@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -46,7 +46,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
     """
 
     def fits(found: Any) -> bool:
-        if not inspect.isclass(found) or found is kind:
+        if not inspect.isclass(found) or found is kind or inspect.isabstract(found):
             return False
         return dataclasses.is_dataclass(found) if kind is Any else misfit(found, kind) is None
 
@@ -58,6 +58,8 @@ def build(node: Any, kind: Any, where: str) -> Any:
         raise ConfigError(f"{key}: {wrong}{beside(node[TARGET], fits, name)}")
     if kind is not Any and (why := misfit(cls, kind)) is not None:
         raise ConfigError(f"{key}: {cls.__qualname__} is not a {name}{why}{beside(node[TARGET], fits, name)}")
+    if inspect.isabstract(cls):
+        raise ConfigError(f"{key}: {cls.__qualname__} is a base class{beside(node[TARGET], fits, name)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
 
@@ -109,6 +111,27 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
     return _construct(cls, parameters, raw, where)
 
 
+def _of_sibling(made: Any, name: str) -> str:
+    """Return the end of a message about an unknown key that other choices for the same place have; else nothing."""
+    bases = [base for base in made.__mro__[1:] if inspect.isabstract(base)] if inspect.isclass(made) else []
+    having = {
+        choice.__qualname__: None
+        for base in bases
+        for choice in _choices(base)
+        if name in getattr(choice, "__dataclass_fields__", {})
+    }
+    return f": it is a setting of {' and '.join(having)}, not of {made.__qualname__}" if having else ""
+
+
+def _choices(base: type) -> Iterator[type]:
+    """Yield the classes derived from `base` that can be constructed."""
+    derived: list[type] = base.__subclasses__()
+    for cls in derived:
+        if not inspect.isabstract(cls):
+            yield cls
+        yield from _choices(cls)
+
+
 def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
     if not isinstance(node, Mapping):
         raise ConfigError(
@@ -155,7 +178,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     for name in raw:
         if name not in known:
-            raise ConfigError(unknown_key(f"{prefix}{name}", known))
+            raise ConfigError(_of_sibling(make, f"{prefix}{name}", name) or unknown_key(f"{prefix}{name}", known))
     values = {}
     for p in parameters:
         default = p.default() if p.default is not None else None

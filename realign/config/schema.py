@@ -116,9 +116,10 @@ class ExperimentConfig:
     """Where metrics go besides metrics.jsonl: any name -> component such as `_target_: realign.runtime.TensorBoard`."""
     runtime: dict[str, Any] = field(default_factory=dict)
     """Where models live and who calls them: config group `runtime` (local, ray); `_target_`:
-    realign.runtime.RuntimeSpec."""
+    realign.runtime.backend.Local."""
     rollout: dict[str, Any] = field(default_factory=dict)
-    """When responses are sampled: config group `rollout` (sync, async); `_target_`: realign.runtime.RolloutSpec."""
+    """When responses are sampled: config group `rollout` (sync, async); `_target_`:
+    realign.runtime.rollout.Sync."""
     ratio_tolerance: float = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False

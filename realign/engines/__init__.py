@@ -2,35 +2,40 @@
 
 `loading` turns a config into an engine; `engine` cuts, packs and steps, and `layout` says which rows a pass computes;
 `network` runs and saves what has weights: the model, and beside it `value_head`, `lora` or the `branches` of a frozen
-reference; `attention` is the one function through which every model attends; `output` is what a loss sees of a forward
-pass; `optim`, `stepping` and `ema` turn gradients into steps and averages; `generation` samples; `shared` lets roles
-share a model; `sharded` is the engine of several processes, of which each has a part of the weights (`fsdp`, `parts`).
-Transformers itself is imported when a model is loaded.
+reference, and `trained` says which weights train; `attention` is the one function through which every model attends;
+`output` is what a loss sees of a forward pass; `optim`, `stepping` and `ema` turn gradients into steps and averages;
+`generation` samples; `shared` lets roles share a model; `sharded` is the engine of several processes, of which each has
+a part of the weights (`fsdp`, `parts`). Transformers itself is imported when a model is loaded.
 """
 
-from realign.engines.heads import Head, HeadInit
+from realign.engines.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
 from realign.engines.kernels import Backend
 from realign.engines.loading import DType, TransformersModel
-from realign.engines.lora import LoRA
 from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
 from realign.engines.sharding import Sharding
 from realign.engines.shared import Share, SharedModel
-from realign.engines.value_head import ValueHead, ValueHidden
+from realign.engines.trained import All, Lora, TopLayers, Trained
 
 __all__ = [
+    "All",
     "Backend",
+    "Causal",
     "DType",
     "Head",
     "HeadInit",
-    "LoRA",
+    "Lora",
     "OptimizerSpec",
     "Schedule",
     "ScheduleKind",
     "ScheduleUnit",
+    "Score",
     "Sharding",
     "Share",
     "SharedModel",
+    "TopLayers",
+    "Trained",
     "TransformersModel",
+    "Value",
     "ValueHead",
     "ValueHidden",
     "learning_rate",

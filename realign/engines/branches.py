@@ -47,7 +47,7 @@ def read_stack(module: Any) -> Stack:
     if layers is None or not after:
         raise ValueError(
             f"model family {module.config.model_type!r} has no list of layers with a norm after it that realign "
-            "knows; value_head.layers, trained_layers and branch=reference need one"
+            "knows; value_head.layers, trains=top_layers and branch=reference need one"
         )
     return Stack(layers, after)
 

@@ -37,12 +37,12 @@ from realign.engines.fusion import Fusion
 from realign.engines.heads import read_head
 from realign.engines.kernels import Backend
 from realign.engines.layout import Layout, Passes, SharedPrompts
-from realign.engines.lora import LoRA
 from realign.engines.network import Network, Run, check_finite
 from realign.engines.nonfinite import origin
 from realign.engines.optim import OptimizerSpec
 from realign.engines.output import ScalarHead
 from realign.engines.stepping import Stepper, counted, single, step_weight
+from realign.engines.trained import All, Trained
 from realign.engines.trunk import positions_of
 from realign.engines.value_head import ValueNetwork
 from realign.engines.weights import check_weights, mix_into, named_weights, shapes_of
@@ -74,10 +74,8 @@ class TransformersEngine(PipelinableEngine):
         attention: Backend = Backend.auto,
         gradient_checkpointing: bool = False,
         dropout: bool = False,
-        max_nonfinite_in_a_row: int = 5,
         value_head: ValueNetwork | None = None,
-        lora: LoRA | None = None,
-        ema_decay: float | None = None,
+        trains: Trained | None = None,
         vocabulary: int | None = None,
         shared_prompts: SharedPrompts = SharedPrompts.auto,
         fused_rollout: bool = True,
@@ -95,10 +93,8 @@ class TransformersEngine(PipelinableEngine):
             attention: kernel of packed attention.
             gradient_checkpointing: recompute layers in the backward pass.
             dropout: apply the model's dropout in `train_batch`.
-            max_nonfinite_in_a_row: skipped optimizer steps in a row that end the run.
             value_head: of this model, on its device.
-            lora: the adapters that `module` already has.
-            ema_decay: keep a moving average of the trained weights, and save it, too.
+            trains: the weights for which `module` was prepared, see `Trained.prepare`; None: all.
             vocabulary: number of tokens that can follow a text, the first ones; None: all.
             shared_prompts: whether to compute the prompt of a group once.
             fused_rollout: run rollouts with fewer operators where the family allows it.
@@ -108,6 +104,7 @@ class TransformersEngine(PipelinableEngine):
             ValueError: the model family cannot run packed.
         """
         self.name = name
+        self._trains = trains or All()
         self.network = self._network(
             name,
             module,
@@ -115,7 +112,7 @@ class TransformersEngine(PipelinableEngine):
             attention=attention,
             dropout=dropout,
             value_head=value_head,
-            lora=lora,
+            trains=self._trains,
             vocabulary=vocabulary,
             shared_prompts=shared_prompts,
             fused_rollout=fused_rollout,
@@ -130,15 +127,16 @@ class TransformersEngine(PipelinableEngine):
         self._seed = seed
         self._dropout = dropout
         self._checkpointed = _enable_checkpointing(module, dropout) if gradient_checkpointing else []
-        self._stepper = self._make_stepper(name, optimizer, max_nonfinite_in_a_row) if optimizer else None
-        self._average = WeightAverage(self.network.owned(), ema_decay) if ema_decay is not None else None
+        self._stepper = self._make_stepper(name, optimizer) if optimizer else None
+        decay = optimizer.ema_decay if optimizer else None
+        self._average = None if decay is None else WeightAverage(self.network.owned(), decay)
         self._accumulated: Accumulated | None = None
 
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
         return Network(name, module, **settings)
 
-    def _make_stepper(self, name: str, spec: OptimizerSpec, max_nonfinite_in_a_row: int) -> Stepper:
-        return Stepper(name, spec, self.network.owned(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
+    def _make_stepper(self, name: str, spec: OptimizerSpec) -> Stepper:
+        return Stepper(name, spec, self.network.owned())
 
     @property
     def head(self) -> LMHead | ScalarHead:
@@ -466,14 +464,18 @@ class TransformersEngine(PipelinableEngine):
         """The state of modules and random numbers in which a training pass runs.
 
         Checkpointed layers recompute only in train mode. Without dropout nothing else is put in that mode, so that
-        `train_batch` and `forward` compute the same.
+        `train_batch` and `forward` compute the same. The dropout of adapters has a rate of its own.
         """
         with ExitStack() as stack:
             stack.callback(self.network.eval)
-            if self._dropout:
+            adapter_dropouts = self._trains.dropouts(self.network)
+            if self._dropout or adapter_dropouts:
                 stack.enter_context(torch.random.fork_rng())
                 torch.manual_seed(self.dropout_seed())
+            if self._dropout:
                 self.network.train()
+            for dropout in adapter_dropouts:
+                dropout.train()
             for layer in self._checkpointed:
                 layer.training = True
             yield

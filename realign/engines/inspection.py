@@ -48,15 +48,15 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
         path: of the folder, for messages.
         names: of its weights.
         head: that is asked for.
-        random_head: whether a scalar head may be drawn: it is trained, or `head_init` says how it starts.
+        random_head: whether a new scalar head is allowed: it trains, or `Head.replaces`.
 
     Raises:
         ValueError: the folder holds a reward model or a critic and head is causal, or the other way round.
     """
     scalar = sorted(name for name in names if name.startswith(SCALAR_HEADS))
-    if head is not Head.causal and not scalar and not random_head:
+    if head.is_scalar and not scalar and not random_head:
         raise no_trained_head(what, path, head, "score.weight")
-    if head is Head.causal and scalar and not any(name.startswith(LANGUAGE_HEADS) for name in names):
+    if not head.is_scalar and scalar and not any(name.startswith(LANGUAGE_HEADS) for name in names):
         raise ValueError(
             f"{what}: {path!r} holds a reward model or a critic ({scalar[0]} and no language head), and head is "
             f"causal; give a language model, or set {what}.head=score"
@@ -66,9 +66,9 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
 def no_trained_head(what: str, path: str, head: Head, lacks: str) -> ValueError:
     """The error about a scalar head that would be drawn at random, and that nothing trains."""
     return ValueError(
-        f"{what}: {path!r} has no trained head for head={head.value} (it lacks {lacks}), and this role is not trained: "
+        f"{what}: {path!r} has no trained head for head={head} (it lacks {lacks}), and this role is not trained: "
         "what it says would be random; give a folder with that head, such as final/reward of a run of "
-        f"experiment=reward_model, or set {what}.head_init"
+        f"experiment=reward_model, or set {what}.head.init"
     )
 
 

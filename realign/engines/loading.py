@@ -9,25 +9,25 @@ from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
-from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.cores import ParallelPasses
 from realign.engines.folders import check_path, read_states, warn_if_misread
-from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
+from realign.engines.heads import Causal, Head, head_mapping, read_head
 from realign.engines.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
 from realign.engines.kernels import Backend
 from realign.engines.layout import SharedPrompts
-from realign.engines.lora import LoRA, add_adapters, require_peft
 from realign.engines.optim import OptimizerSpec, ScheduleKind
 from realign.engines.ranks import current
 from realign.engines.sharding import Sharding
 from realign.engines.shared import Share, SharedModel
-from realign.engines.value_head import ValueHead, ValueNetwork
-from realign.settings import Count, Range, Settings
+from realign.engines.trained import All, Trained
+from realign.engines.value_head import ValueNetwork
+from realign.errors import SettingsError
+from realign.settings import Settings
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Without one of these AutoTokenizer builds an empty tokenizer of the model's family, and says nothing."""
@@ -46,8 +46,8 @@ class TransformersModel(Settings, ModelSpec):
 
     Attributes:
         path: a local folder, or a name on the hub.
-        head: causal | score (one number per sequence: a reward model) | value (one number per token: a critic).
-        head_init: keep | normal | zero; how a head=score or value starts. It is drawn from the run's seed.
+        head: what the model computes: causal (a language model) | score (one number per sequence: a reward model) |
+            value (one number per token: a critic). See `Causal`, `Score`, `Value`.
         tokenizer: folder or hub name of the tokenizer; null takes the model's.
         dtype: float32 | bfloat16 (autocast over fp32 weights).
         device: auto | cpu | cuda | cuda:0 ...; auto takes CUDA where there is one.
@@ -55,18 +55,8 @@ class TransformersModel(Settings, ModelSpec):
         gradient_checkpointing: recompute each layer in the backward pass: less memory, about a third more time.
         dropout: apply the model's dropout while training. Off, since ratios of PPO compare two passes over one text.
         optimizer: how to train it; null freezes the model.
-        max_nonfinite_in_a_row: optimizer steps in a row that may be skipped for a non-finite loss or gradient; the last
-            of them ends the run.
+        trains: the weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
         trust_remote_code: run model code that comes with the weights.
-        value_head: values beside the log-probs of a head=causal, from the same forward pass; null: none. It is saved
-            in the folder of the model and read from there.
-        lora: train adapters over the frozen model (extra `peft`); null trains the model itself.
-        trained_layers: train only so many top layers, the final norm and the head (unless it is tied to the
-            embeddings); null trains everything. A `SharedModel` with branch=reference then costs only these layers.
-        ema_decay: keep ema = ema_decay * ema + (1 - ema_decay) * weights after each optimizer step, and save it as a
-            folder of its own, `<role>_ema` (DeepSpeed-Chat: 0.992); null: none.
-        vocabulary: number of tokens that are text, the first ones: padding tokens and spare rows of the embedding
-            behind them are neither sampled nor part of the softmax. The reference needs the same. null: all are.
         shared_prompts: auto | off; auto computes the prompt of a group once where that saves a twentieth of the group's
             tokens, in training and in scoring. The results are the same. On a CPU, and without dropout.
         fused_rollout: sample with layers written out in few operators over joined copies of the weights, where the
@@ -77,7 +67,7 @@ class TransformersModel(Settings, ModelSpec):
     """
 
     path: str
-    head: Head = Head.causal
+    head: Head = field(default_factory=Causal)
     tokenizer: str | None = None
     dtype: DType = DType.float32
     device: str = "auto"
@@ -85,14 +75,8 @@ class TransformersModel(Settings, ModelSpec):
     gradient_checkpointing: bool = False
     dropout: bool = False
     optimizer: OptimizerSpec | None = None
-    max_nonfinite_in_a_row: Count = 5
+    trains: Trained = field(default_factory=All)
     trust_remote_code: bool = False
-    head_init: HeadInit = HeadInit.keep
-    value_head: ValueHead | None = None
-    lora: LoRA | None = None
-    trained_layers: Count | None = None
-    ema_decay: Annotated[float, Range(gt=0, lt=1)] | None = None
-    vocabulary: Count | None = None
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
@@ -100,37 +84,17 @@ class TransformersModel(Settings, ModelSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head is Head.causal and self.head_init is not HeadInit.keep:
-            raise ValueError(f"head_init={self.head_init.value} belongs to head=score or value, but head is causal")
-        if self.head is not Head.causal and self.value_head is not None:
-            raise ValueError(f"value_head belongs to head=causal, but head is {self.head.value}")
-        for name in ("lora", "trained_layers", "ema_decay"):
-            if getattr(self, name) is not None and self.optimizer is None:
-                raise ValueError(f"{name} has no effect on a model without optimizer; set optimizer.lr")
-        self._check_lora()
-        if self.vocabulary is not None and self.head is not Head.causal:
-            raise ValueError(f"vocabulary belongs to head=causal, but head is {self.head.value}")
-
-    def _check_lora(self) -> None:
-        if self.lora is None:
-            return
-        if self.trained_layers is not None:
-            raise ValueError("lora and trained_layers exclude each other: lora freezes all layers of the model")
-        if self.lora.dropout and not self.dropout:
-            raise ValueError(f"lora.dropout={self.lora.dropout:g} has no effect with dropout=false")
-        if self.head is not Head.causal and not self.lora.merge_on_save:
-            raise ValueError(f"lora.merge_on_save=false would not save the trained head of head={self.head.value}")
+        if self.optimizer is None and self.trains != All():
+            raise SettingsError(f"trains={self.trains}: it is ignored without an optimizer. Set optimizer.lr.")
 
     def facts(self) -> ModelFacts:
         """See `ModelSpec.facts`."""
-        language = {"logprobs"} if self.head is Head.causal else set()
-        scalar = {"values", "scores"} if self.value_head is not None or not language else set()
         facts = ModelFacts(
             path=self.path,
             device=self.device,
-            outputs=frozenset(language | scalar),
+            outputs=self.head.outputs,
             trainable=self.optimizer is not None,
-            branches=self.lora is not None or self.trained_layers is not None,
+            branches=self.trains.keeps_start,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
         if schedule is None or schedule.kind is ScheduleKind.constant or schedule.min_ratio:
@@ -139,13 +103,14 @@ class TransformersModel(Settings, ModelSpec):
 
     def frozen_start(self, role: str) -> ModelSpec:
         """See `ModelSpec.frozen_start`; a model that trains adapters or its top layers contains its own start."""
-        if self.lora is not None or self.trained_layers is not None:
+        if self.optimizer is not None and self.trains.keeps_start:
             return SharedModel(role, Share.reference)
-        return replace(self, optimizer=None, ema_decay=None, value_head=None, gradient_checkpointing=False)
+        head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
+        return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False)
 
     def for_sampling(self) -> ModelSpec:
         """See `ModelSpec.for_sampling`: the copy keeps no moving average."""
-        return replace(self, ema_decay=None)
+        return self if self.optimizer is None else replace(self, optimizer=replace(self.optimizer, ema_decay=None))
 
     def check(self, name: str) -> None:
         """Find what is wrong before any weights are read.
@@ -154,8 +119,7 @@ class TransformersModel(Settings, ModelSpec):
             ValueError: names the key: of a path, a device, a package that is missing, or the wrong head.
         """
         what = f"models.{name}"
-        if self.lora is not None:
-            require_peft(f"{what}.lora")
+        self.trains.check(f"{what}.trains")
         if self.attention is Backend.flash and find_spec("flash_attn") is None:
             raise ValueError(f"{what}.attention=flash needs the package flash-attn (realign[flash-attn]); use auto")
         try:
@@ -170,7 +134,7 @@ class TransformersModel(Settings, ModelSpec):
         if not Path(path).is_dir():
             check_hub(f"{what}.path", path)
         elif names := weight_names(Path(path)):
-            random_head = self.optimizer is not None or self.head_init is not HeadInit.keep
+            random_head = self.optimizer is not None or self.head.replaces
             check_head(what, self.path, names, self.head, random_head=random_head)
 
     def load(self, name: str, *, seed: int) -> Model:
@@ -192,21 +156,18 @@ class TransformersModel(Settings, ModelSpec):
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
         module = self._read_module(name, seed)
-        init_head(module, self.head_init, seed=derive_seed(seed, name, "head"))
+        self.head.start(module, seed=derive_seed(seed, name, "head"))
         tokenizer = self._read_tokenizer(name)
         words = module.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > words:
             raise ValueError(f"models.{name}: the tokenizer has {len(tokenizer)} tokens, the model only {words}")
-        if self.vocabulary is not None and not 1 <= self.vocabulary <= words:
-            raise ValueError(f"models.{name}.vocabulary must be from 1 to {words}, found {self.vocabulary}")
+        vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
+        if vocabulary is not None and vocabulary > words:
+            raise ValueError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
         module = module.to(pick_device(self.device)).eval()
         value_head = self._read_value_head(name, module, seed)
-        if self.trained_layers is not None:
-            check_layers(f"models.{name}.trained_layers", self.trained_layers, read_stack(module))
-            train_top(module, self.trained_layers)
-        if self.lora is not None:
-            with _readable(f"models.{name}: lora"):
-                add_adapters(module, self.lora, path=self.path, seed=derive_seed(seed, name, "lora"))
+        with _readable(f"models.{name}.trains"):
+            self.trains.prepare(module, path=self.path, seed=derive_seed(seed, name, "lora"))
         engine = build(
             name,
             module,
@@ -216,12 +177,10 @@ class TransformersModel(Settings, ModelSpec):
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
             dropout=self.dropout,
-            max_nonfinite_in_a_row=self.max_nonfinite_in_a_row,
             seed=seed,
             value_head=value_head,
-            lora=self.lora,
-            ema_decay=self.ema_decay,
-            vocabulary=self.vocabulary,
+            trains=self.trains,
+            vocabulary=vocabulary,
             shared_prompts=self.shared_prompts,
             fused_rollout=self.fused_rollout,
             parallel_passes=self.parallel_passes,
@@ -230,12 +189,7 @@ class TransformersModel(Settings, ModelSpec):
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
 
     def _read_module(self, name: str, seed: int) -> Any:
-        from transformers import (
-            AutoConfig,
-            AutoModelForCausalLM,
-            AutoModelForSequenceClassification,
-            AutoModelForTokenClassification,
-        )
+        from transformers import AutoConfig
 
         from realign.engines.attention import ATTENTION
 
@@ -243,18 +197,13 @@ class TransformersModel(Settings, ModelSpec):
         hub = "" if Path(path).is_dir() else " from the hub (without a network, HF_HUB_OFFLINE=1 says so at once)"
         with _readable(f"models.{name}: cannot load {self.path!r}{hub}"):
             family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
-        classes = {
-            Head.causal: AutoModelForCausalLM,
-            Head.score: AutoModelForSequenceClassification,
-            Head.value: AutoModelForTokenClassification,
-        }
-        labels = {} if self.head is Head.causal else {"num_labels": 1}
-        what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head.value}"
+        labels = {"num_labels": 1} if self.head.is_scalar else {}
+        what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head}"
 
         def read(**more: Any) -> tuple[Any, dict[str, Any]]:
             with torch.random.fork_rng(), _quietly():
                 torch.manual_seed(derive_seed(seed, name, "init"))
-                return classes[self.head].from_pretrained(
+                return self.head.auto_class().from_pretrained(
                     path,
                     dtype=torch.float32,
                     attn_implementation=ATTENTION,
@@ -281,24 +230,25 @@ class TransformersModel(Settings, ModelSpec):
         """Refuse weights that transformers draws at random and nothing trains; it only prints a table of them."""
         inside = [key for key in missing if key.startswith(f"{body}.")]
         heads = [key for key in missing if key not in inside and key.endswith(".weight")]
-        if absent := inside or (heads if self.head is Head.causal else []):
+        if absent := inside or ([] if self.head.is_scalar else heads):
             raise ValueError(
-                f"models.{name}: {self.path!r} lacks weights that head={self.head.value} needs: {absent[0]}"
+                f"models.{name}: {self.path!r} lacks weights that head={self.head} needs: {absent[0]}"
                 + (f" and {len(absent) - 1} more" if absent[1:] else "")
             )
-        if heads and self.optimizer is None and self.head_init is HeadInit.keep:
+        if heads and self.optimizer is None and not self.head.replaces:
             raise no_trained_head(f"models.{name}", self.path, self.head, heads[0])
 
     def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
         """The value head of the folder, or a new one, beside the model `module`."""
         from realign.engines.probe import probe_branch
 
-        if self.value_head is None:
+        spec = self.head.value_head if isinstance(self.head, Causal) else None
+        if spec is None:
             return None
-        what = f"models.{name}.value_head"
+        what = f"models.{name}.head.value_head"
         head: Any = read_head(module)
         network = ValueNetwork(
-            self.value_head, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
+            spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
         )
         network.to(module.device).eval()
         if network.branch is not None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from realign.engines.heads import read_head
 from realign.engines.output import ScalarHead
@@ -18,39 +18,8 @@ from realign.engines.output import ScalarHead
 ADAPTER = "default"
 
 
-@dataclass
-class LoRA:
-    """Train low-rank updates W + alpha / rank * B A of linear layers, and a scalar head; all else is frozen.
-
-    The learning rate is the optimizer's: only adapters (and scalar heads) train. B starts at 0, so that the model
-    starts as it was. Needs the extra `peft`.
-
-    Attributes:
-        rank: of the update.
-        alpha: its weight is alpha / rank.
-        target_modules: names, or ends of names, of the layers; all-linear takes every linear layer, and the experts of
-            a mixture, but not the head.
-        dropout: on the input of A, in training only; needs dropout=true of the model.
-        merge_on_save: write an ordinary model folder with W + alpha / rank * B A; false writes the adapters alone, as
-            a folder of peft, to be loaded by it over the same base model.
-    """
-
-    rank: int = 16
-    alpha: int = 32
-    target_modules: str | list[str] = "all-linear"
-    dropout: float = 0.0
-    merge_on_save: bool = True
-
-    def __post_init__(self) -> None:
-        checks = {
-            "rank": (self.rank >= 1, "at least 1"),
-            "alpha": (self.alpha > 0, "positive"),
-            "target_modules": (bool(self.target_modules), "all-linear, or names of layers"),
-            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"lora.{name} must be {valid}, found {getattr(self, name)}")
+SCALAR_HEADS = ("score", "classifier")
+"""Names that families of transformers give to a scalar head; it trains whole, beside the adapters."""
 
 
 def require_peft(what: str) -> None:
@@ -59,12 +28,17 @@ def require_peft(what: str) -> None:
         raise ValueError(f"{what} needs peft, which is not installed: pip install 'realign[peft]'")
 
 
-def add_adapters(module: Any, spec: LoRA, *, path: str, seed: int) -> None:
+def add_adapters(
+    module: Any, *, rank: int, alpha: int, target_modules: str | list[str], dropout: float, path: str, seed: int
+) -> None:
     """Put adapters into a transformers model, in place, and let only them and a scalar head require gradients.
 
     Args:
         module: the model.
-        spec: which adapters.
+        rank: rank of an update.
+        alpha: weight of an update, which is alpha / rank.
+        target_modules: names of the layers, or ends of names; or all-linear.
+        dropout: dropout probability on the input of A.
         path: where the base model came from; noted in the config of the adapters.
         seed: of the A matrices.
 
@@ -75,11 +49,11 @@ def add_adapters(module: Any, spec: LoRA, *, path: str, seed: int) -> None:
     from transformers.pytorch_utils import Conv1D
 
     config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha,
-        target_modules=spec.target_modules,
-        exclude_modules=[name for name in ("score", "classifier") if hasattr(module, name)] or None,  # they train whole
-        lora_dropout=spec.dropout,
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=target_modules,
+        exclude_modules=_scalar_heads(module) or None,
+        lora_dropout=dropout,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
         base_model_name_or_path=path,
     )
@@ -89,7 +63,7 @@ def add_adapters(module: Any, spec: LoRA, *, path: str, seed: int) -> None:
     adapted = set(_adapted(module).values())
     for name, layer in (("embeddings", module.get_input_embeddings()), ("head", module.get_output_embeddings())):
         if layer in adapted:
-            raise ValueError(f"lora.target_modules={spec.target_modules} takes in the {name}, which cannot be adapted")
+            raise ValueError(f"target_modules={target_modules} contains the {name}, which cannot be adapted")
     head = read_head(module)
     if isinstance(head, ScalarHead):
         for x in (head.weight_1H, head.bias_1):
@@ -128,14 +102,27 @@ def merged_state(module: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(module: Any, folder: Path) -> None:
-    """Write the adapters as a folder that `peft.PeftModel.from_pretrained` reads over the same base model."""
+    """Write adapters and scalar head as a folder that `peft.PeftModel.from_pretrained` reads over the same base."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     state = get_peft_model_state_dict(module, adapter_name=ADAPTER)
+    config = copy.copy(module.peft_config[ADAPTER])
+    if heads := _scalar_heads(module):
+        config.modules_to_save = heads
+        state |= {k: x for k, x in module.state_dict().items() if k.startswith(tuple(f"{name}." for name in heads))}
     folder.mkdir()
     save_file({f"base_model.model.{k}": x.contiguous() for k, x in state.items()}, folder / "adapter_model.safetensors")
-    module.peft_config[ADAPTER].save_pretrained(folder)
+    config.save_pretrained(folder)
+
+
+def adapter_dropouts(module: nn.Module) -> list[nn.Module]:
+    """Return the dropout layers of the adapters."""
+    return [dropout for layer in _adapted(module).values() for dropout in layer.lora_dropout.values()]
+
+
+def _scalar_heads(module: Any) -> list[str]:
+    return [name for name in SCALAR_HEADS if hasattr(module, name)]
 
 
 def _adapted(module: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from realign.engines.cores import ParallelPasses, rewrites_rope
 from realign.engines.fusion import Fusion
 from realign.engines.heads import read_head
 from realign.engines.layout import Layout, Passes, SharedPrompts
-from realign.engines.lora import LoRA, adapters_off, merged_state, save_adapters
 from realign.engines.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.probe import probe, probe_branch
+from realign.engines.trained import Trained
 from realign.engines.value_head import ValueNetwork
 from realign.functional.logprobs import LMHead
 
@@ -42,7 +42,7 @@ class Network(nn.Module):
         attention: Backend,
         dropout: bool,
         value_head: ValueNetwork | None,
-        lora: LoRA | None,
+        trains: Trained,
         vocabulary: int | None,
         shared_prompts: SharedPrompts,
         fused_rollout: bool,
@@ -58,11 +58,12 @@ class Network(nn.Module):
         self.module = module
         self.value_head = value_head
         self.eval()
-        self.lora = lora
+        self.trains = trains
         self.device: torch.device = next(module.parameters()).device
         self._attention = attention
         self._vocabulary = vocabulary
         self._dropout = dropout
+        self._draws = dropout or bool(trains.dropouts(module))
         self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
         # what a branch hears of the trunk's layers comes by hooks, which do not know the pass that they are called in
         alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
@@ -107,7 +108,7 @@ class Network(nn.Module):
             parallel: they may run at the same time.
             training: they are differentiated.
         """
-        draws = training and self._dropout
+        draws = training and self._draws
         share = self._shares and data[TOKENS].device.type == "cpu" and not draws
         threads = torch.get_num_threads() if parallel and self._parallel and not draws else 1
         return Passes.of(data, mb_spec, share=share, threads=threads)
@@ -154,15 +155,15 @@ class Network(nn.Module):
         """
         if not isinstance(self.head, LMHead):
             raise ValueError(f"model {self.name!r} has a scalar head; branch=reference is of a language model")
-        if self.lora is not None:
+        if self.trains.only_adds:
             if layers is not None:
-                raise ValueError(f"layers={layers} has no effect: the reference of a model with lora is its base model")
+                raise ValueError(f"layers={layers} has no effect: the reference of a model with LoRA is its base model")
             return self._run_base
         needed = layers_that_train(self.module)
         if needed is None:
             raise ValueError(
                 f"model {self.name!r} trains all of its weights, so that no branch of it stays as it is: "
-                f"set models.{self.name}.trained_layers or lora"
+                f"set models.{self.name}.trains=top_layers or lora"
             )
         if layers is not None:
             check_layers("layers", layers, read_stack(self.module))
@@ -173,7 +174,7 @@ class Network(nn.Module):
         return partial(self._run_branch, reference=frozen)
 
     def _run_base(self, part: SequenceSample, moved: SequenceSample, layout: Layout) -> PackedOutput:
-        with adapters_off(self.module):
+        with self.trains.without(self.module):
             return self.run(part, moved, layout, with_values=False)
 
     def _run_branch(
@@ -229,7 +230,7 @@ class Network(nn.Module):
 
     def save(self, folder: Path) -> None:
         """See `write_network`."""
-        write_network(folder, self.module, self.value_head, self.lora)
+        write_network(folder, self.module, self.value_head, self.trains)
 
 
 def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | None:
@@ -247,13 +248,8 @@ def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> 
         raise ValueError(f"model {role!r} is not saved: weight {name!r} is not finite")
 
 
-def write_network(folder: Path, module: Any, value_head: ValueNetwork | None, lora: LoRA | None) -> None:
-    """Write an ordinary Hugging Face folder, adapters merged or alone as they say, and the value head into it."""
-    if lora is None:
-        module.save_pretrained(folder)
-    elif lora.merge_on_save:
-        module.save_pretrained(folder, state_dict=merged_state(module))
-    else:
-        save_adapters(module, folder)
+def write_network(folder: Path, module: Any, value_head: ValueNetwork | None, trains: Trained) -> None:
+    """Write the folder of a model, see `Trained.save`, and the value head into it."""
+    trains.save(module, folder)
     if value_head is not None:
         value_head.save(folder)

@@ -6,9 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 import torch
 from torch import nn
+
+from realign.errors import SettingsError
+from realign.settings import Count, Range, Settings
 
 
 class ScheduleKind(StrEnum):
@@ -59,7 +63,7 @@ class Schedule:
 
 
 @dataclass
-class OptimizerSpec:
+class OptimizerSpec(Settings):
     """AdamW (arXiv:1711.05101), or with `eps_hat` the Adam of TensorFlow.
 
     Attributes:
@@ -71,27 +75,26 @@ class OptimizerSpec:
             TensorFlow does.
         grad_clip: largest gradient norm; a longer gradient is scaled down to it. None: no clipping.
         schedule: how the rate changes.
+        ema_decay: keep ema = ema_decay * ema + (1 - ema_decay) * weights after each optimizer step, and save it as a
+            folder of its own, `<role>_ema` (DeepSpeed-Chat: 0.992). None: no average.
+        max_nonfinite_in_a_row: optimizer steps in a row that may be skipped for a non-finite loss or gradient; the last
+            of them ends the run.
     """
 
-    lr: float = 1e-6
+    lr: Annotated[float, Range(ge=0)] = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    eps: Annotated[float, Range(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Range(ge=0)] = 0.0
     eps_hat: bool = False
-    grad_clip: float | None = 1.0
+    grad_clip: Annotated[float, Range(gt=0)] | None = 1.0
     schedule: Schedule = field(default_factory=Schedule)
+    ema_decay: Annotated[float, Range(gt=0, lt=1)] | None = None
+    max_nonfinite_in_a_row: Count = 5
 
     def __post_init__(self) -> None:
-        checks = {
-            "lr": (self.lr >= 0, "at least 0"),
-            "betas": (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)"),
-            "eps": (self.eps > 0, "above 0"),
-            "weight_decay": (self.weight_decay >= 0, "at least 0"),
-            "grad_clip": (self.grad_clip is None or self.grad_clip > 0, "above 0, or null for no clipping"),
-        }
-        for name, (ok, valid) in checks.items():
-            if not ok:
-                raise ValueError(f"optimizer.{name} must be {valid}, found {getattr(self, name)}")
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise SettingsError(f"betas={self.betas!r}: must be two numbers in [0, 1)")
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:

@@ -62,8 +62,8 @@ class ShardedEngine(TransformersEngine):
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
         return ShardedNetwork(name, module, sharding=self.sharding, **settings)
 
-    def _make_stepper(self, name: str, spec: OptimizerSpec, max_nonfinite_in_a_row: int) -> Stepper:
-        return _ShardedStepper(name, spec, self.network, max_nonfinite_in_a_row)
+    def _make_stepper(self, name: str, spec: OptimizerSpec) -> Stepper:
+        return _ShardedStepper(name, spec, self.network)
 
     @property
     def data_ranks(self) -> int:
@@ -90,10 +90,10 @@ class ShardedEngine(TransformersEngine):
         Raises:
             ValueError: the model has no adapters.
         """
-        if self.network.lora is None:
+        if not self.network.trains.only_adds:
             raise ValueError(
-                f"model {self.name!r} is sharded: branch=reference needs lora, since a frozen copy of top layers is "
-                "not sharded with them; give the reference a model of its own"
+                f"model {self.name!r} is sharded: branch=reference needs trains=lora, since a frozen copy of top "
+                "layers is not sharded with them; give the reference a model of its own"
             )
         run = self.network.reference(layers)
 
@@ -251,7 +251,7 @@ class ShardedEngine(TransformersEngine):
         gathered = self.network.gather(torch.device("cpu") if self._ranks.leader else None)
 
         def fill(folder: Path) -> None:
-            write_network(folder, gathered.module, gathered.value_head, self.network.lora)
+            write_network(folder, gathered.module, gathered.value_head, self.network.trains)
             self.tokenizer.save_pretrained(folder)
 
         def write() -> None:
@@ -340,8 +340,8 @@ class ShardedEngine(TransformersEngine):
 class _ShardedStepper(Stepper):
     """A stepper over the slices of one rank; the norm of a gradient is that of all ranks."""
 
-    def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork, max_nonfinite_in_a_row: int) -> None:
-        super().__init__(name, spec, network.owned(), max_nonfinite_in_a_row=max_nonfinite_in_a_row)
+    def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork) -> None:
+        super().__init__(name, spec, network.owned())
         self._network = network
 
     def gradient_norm(self) -> Tensor:

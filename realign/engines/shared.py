@@ -45,9 +45,10 @@ class SharedModel(Settings, ModelSpec):
 
     Attributes:
         of: the role whose model is shared.
-        branch: whole | reference. A reference needs a role with `lora`, or with `trained_layers`: what lies below its
-            frozen copy must not move.
-        layers: of that copy; null takes as many as the role trains. Without effect under lora, and refused.
+        branch: whole | reference. A reference needs a role with trains=lora, or with trains=top_layers: the weights
+            below its frozen copy must not change.
+        layers: of that copy; null takes as many as the role trains. It raises an error with trains=lora, where the
+            reference is the base model.
     """
 
     of: str

@@ -24,15 +24,12 @@ class Stepper:
     move the weights by its moments and by weight decay.
     """
 
-    def __init__(
-        self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter], *, max_nonfinite_in_a_row: int
-    ) -> None:
+    def __init__(self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> None:
         """Build the optimizer of the model of role `name`, over those of its parameters that require a gradient."""
         self.name = name
         self.spec = spec
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = build_optimizer(spec, self.parameters)
-        self.max_nonfinite_in_a_row = max_nonfinite_in_a_row
         self.optimizer_steps = 0
         """Steps taken."""
         self.train_steps = 0
@@ -113,7 +110,7 @@ class Stepper:
 
     def _count_nonfinite(self, loss: Tensor, norm: Tensor, origin: str) -> None:
         self.nonfinite_in_a_row += 1
-        n, most = self.nonfinite_in_a_row, self.max_nonfinite_in_a_row
+        n, most = self.nonfinite_in_a_row, self.spec.max_nonfinite_in_a_row
         found = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
         if n >= most:
             raise FloatingPointError(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +14,10 @@ from torch import Tensor, nn
 
 from realign.api.model import derive_seed
 from realign.engines.branches import Branch, Heard, check_layers, read_stack
-from realign.engines.heads import HeadInit, init_linear
+from realign.engines.heads import ValueHead, ValueHidden, init_linear
 
 FILE = "value_head.safetensors"
 """Where a value head lies in the folder of its model."""
-
-
-class ValueHidden(StrEnum):
-    """What a value head computes from a hidden state."""
-
-    linear = "linear"
-    """One linear layer."""
-    mlp = "mlp"
-    """Twice the hidden size, ReLU, one number (as trlX does)."""
-
-
-@dataclass
-class ValueHead:
-    """A value of the state before each token, from the trunk of a language model or a branch off its top.
-
-    Attributes:
-        layers: own copies of this many top layers and of the final norm, which start as the trunk's and are not
-            recomputed under gradient_checkpointing; 0: none, the head reads what the logits come from.
-        hidden: linear | mlp.
-        init: zero | normal: how the last layer starts where the model's folder has no `value_head.safetensors`.
-    """
-
-    layers: int = 0
-    hidden: ValueHidden = ValueHidden.linear
-    init: HeadInit = HeadInit.zero
-
-    def __post_init__(self) -> None:
-        self.hidden, self.init = ValueHidden(self.hidden), HeadInit(self.init)
-        if self.layers < 0:
-            raise ValueError(f"value_head.layers must be at least 0, found {self.layers}")
-        if self.init is HeadInit.keep:
-            raise ValueError("value_head.init must be zero or normal; a value head that the folder has is always kept")
 
 
 class ValueNetwork(nn.Module):

@@ -1,7 +1,7 @@
 """What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
 
 from realign.api import ModelSpec
-from realign.runtime.backend import RuntimeSpec
+from realign.runtime.backend import Local, Placement, Ray, RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.episode_evaluation import EpisodeEvaluation
@@ -10,7 +10,7 @@ from realign.runtime.evaluator import Evaluator
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.loss_evaluation import LossEvaluation
-from realign.runtime.rollout import RolloutSpec
+from realign.runtime.rollout import Async, OnUpdate, RolloutSpec
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.signals import Interrupted
 from realign.runtime.trackers import TensorBoard, TrackerSpec, WandB
@@ -18,6 +18,7 @@ from realign.runtime.tracking import Tracker
 from realign.runtime.training import RunResult, run
 
 __all__ = [
+    "Async",
     "CheckpointSpec",
     "DynamicSampling",
     "EpisodeEvaluation",
@@ -25,9 +26,13 @@ __all__ = [
     "Evaluator",
     "Experiment",
     "Interrupted",
+    "Local",
     "LocalRuntime",
     "LossEvaluation",
     "ModelSpec",
+    "OnUpdate",
+    "Placement",
+    "Ray",
     "RewardCalibration",
     "RolloutSpec",
     "RunResult",

@@ -27,7 +27,7 @@ from realign.engines.shared import SharedEngine, SharedModel
 from realign.rewards.tally import Tally
 from realign.runtime.experiment import Experiment
 from realign.runtime.refill import Refill
-from realign.runtime.rollout import OnUpdate
+from realign.runtime.rollout import Async
 from realign.runtime.staleness import Staleness
 from realign.runtime.stream import PromptStream
 
@@ -70,6 +70,7 @@ class RolloutAhead:
     def __init__(
         self,
         experiment: Experiment,
+        rollout: Async,
         models: Mapping[str, Model],
         prompts: PromptStream,
         make: Callable[[RPC, Model, SequenceSample], SequenceSample],
@@ -78,7 +79,8 @@ class RolloutAhead:
         """Nothing begins before the first `take`.
 
         Args:
-            experiment: its graph, and how far to run ahead.
+            experiment: its graph.
+            rollout: how far to run ahead.
             models: of all roles.
             prompts: the stream.
             make: makes a call of the graph with a model on a batch; returns the batch with what it wrote.
@@ -87,8 +89,8 @@ class RolloutAhead:
         self._experiment, self._models, self._prompts, self._make = experiment, models, prompts, make
         self._copies = copies
         self._leading = experiment.graph.leading_to("rewards")
-        self.staleness = Staleness(experiment.batch_prompts, experiment.rollout.max_staleness, experiment.steps)
-        under_way = (experiment.rollout.max_staleness + 1) * experiment.batch_prompts
+        self.staleness = Staleness(experiment.batch_prompts, rollout.max_staleness, experiment.steps)
+        under_way = (rollout.max_staleness + 1) * experiment.batch_prompts
         self._together = experiment.batch_prompts == under_way
         self._prompts_per_call = under_way if self._together else -(-under_way // MOST_CALLS)
         self._refill = None if experiment.dynamic_sampling is None else Refill(experiment)
@@ -290,10 +292,9 @@ class _Sampler(SharedEngine):
         return batch
 
 
-def policy_copy(experiment: Experiment, role: str) -> PolicyCopy:
+def policy_copy(experiment: Experiment, rollout: Async, role: str) -> PolicyCopy:
     """A copy of the model of a role, in this process."""
-    recompute = experiment.rollout.on_update is OnUpdate.recompute
-    return load_copy(role, experiment.models[role], experiment.seed, recompute=recompute)
+    return load_copy(role, experiment.models[role], experiment.seed, recompute=rollout.recompute)
 
 
 def load_copy(role: str, spec: ModelSpec, seed: int, *, recompute: bool) -> PolicyCopy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,43 +17,59 @@ if TYPE_CHECKING:
     from realign.runtime.local import LocalRuntime
 
 
-class Backend(StrEnum):
-    """What calls the models."""
+class Placement(StrEnum):
+    """A placement of all roles in one word."""
 
-    local = "local"
-    """This process; under torchrun, each of its processes, with sharded engines."""
-    ray = "ray"
-    """Worker processes of a Ray cluster (extra `ray`)."""
+    colocated = "colocated"
+    """All roles share one worker process."""
+    separate = "separate"
+    """Each role has its own worker process."""
 
 
 @dataclass
-class RuntimeSpec(Settings):
-    """Where the models of a run live."""
+class RuntimeSpec(Settings, ABC):
+    """Where the models of a run live; `Local` and `Ray` are the choices."""
 
-    kind: Backend = Backend.local
-    """local | ray."""
-    address: str | None = None
-    """Of a Ray cluster that is there already; null starts one on this machine."""
-    placement: str | Mapping[str, Any] = field(default_factory=dict)
-    """With kind=ray: where roles live. For each role `{devices: 2}`, or `{with: actor}` for the processes of another
-    one, and `offload: true` where it shall wait on the host between its calls; or colocated (all in one process), or
-    separate (each in its own). A role that is not named has its own process if it is trained, and else lives with the
-    first one that has. `rollout` are the workers of rollout=async."""
-    placement_timeout_s: Positive = 60.0
-    """Seconds to wait until the cluster has room for all workers."""
     rpc_timeout_minutes: Positive = 30.0
-    """Minutes after which a call of the graph is taken to hang, on any rank; the run ends and says which. Starting,
-    loading, evaluating and saving may take longer."""
-    max_recoveries: NonNegativeInt = 3
-    """With kind=ray: how often a run goes on from its last checkpoint after a worker died."""
+    """Minutes after which a call of the graph counts as hanging, on any rank. The run then ends and names the call.
+    Starting, loading, evaluating and saving may take longer."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.placement, str | Mapping):
-            raise ValueError(f"placement must be colocated, separate or a mapping of roles, found {self.placement!r}")
-        if self.kind is Backend.local and (self.placement or self.address):
-            name = "placement" if self.placement else "address"
-            raise ValueError(f"{name} has no effect with kind=local; choose runtime=ray, or leave it out")
+    @property
+    @abstractmethod
+    def starts_workers(self) -> bool:
+        """Whether models live in worker processes that the run starts, and may lose."""
+
+
+@dataclass
+class Local(RuntimeSpec):
+    """Models live in this process; under torchrun, in each of its processes, with sharded engines."""
+
+    @property
+    def starts_workers(self) -> bool:
+        """See `RuntimeSpec.starts_workers`."""
+        return False
+
+
+@dataclass
+class Ray(RuntimeSpec):
+    """Models live in worker processes of a Ray cluster (extra `ray`)."""
+
+    address: str | None = None
+    """Address of a running Ray cluster, or auto; null starts one on this machine."""
+    placement: Placement | Mapping[str, Any] = field(default_factory=dict)
+    """Worker processes of the roles: colocated (all in one), separate (one each), or a mapping of roles. For each role
+    the mapping contains `{devices: 2}`, or `{with: actor}` to share the processes of another role, and `offload: true`
+    to keep its weights on the host between its calls. A role that is not in the mapping has its own process if it is
+    trained; otherwise it shares that of the first role that has one. `rollout` are the workers of rollout=async."""
+    placement_timeout_s: Positive = 60.0
+    """Seconds to wait until the cluster has resources for all workers."""
+    max_recoveries: NonNegativeInt = 3
+    """How often a run continues from its last checkpoint after a worker died."""
+
+    @property
+    def starts_workers(self) -> bool:
+        """See `RuntimeSpec.starts_workers`."""
+        return True
 
 
 class WorkerLost(RuntimeError):
@@ -71,7 +88,7 @@ def check_runtime(experiment: Experiment) -> None:
     """
     from realign.runtime.placement import plan_groups
 
-    if experiment.runtime.kind is Backend.ray:
+    if experiment.runtime.starts_workers:
         if find_spec("ray") is None:
             raise ValueError("runtime=ray needs the package ray: install realign[ray], or use runtime=local")
         plan_groups(experiment)
@@ -87,12 +104,12 @@ def check_runtime(experiment: Experiment) -> None:
 
 @contextmanager
 def cluster_for(experiment: Experiment) -> Iterator[None]:
-    """Inside this context there is what `open_runtime` needs: with kind=ray a cluster, else nothing.
+    """Inside this context there is what `open_runtime` needs: with runtime=ray a cluster, else nothing.
 
     Raises:
         ValueError: no cluster answers at `runtime.address`.
     """
-    if experiment.runtime.kind is Backend.local:
+    if not isinstance(experiment.runtime, Ray):
         yield
         return
     from realign.runtime.placement import plan_groups
@@ -105,10 +122,10 @@ def cluster_for(experiment: Experiment) -> Iterator[None]:
 
 def open_runtime(experiment: Experiment) -> LocalRuntime:
     """The loaded experiment, ready for its first step."""
-    if experiment.runtime.kind is Backend.ray:
+    if isinstance(experiment.runtime, Ray):
         from realign.runtime.ray import RayRuntime
 
-        return RayRuntime(experiment)
+        return RayRuntime(experiment, experiment.runtime)
     from realign.runtime.local import LocalRuntime
 
     return LocalRuntime(experiment)

@@ -23,13 +23,14 @@ from realign.api import (
 from realign.data import DataSpec
 from realign.engines.folders import AVERAGED, check_name, check_run_folder
 from realign.engines.shared import Share, SharedModel, check_shared
-from realign.runtime.backend import RuntimeSpec
+from realign.runtime.backend import Local, RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.contract import check_keys
 from realign.runtime.default_roles import with_default_roles
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluator import Evaluator
-from realign.runtime.rollout import RolloutMode, RolloutSpec
+from realign.runtime.rollout import RolloutSpec
+from realign.runtime.rollout import Sync as SyncRollout
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.trackers import TrackerSpec
 from realign.settings import Count, NonNegative, NonNegativeInt, Settings
@@ -102,9 +103,9 @@ class Experiment(Settings):
     """Show three of a step's responses, with reward and KL, every n steps; None: never."""
     trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)
     """Where metrics go besides metrics.jsonl, by any name, such as `realign.runtime.TensorBoard`."""
-    runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
+    runtime: RuntimeSpec = field(default_factory=Local)
     """Where the models live, and who calls them."""
-    rollout: RolloutSpec = field(default_factory=RolloutSpec)
+    rollout: RolloutSpec = field(default_factory=SyncRollout)
     """Whether responses are sampled within the step that trains on them, or ahead of it."""
     ratio_tolerance: NonNegative = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
@@ -274,7 +275,7 @@ class Experiment(Settings):
             for other, view in self.models.items():
                 if isinstance(view, SharedModel) and view.of == role and view.branch is Share.reference:
                     raise ValueError(f"sync.{role}: models.{other} is its frozen start, which would move with it")
-            if self.rollout.mode is RolloutMode.async_ and role in {r.model for r in self.graph.leading_to("rewards")}:
+            if self.rollout.ahead and role in {r.model for r in self.graph.leading_to("rewards")}:
                 raise ValueError(
                     f"sync.{role}: with rollout=async its calls are made ahead of the step, while the weights of "
                     f"{sync.of!r} change; leave the sync out, since rollout workers have their own, or set rollout=sync"

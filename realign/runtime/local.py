@@ -34,7 +34,7 @@ from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role, load_models, save_models
 from realign.runtime.positions import check_positions
 from realign.runtime.readiness import check_ready, open_interfaces, used_interfaces
-from realign.runtime.rollout import RolloutMode
+from realign.runtime.rollout import Async
 from realign.runtime.rows import check_budget, check_dataset
 from realign.runtime.samples import readable
 from realign.runtime.stream import PromptStream
@@ -105,8 +105,9 @@ class LocalRuntime:
             length, setting = experiment.longest_response, experiment.length_setting
             check_positions(self.dataset, length, self.models, readers, "data", setting=setting)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
-            if experiment.rollout.mode is RolloutMode.async_:
-                self.ahead = RolloutAhead(experiment, self.models, self.prompts, self._make, self._policy_copies())
+            if isinstance(rollout := experiment.rollout, Async):
+                copies = self._policy_copies(rollout)
+                self.ahead = RolloutAhead(experiment, rollout, self.models, self.prompts, self._make, copies)
             if (calibration := experiment.calibration) is not None:
                 policy = self.models[calibration.policy]
                 self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
@@ -126,9 +127,9 @@ class LocalRuntime:
             self.close()
             raise
 
-    def _policy_copies(self) -> dict[str, PolicyCopy]:
+    def _policy_copies(self, rollout: Async) -> dict[str, PolicyCopy]:
         """What samples ahead, for each role whose model is trained meanwhile."""
-        return {role: policy_copy(self.experiment, role) for role in sampled_roles(self.experiment)}
+        return {role: policy_copy(self.experiment, rollout, role) for role in sampled_roles(self.experiment)}
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Make a call ahead of its step; from any thread."""

@@ -110,9 +110,9 @@ def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface,
         if "logprobs" in lacking:
             cure = "head=causal"
         elif "logprobs" in asked:
-            cure = "value_head, beside head=causal"
+            cure = "head.value_head, with head=causal"
         else:
-            cure = "head=score or value, or a value_head beside head=causal"
+            cure = "head=score or value, or head=causal with a head.value_head"
         given = " and ".join(sorted(outputs))
         raise ValueError(
             f"interfaces.{role} ({type(interface).__name__}) needs {' and '.join(lacking)} of models.{role}, which "

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from realign.api.dataflow import nearest
 from realign.engines.shared import SharedModel
-from realign.runtime.rollout import RolloutMode
+from realign.runtime.backend import Placement, Ray
 
 if TYPE_CHECKING:
     from realign.runtime.experiment import Experiment
 
 ROLLOUT = "rollout"
 """The name in a placement of the workers that sample ahead (rollout=async); they hold copies of the policy."""
-COLOCATED, SEPARATE = "colocated", "separate"
 FIELDS = ("devices", "with", "offload")
 
 
@@ -53,17 +52,13 @@ def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
     """
     held = [role for role in experiment.roles if role in experiment.models]
     owners = [role for role in held if not isinstance(experiment.models[role], SharedModel)]
-    ahead = experiment.rollout.mode is RolloutMode.async_
+    ahead = experiment.rollout.ahead
     if ahead and ROLLOUT in experiment.models:
         raise ValueError(f"models.{ROLLOUT}: with rollout=async the rollout workers have this name; choose another")
-    placement = experiment.runtime.placement
-    if isinstance(placement, str):
-        if placement not in (COLOCATED, SEPARATE):
-            raise ValueError(
-                f"runtime.placement must be {COLOCATED}, {SEPARATE} or a mapping of roles, found {placement!r}"
-            )
+    placement = experiment.runtime.placement if isinstance(experiment.runtime, Ray) else {}
+    if isinstance(placement, Placement):
         others = [ROLLOUT] if ahead else []
-        together = [tuple(owners)] if placement == COLOCATED else [(role,) for role in owners]
+        together = [tuple(owners)] if placement is Placement.colocated else [(role,) for role in owners]
         return tuple(Group(roles) for roles in [*together, *((name,) for name in others)])
     nodes = {role: _node(role, node) for role, node in placement.items()}
     for role in nodes:

@@ -22,7 +22,7 @@ from realign.runtime.ahead import owner_of, sampled_roles
 from realign.runtime.backend import check_runtime
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import check_optimizers, check_outputs
-from realign.runtime.rollout import RolloutMode
+from realign.runtime.rollout import Async
 
 OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
 
@@ -126,7 +126,7 @@ def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
     if facts.trainable and facts.branches is False:
         raise ValueError(
             f"models.{role}.branch=reference: models.{of} trains all of its weights, so that no branch of it stays as "
-            f"it is; set models.{of}.trained_layers or lora, or give {role} a model of its own (models.{role}.path)"
+            f"it is; set models.{of}.trains=top_layers or lora, or give {role} a model of its own (models.{role}.path)"
         )
 
 
@@ -221,7 +221,8 @@ def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
 
 def _check_rollout(experiment: Experiment) -> None:
     """Find what cannot be sampled ahead of training, and warn of an objective that does not make up for it."""
-    if experiment.rollout.mode is not RolloutMode.async_:
+    rollout = experiment.rollout
+    if not isinstance(rollout, Async):
         return
     if current().size > 1:
         raise ValueError("rollout=async runs in one process, or on Ray (runtime=ray); under torchrun use rollout=sync")
@@ -243,13 +244,13 @@ def _check_rollout(experiment: Experiment) -> None:
                 f"rollout=async makes the calls that lead to 'rewards' ahead of training, but RPC {rpc.name!r} {what}; "
                 "use rollout=sync"
             )
-    if experiment.rollout.max_staleness:
+    if rollout.max_staleness:
         for rpc in experiment.graph.rpcs:
             if rpc.method == "train_step" and rpc.model in trained:
-                _warn_of_stale_ratios(rpc, experiment)
+                _warn_of_stale_ratios(rpc, experiment, rollout)
 
 
-def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment) -> None:
+def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment, rollout: Async) -> None:
     interface = experiment.interfaces[rpc.model]
     if "logprobs" not in rpc.inputs or interface.plan().corrects_staleness:
         return
@@ -258,7 +259,7 @@ def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment) -> None:
         how = "does not weigh them by how likely they are under the policy before the update (graph.recompute)"
     module = "realign.interfaces.decoupled_ppo"
     warnings.warn(
-        f"rollout.max_staleness={experiment.rollout.max_staleness}: responses may be so many versions old, and "
+        f"rollout.max_staleness={rollout.max_staleness}: responses may be so many versions old, and "
         f"interfaces.{rpc.model} ({type(interface).__name__}) {how}. Decoupled PPO is made for them: "
         f"graph._target_={module}.dataflow interfaces.{rpc.model}._target_={module}.DecoupledPPOActorInterface "
         "(docs/guides/async.md)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 
-from realign.runtime.backend import Backend, WorkerLost
+from realign.runtime.backend import Ray, WorkerLost
 from realign.runtime.checkpoints import Checkpoint, list_checkpoints
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment
 
@@ -20,7 +20,7 @@ class Attempts:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
-        self._recoverable = experiment.runtime.kind is Backend.ray and experiment.checkpoint is not None
+        self._recoverable = experiment.runtime.starts_workers and experiment.checkpoint is not None
         self._fresh = copy.deepcopy(experiment) if self._recoverable else experiment
         self._recoveries = 0
         self._earlier: set[object] | None = None
@@ -36,7 +36,8 @@ class Attempts:
         Raises:
             WorkerLost: there is none, because checkpoint=null, or because there were `runtime.max_recoveries`.
         """
-        most = self.experiment.runtime.max_recoveries
+        runtime = self.experiment.runtime
+        most = runtime.max_recoveries if isinstance(runtime, Ray) else 0
         if not self._recoverable:
             raise WorkerLost(f"{lost}; the run cannot go on from a checkpoint, since checkpoint=null") from lost
         if self._recoveries >= most:

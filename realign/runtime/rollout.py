@@ -2,59 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from enum import StrEnum
 
 from realign.settings import NonNegativeInt, Settings
 
 
-class RolloutMode(StrEnum):
-    """When responses are sampled."""
-
-    sync = "sync"
-    """Within the step that trains on them, by the present policy."""
-    async_ = "async"
-    """Ahead of it, while earlier ones are trained on, by a copy of the policy that may be some versions older."""
-
-
 class OnUpdate(StrEnum):
-    """What becomes of the keys and values of responses that are being sampled when the weights change."""
+    """What happens to the KV cache of responses that are being sampled when the weights change."""
 
     recompute = "recompute"
-    """They are computed anew under the new weights."""
+    """It is recomputed with the new weights."""
     keep = "keep"
-    """They stay: what was read under the old weights is not read again."""
+    """It stays: tokens that the old weights processed are not processed again."""
+
+
+class RolloutSpec(Settings, ABC):
+    """When the responses of a step are sampled; `Sync` and `Async` are the choices."""
+
+    @property
+    @abstractmethod
+    def ahead(self) -> bool:
+        """Whether responses are sampled ahead of the step that trains on them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a line for the launch table."""
 
 
 @dataclass
-class RolloutSpec(Settings):
-    """How far sampling may run ahead of training."""
+class Sync(RolloutSpec):
+    """Responses are sampled within the step that trains on them, by the current policy."""
 
-    mode: RolloutMode = RolloutMode.sync
-    """sync | async."""
-    max_staleness: NonNegativeInt = 1
-    """With mode=async: training steps that may lie between the beginning of a response and the step that trains on it;
-    0 computes what mode=sync computes. See `realign.runtime.staleness`."""
-    on_update: OnUpdate = OnUpdate.recompute
-    """With mode=async: recompute | keep, for responses under way when the weights change."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode is RolloutMode.sync:
-            for setting in fields(self):
-                value = getattr(self, setting.name)
-                if setting.name != "mode" and value != setting.default:
-                    raise ValueError(
-                        f"{setting.name}={value} has no effect with mode=sync; choose rollout=async, or leave it out"
-                    )
+    @property
+    def ahead(self) -> bool:
+        """See `RolloutSpec.ahead`."""
+        return False
 
     def describe(self) -> str:
-        """When responses are sampled, for people."""
-        if self.mode is RolloutMode.sync:
-            return "in the step that trains on them"
+        """See `RolloutSpec.describe`."""
+        return "in the step that trains on them"
+
+
+@dataclass
+class Async(RolloutSpec):
+    """Responses are sampled while earlier ones are trained on, by a copy of the policy that may be versions older."""
+
+    max_staleness: NonNegativeInt = 1
+    """Largest number of training steps between the start of a response and the step that trains on it; 0 computes what
+    `Sync` computes. See `realign.runtime.staleness`."""
+    on_update: OnUpdate = OnUpdate.recompute
+    """recompute | keep: the KV cache of unfinished responses when the weights change."""
+
+    @property
+    def ahead(self) -> bool:
+        """See `RolloutSpec.ahead`."""
+        return True
+
+    @property
+    def recompute(self) -> bool:
+        """Whether the KV cache of unfinished responses is recomputed when the weights change."""
+        return self.on_update is OnUpdate.recompute
+
+    def describe(self) -> str:
+        """See `RolloutSpec.describe`."""
         if not self.max_staleness:
             return "by a copy of the policy, in the step that trains on them"
-        then = {OnUpdate.recompute: "are computed anew", OnUpdate.keep: "stay"}[self.on_update]
+        then = "are computed anew" if self.recompute else "stay"
         return (
             f"ahead of training, begun at most {self.max_staleness} versions before the step; keys and values {then} "
             "when the weights change"

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from realign.engines.ranks import Ranks, current
-from realign.runtime.backend import Backend, WorkerLost, cluster_for, open_runtime
+from realign.runtime.backend import WorkerLost, cluster_for, open_runtime
 from realign.runtime.checkpointing import RunCheckpoints
 from realign.runtime.curves import draw_curves
 from realign.runtime.display import headline, panels
@@ -25,7 +25,6 @@ from realign.runtime.models import lead_role
 from realign.runtime.records import NoRecords, Records
 from realign.runtime.recovery import Attempts
 from realign.runtime.resume import Start, find_start
-from realign.runtime.rollout import RolloutMode
 from realign.runtime.samples import SHOWN, show
 from realign.runtime.saving import Saves
 from realign.runtime.signals import Interrupted, StopSignals
@@ -127,9 +126,9 @@ def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
     """Refuse what several processes cannot do together."""
     if ranks.size == 1:
         return
-    if experiment.runtime.kind is Backend.ray:
+    if experiment.runtime.starts_workers:
         raise ValueError("runtime=ray starts its own processes: start it without torchrun")
-    if experiment.rollout.mode is RolloutMode.async_:
+    if experiment.rollout.ahead:
         raise ValueError("rollout=async runs in one process, or with runtime=ray; under torchrun take rollout=sync")
 
 
@@ -227,7 +226,7 @@ class _Training:
 
     @property
     def _may_lose_workers(self) -> bool:
-        return self.experiment.runtime.kind is Backend.ray
+        return self.experiment.runtime.starts_workers
 
     def _step(self, step: int) -> None:
         last = step == self.experiment.steps

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realign.data import PromptData
-from realign.engines import TransformersModel
+from realign.engines import OptimizerSpec
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime.saving import CheckpointSpec
@@ -23,7 +23,7 @@ SETTINGS = [row for row in ROWS if len(row) == 3 and row[0] != "setting"]
 PLACES = {
     "interfaces.agent": EnvironmentInterface,
     "interfaces.reward": RuleRewardInterface,
-    "models.actor": TransformersModel,
+    "models.actor.optimizer": OptimizerSpec,
     "data": PromptData,
     "checkpoint": CheckpointSpec,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,17 @@ import torch
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
-from realign.engines import LoRA, OptimizerSpec, Schedule, Sharding, TransformersModel, ValueHead
+from realign.engines import (
+    Causal,
+    Lora,
+    OptimizerSpec,
+    Schedule,
+    Sharding,
+    TopLayers,
+    TransformersModel,
+    Value,
+    ValueHead,
+)
 from realign.engines.parts import whole
 from realign.engines.ranks import current
 from realign.interfaces.critic import PPOCriticInterface
@@ -83,7 +94,7 @@ def grpo(folder: Path) -> dict[str, Any]:
 
 def ppo(folder: Path) -> dict[str, Any]:
     """Policy and critic of their own; advantages are whitened over the whole batch."""
-    actor, critic = load(folder), load(folder, "critic", head="value")
+    actor, critic = load(folder), load(folder, "critic", head=Value())
     policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
     drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
     found: dict[str, Any] = {"metrics": [], "advantages": []}
@@ -127,11 +138,11 @@ def steps(model: Model, loss: Any = plain_loss, n: int = 2) -> dict[str, Any]:
 
 
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
-    "value head": ({"value_head": ValueHead(hidden="mlp", init="normal")}, joint_loss),
-    "value branch": ({"value_head": ValueHead(layers=1, init="normal")}, joint_loss),
-    "unused head": ({"value_head": ValueHead(init="normal")}, plain_loss),
-    "lora": ({"lora": LoRA(rank=4)}, plain_loss),
-    "trained layers": ({"trained_layers": 1}, plain_loss),
+    "value head": ({"head": Causal(ValueHead(hidden="mlp", init="normal"))}, joint_loss),
+    "value branch": ({"head": Causal(ValueHead(layers=1, init="normal"))}, joint_loss),
+    "unused head": ({"head": Causal(ValueHead(init="normal"))}, plain_loss),
+    "lora": ({"trains": Lora(rank=4)}, plain_loss),
+    "trained layers": ({"trains": TopLayers(1)}, plain_loss),
     "checkpointing": ({"gradient_checkpointing": True}, plain_loss),
     "plain rows": ({"shared_prompts": "off", "sharding": Sharding(reshard=False, keep_rollout=False)}, plain_loss),
     "tied": ({"name": "gpt2"}, plain_loss),
@@ -175,7 +186,7 @@ def calls(folder: Path) -> dict[str, Any]:
         machine.train_batch(data, BUDGET, plain_loss, weight)
     machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
     found["mixed"] = weights_now(model)
-    adapted = load(folder, lora=LoRA(rank=4)).machine
+    adapted = load(folder, trains=Lora(rank=4)).machine
     adapted.train_batch(data, BUDGET, plain_loss, weight)
     score = adapted.reference()
     found["base"] = score(data, BUDGET, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
@@ -199,12 +210,12 @@ def divided(folder: Path) -> dict[str, Any]:
 
 def low(folder: Path) -> dict[str, Any]:
     """Products in bfloat16, with a critic's values: what is computed, and that the weights stay fp32."""
-    model = load(folder, dtype="bfloat16", value_head=ValueHead(init="normal"))
+    model = load(folder, dtype="bfloat16", head=Causal(ValueHead(init="normal")))
     found = steps(model, joint_loss)
     return {"metrics": found["metrics"], "dtypes": {str(x.dtype) for x in found["weights"].values()}}
 
 
-KEPT = {"value_head": ValueHead(hidden="mlp", init="normal"), "ema_decay": 0.5}
+KEPT = {"head": Causal(ValueHead(hidden="mlp", init="normal")), "optimizer": replace(STEP, ema_decay=0.5)}
 
 
 def kept(
@@ -264,6 +275,7 @@ def mistakes(folder: Path) -> dict[str, str]:
         bad = torch.nan if "p3" in part.ids else 1.0
         return output.logprobs().sum() * bad, {}
 
+    once = replace(STEP, max_nonfinite_in_a_row=1)
     whole = random_sample([(6,)] * 6)
     state = whole_tree(machine.state_dict())
     other = state | {"module": {name: x[:, :1] if x.ndim == 2 else x for name, x in state["module"].items()}}
@@ -276,9 +288,9 @@ def mistakes(folder: Path) -> dict[str, str]:
         "step": lambda: machine.apply(torch.tensor(1.0)),
         "tensor parallel": lambda: load(folder, sharding=Sharding(tensor_parallel=7)),
         "plan": lambda: load(folder, "gpt2", sharding=Sharding(tensor_parallel=current().size)),
-        "adapters": lambda: load(folder, lora=LoRA(rank=4), sharding=Sharding(tensor_parallel=current().size)),
+        "adapters": lambda: load(folder, trains=Lora(rank=4), sharding=Sharding(tensor_parallel=current().size)),
         "offload": lambda: load(folder, sharding=Sharding(offload=True)),
-        "nan": lambda: load(folder, max_nonfinite_in_a_row=1).machine.train_batch(whole, BUDGET, nan, weight),
+        "nan": lambda: load(folder, optimizer=once).machine.train_batch(whole, BUDGET, nan, weight),
     }
     return {name: _message(attempt) for name, attempt in attempts.items()}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, stat_values
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.engines import Causal, OptimizerSpec, SharedModel, TopLayers, TransformersModel, ValueHead
 from realign.engines import trunk as trunks
 from realign.engines.cores import MIN_ROWS, ParallelPasses, in_lanes, side_by_side
 from realign.engines.layout import SharedPrompts
@@ -194,7 +194,9 @@ def test_rotary_positions_that_every_pass_rewrites_take_one_pass_after_the_other
 
 def test_branches_that_listen_to_the_trunk_take_one_pass_after_the_other(tmp_path):
     path = str(save_tiny(tmp_path / "model"))
-    policy = TransformersModel(path, optimizer=STEP, trained_layers=1, device="cpu", value_head=ValueHead(layers=1))
+    policy = TransformersModel(
+        path, optimizer=STEP, trains=TopLayers(1), device="cpu", head=Causal(ValueHead(layers=1))
+    )
     actor = policy.load("actor", seed=0)
     ref = SharedModel("actor", Share.reference).load("ref", seed=0, loaded={"actor": actor})
     passes = []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,17 +9,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from realign.api import MicroBatchSpec, stat_values
-from realign.engines import LoRA, OptimizerSpec, TransformersModel, ValueHead
+from realign.engines import Causal, Lora, OptimizerSpec, TransformersModel, ValueHead
 from tests.tiny import random_sample, save_tiny
 
 ONE = MicroBatchSpec()
-STEP = OptimizerSpec(lr=1e-2, grad_clip=None)
 LENGTHS = ((9, 4, 6), (12,))
 DECAY = 0.75
+STEP = OptimizerSpec(lr=1e-2, grad_clip=None, ema_decay=DECAY)
 
 
 def load(folder, **fields):
-    spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, ema_decay=DECAY, **fields)
+    spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, **fields)
     return spec.load("actor", seed=0).machine
 
 
@@ -32,7 +33,7 @@ def step(engine, seed=0, step_if=None):
 
 
 def test_the_average_follows_the_formula_and_is_saved_beside_the_model(tmp_path):
-    engine = load(save_tiny(tmp_path / "m", "llama", tie_word_embeddings=True), value_head=ValueHead())
+    engine = load(save_tiny(tmp_path / "m", "llama", tie_word_embeddings=True), head=Causal(ValueHead()))
     own = dict(engine.network.named_parameters())
     want = {name: p.detach().clone().double() for name, p in own.items()}
     for seed in range(4):
@@ -57,7 +58,7 @@ def test_the_average_follows_the_formula_and_is_saved_beside_the_model(tmp_path)
 
 
 def test_the_average_of_adapters_is_saved_merged(tmp_path):
-    engine = load(save_tiny(tmp_path / "m"), lora=LoRA(rank=4))
+    engine = load(save_tiny(tmp_path / "m"), trains=Lora(rank=4))
     for seed in range(3):
         step(engine, seed)
     layer = engine.module.model.layers[0].mlp.up_proj
@@ -80,6 +81,6 @@ def test_the_average_continues_exactly(tmp_path):
     step(second, 2)
     for a, b in zip(whole._average.average, second._average.average, strict=True):
         assert torch.equal(a, b)
-    plain = TransformersModel(str(folder), optimizer=STEP).load("actor", seed=0).machine
+    plain = TransformersModel(str(folder), optimizer=replace(STEP, ema_decay=None)).load("actor", seed=0).machine
     with pytest.raises(ValueError, match="model 'actor': the saved state has no ema, but the engine has one"):
         second.load_state_dict(plain.state_dict())

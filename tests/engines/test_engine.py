@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_trap_e13_zero_gradient_is_no_step():
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
-    engine = tiny_engine(optimizer=STEP, max_nonfinite_in_a_row=3)
+    engine = tiny_engine(optimizer=replace(STEP, max_nonfinite_in_a_row=3))
     data = random_sample([[7], [5]])
     before = weights(engine)
 
@@ -231,8 +232,8 @@ def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
 
 
 def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
-    spec = OptimizerSpec(lr=0.1, weight_decay=0.5, schedule=Schedule("linear", total=10))
-    engine = tiny_engine(optimizer=spec, ema_decay=0.5)
+    spec = OptimizerSpec(lr=0.1, weight_decay=0.5, schedule=Schedule("linear", total=10), ema_decay=0.5)
+    engine = tiny_engine(optimizer=spec)
     data, loss, seen = random_sample(LENGTHS), Likelihood(), []
     train(engine, random_sample(LENGTHS, seed=1))  # moments are not zero
     before = copy.deepcopy(engine.state_dict())
@@ -383,8 +384,8 @@ def test_state_dict_continues_exactly():
 
 
 def test_weights_alone_leave_the_optimizer_and_start_the_average_anew():
-    spec = OptimizerSpec(lr=1e-2)
-    first, second = (tiny_engine(optimizer=spec, ema_decay=0.5, model={"seed": seed}) for seed in (0, 1))
+    spec = OptimizerSpec(lr=1e-2, ema_decay=0.5)
+    first, second = (tiny_engine(optimizer=spec, model={"seed": seed}) for seed in (0, 1))
     train(first, random_sample(LENGTHS))
     second.load_state_dict(copy.deepcopy(first.state_dict()), weights_only=True)
     assert_same(weights(first), weights(second), atol=0)

@@ -5,13 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realign.api import GenerationConfig, MicroBatchSpec
-from realign.engines import TransformersModel, fusion, kv_cache
+from realign.engines import Lora, TransformersModel, fusion, kv_cache
 from realign.engines.attention import PackedContext
 from realign.engines.fused import FusedTrunk, RMSNorm, for_few_rows
 from realign.engines.fusion import Fusion
 from realign.engines.generation import generate
 from realign.engines.heads import read_head
-from realign.engines.lora import LoRA, add_adapters
 from realign.engines.optim import OptimizerSpec
 from realign.engines.trunk import ModuleTrunk
 from realign.functional.packed import cu_seqlens_of, position_ids
@@ -91,7 +90,7 @@ def test_unknown_parts_run_the_modules():
     dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
     by_passed("positions", tiny_model("llama", rope_parameters=dynamic))
     adapted = tiny_model("llama")
-    add_adapters(adapted, LoRA(), path="", seed=0)
+    Lora().prepare(adapted, path="", seed=0)
     by_passed("adapters", adapted)
     heard = tiny_model("llama")
     heard.model.layers[0].register_forward_hook(lambda *_: None)

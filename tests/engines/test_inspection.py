@@ -6,9 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from realign.engines import Head, TransformersModel
+from realign.engines import Causal, Score, TransformersModel, Value, ValueHead
 from realign.engines.inspection import check_head, check_hub, pick_device, weight_names
 from tests.tiny import save_tiny
+
+HEADS = {"causal": Causal(), "score": Score(), "value": Value()}
 
 
 def test_names_of_weights_come_from_the_file_or_from_its_index(tmp_path):
@@ -39,21 +41,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     ("names", "head", "random_head", "message"),
     [
-        ({"lm_head.weight"}, Head.causal, False, None),
-        ({"model.x"}, Head.causal, False, None),  # tied
-        ({"score.weight", "lm_head.weight"}, Head.causal, False, None),
-        ({"model.x", "score.weight"}, Head.score, False, None),
-        ({"model.x", "classifier.weight"}, Head.value, False, None),
-        ({"lm_head.weight"}, Head.value, True, None),
+        ({"lm_head.weight"}, Causal(), False, None),
+        ({"model.x"}, Causal(), False, None),  # tied
+        ({"score.weight", "lm_head.weight"}, Causal(), False, None),
+        ({"model.x", "score.weight"}, Score(), False, None),
+        ({"model.x", "classifier.weight"}, Value(), False, None),
+        ({"lm_head.weight"}, Value(), True, None),
         (
             {"lm_head.weight"},
-            Head.score,
+            Score(),
             False,
-            r"models\.x: 'm' has no trained head for head=score .*models\.x\.head_init",
+            r"models\.x: 'm' has no trained head for head=score .*models\.x\.head\.init",
         ),
         (
             {"model.x", "score.weight"},
-            Head.causal,
+            Causal(),
             True,
             r"models\.x: 'm' holds a reward model or a critic \(score\.weight",
         ),
@@ -71,7 +73,7 @@ def test_the_head_is_told_by_the_names_of_weights(names, head, random_head, mess
 @pytest.mark.parametrize("saved", ["causal", "score", "value"])
 @pytest.mark.parametrize("head", ["causal", "score", "value"])
 def test_what_is_said_of_a_folder_is_what_loading_it_finds(tmp_path, family, saved, head):
-    model = TransformersModel(str(save_tiny(tmp_path / "m", family, head=saved)), head=head)
+    model = TransformersModel(str(save_tiny(tmp_path / "m", family, head=saved)), head=HEADS[head])
 
     def fails(action) -> bool:
         try:
@@ -84,10 +86,10 @@ def test_what_is_said_of_a_folder_is_what_loading_it_finds(tmp_path, family, sav
 
 
 def test_what_a_spec_says_it_gives_is_what_its_engine_gives(tmp_path):
-    for head in ("causal", "score", "value"):
-        spec = TransformersModel(str(save_tiny(tmp_path / head, head=head)), head=head)
+    for word, head in HEADS.items():
+        spec = TransformersModel(str(save_tiny(tmp_path / word, head=word)), head=head)
         assert spec.outputs == spec.load("x", seed=0).machine.outputs
-    both = TransformersModel(str(tmp_path / "causal"), value_head={})
+    both = TransformersModel(str(tmp_path / "causal"), head=Causal(ValueHead()))
     assert both.outputs == {"logprobs", "values", "scores"}
 
 

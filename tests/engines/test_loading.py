@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,17 +16,28 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from realign.api import MicroBatchSpec
-from realign.engines import DType, Head, OptimizerSpec, TransformersModel
+from realign.engines import (
+    All,
+    Causal,
+    DType,
+    HeadInit,
+    Lora,
+    OptimizerSpec,
+    Score,
+    TopLayers,
+    TransformersModel,
+    Value,
+)
 from realign.engines.attention import PackedContext
 from realign.engines.folders import check_path
-from realign.engines.heads import HeadInit, read_head
+from realign.engines.heads import read_head
 from realign.functional import LMHead
 from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
 
 CLASSES = {
-    Head.causal: AutoModelForCausalLM,
-    Head.score: AutoModelForSequenceClassification,
-    Head.value: AutoModelForTokenClassification,
+    Causal: AutoModelForCausalLM,
+    Score: AutoModelForSequenceClassification,
+    Value: AutoModelForTokenClassification,
 }
 WITHOUT_TOKEN_CLASSIFIER = ("opt", "gemma3_text")
 
@@ -115,17 +127,17 @@ def test_probe_accepts_both_precisions(tmp_path, dtype):
     assert load(tmp_path / "model", dtype=dtype).machine.head.weight_VH.dtype == torch.float32
 
 
-@pytest.mark.parametrize("head", Head)
+@pytest.mark.parametrize("head", [Causal(), Score(), Value()], ids=str)
 def test_save_and_load_back(tmp_path, head):
     source = save_tiny(tmp_path / "source", "llama")
     model = load(source, head=head, optimizer=OptimizerSpec(lr=1e-2))
     engine, data = model.machine, random_sample([[7], [5, 4]])
     losses = {
-        Head.causal: lambda out, mb: (out.logprobs().sum(), {}),
-        Head.score: lambda out, mb: (out.scores().sum(), {}),
-        Head.value: lambda out, mb: (out.values().sum(), {}),
+        Causal: lambda out, mb: (out.logprobs().sum(), {}),
+        Score: lambda out, mb: (out.scores().sum(), {}),
+        Value: lambda out, mb: (out.values().sum(), {}),
     }
-    engine.train_batch(data, MicroBatchSpec(), losses[head], lambda d: torch.tensor(1.0))
+    engine.train_batch(data, MicroBatchSpec(), losses[type(head)], lambda d: torch.tensor(1.0))
     target = tmp_path / "runs" / "saved"
     engine.save(target)
     engine.save(target)  # replaces what is there
@@ -133,18 +145,18 @@ def test_save_and_load_back(tmp_path, head):
     assert (target / "model.safetensors").is_file()
     assert "realign" not in (target / "config.json").read_text()
     assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
-    back = CLASSES[head].from_pretrained(target)
+    back = CLASSES[type(head)].from_pretrained(target)
     for (name, a), (_, b) in zip(engine.module.named_parameters(), back.named_parameters(), strict=True):
         assert a.dtype == b.dtype == torch.float32
         assert torch.equal(a, b), name
     again = load(target, head=head)
     assert again.tokenizer("1+2=3")["input_ids"] == tiny_tokenizer()("1+2=3")["input_ids"]
     assert again.tokenizer.decode(again.tokenizer("1+2=3 ok")["input_ids"]) == "1+2=3 ok"
-    what = {Head.causal: "logprobs", Head.score: "scores", Head.value: "values"}[head]
+    what = {Causal: "logprobs", Score: "scores", Value: "values"}[type(head)]
 
     def hook(out, mb):
         x = getattr(out, what)()
-        return mb.with_sequences(x=x) if head is Head.score else mb.with_tokens(x=x)
+        return mb.with_sequences(x=x) if isinstance(head, Score) else mb.with_tokens(x=x)
 
     results = [e.forward(data, MicroBatchSpec(), hook)["x"] for e in (engine, again.machine)]
     assert torch.equal(*results)
@@ -166,7 +178,7 @@ def test_scalar_heads_of_every_family(family):
 def test_a_head_that_the_family_lacks_is_named(tmp_path):
     save_tiny(tmp_path / "model", "opt")
     with pytest.raises(ValueError, match=r"models\.critic: model family 'opt' cannot be loaded .* with head=value"):
-        load(tmp_path / "model", "critic", head=Head.value, head_init="zero")
+        load(tmp_path / "model", "critic", head=Value(HeadInit.zero))
 
 
 def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
@@ -174,7 +186,7 @@ def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
     state = torch.get_rng_state()
 
     def weight(name, seed):
-        spec = TransformersModel(str(tmp_path / "model"), head=Head.score, optimizer=OptimizerSpec(lr=1e-2))
+        spec = TransformersModel(str(tmp_path / "model"), head=Score(), optimizer=OptimizerSpec(lr=1e-2))
         model = spec.load(name, seed=seed)
         return model.machine.head.weight_1H
 
@@ -184,12 +196,12 @@ def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("head", ["score", "value"])
+@pytest.mark.parametrize("head", [Score, Value])
 def test_a_random_head_that_nothing_trains_is_refused(tmp_path, head):
     save_tiny(tmp_path / "model", "llama")
-    with pytest.raises(ValueError, match=rf"models\.reward: .* has no trained head for head={head} .*score\.weight"):
-        load(tmp_path / "model", "reward", head=Head(head))
-    load(tmp_path / "model", "reward", head=Head(head), head_init=HeadInit.zero)
+    with pytest.raises(ValueError, match=rf"models\.reward: .* has no trained head for head={head()} .*score\.weight"):
+        load(tmp_path / "model", "reward", head=head())
+    load(tmp_path / "model", "reward", head=head(HeadInit.zero))
 
 
 def test_a_language_model_without_its_last_layer_is_refused(tmp_path):
@@ -216,18 +228,16 @@ def test_a_folder_without_all_layers_is_refused(tmp_path):
 def test_head_init_starts_a_scalar_head_anew(tmp_path):
     folder = str(save_tiny(tmp_path / "model", "llama", head="score"))
 
-    def weight(init, seed=0, head="score"):
-        return TransformersModel(folder, head=head, head_init=init).load("reward", seed=seed).machine.head.weight_1H
+    def weight(init, seed=0, head=Score):
+        return TransformersModel(folder, head=head(init)).load("reward", seed=seed).machine.head.weight_1H
 
     assert not weight("zero").any()
-    assert not weight("zero", head="value").any()
-    kept, drawn = weight("keep"), weight("normal")
-    assert torch.equal(kept, weight("keep", seed=1))
+    assert not weight("zero", head=Value).any()
+    kept, drawn = weight(None), weight("normal")
+    assert torch.equal(kept, weight(None, seed=1))
     assert torch.equal(drawn, weight("normal"))
     assert not torch.equal(drawn, weight("normal", seed=1))
     assert drawn.std().item() == pytest.approx(65**-0.5, rel=0.3)  # hidden size 64
-    with pytest.raises(ValueError, match="head_init=zero belongs to head=score or value, but head is causal"):
-        TransformersModel(folder, head_init="zero")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
@@ -235,8 +245,8 @@ def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
     """Some families call the layer `score` in one class and `classifier` in the other."""
     folder = save_tiny(tmp_path / "reward", family, head="score")
     data = random_sample([[7], [5, 4]])
-    reward = load(folder, "reward", head=Head.score).machine
-    critic = load(folder, "critic", head=Head.value, optimizer=OptimizerSpec(lr=1e-2)).machine
+    reward = load(folder, "reward", head=Score()).machine
+    critic = load(folder, "critic", head=Value(), optimizer=OptimizerSpec(lr=1e-2)).machine
     assert torch.equal(critic.head.weight_1H, reward.head.weight_1H)
     assert not critic.head.bias_1.any()  # a reward model has none
     scores = [
@@ -246,7 +256,7 @@ def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
     assert torch.equal(*scores)
     critic.train_batch(data, MicroBatchSpec(), lambda out, mb: (out.values().sum(), {}), lambda d: torch.tensor(1.0))
     critic.save(tmp_path / "critic")
-    back = load(tmp_path / "critic", "reward", head=Head.score).machine
+    back = load(tmp_path / "critic", "reward", head=Score()).machine
     assert torch.equal(back.head.weight_1H, critic.head.weight_1H)
 
 
@@ -255,7 +265,7 @@ def test_a_critic_from_the_actor_starts_with_a_head_of_its_own(tmp_path, family)
     folder = save_tiny(tmp_path / "actor", family)
     data = random_sample([[7], [5, 4]])
     for init in ("zero", "normal"):
-        critic = load(folder, "critic", head=Head.value, head_init=init).machine
+        critic = load(folder, "critic", head=Value(init)).machine
         values = critic.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(v=out.values()))["v"]
         assert values.any() == (init == "normal")
         actor = load(folder).machine.module.base_model.state_dict()
@@ -399,11 +409,25 @@ def test_importing_the_package_does_not_import_transformers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_bad_fields_are_refused_by_name():
-    with pytest.raises(ValueError, match="'policy' is not a valid Head"):
-        TransformersModel("x", head="policy")
-    with pytest.raises(ValueError, match="max_nonfinite_in_a_row=0: must be at least 1"):
-        TransformersModel("x", max_nonfinite_in_a_row=0)
+def test_a_frozen_model_has_nothing_that_trains():
+    for trains, word in ((TopLayers(1), "top_layers"), (Lora(), "lora")):
+        with pytest.raises(ValueError, match=f"trains={word}: it is ignored without an optimizer. Set optimizer.lr."):
+            TransformersModel("x", trains=trains)
+    TransformersModel("x", trains=All())
+
+
+@pytest.mark.parametrize(
+    ("trains", "keeps_start"), [(All(), False), (TopLayers(1), True), (Lora(), True)], ids=["all", "top", "lora"]
+)
+def test_a_start_is_kept_by_what_trains_in_part_or_not_at_all(trains, keeps_start):
+    assert TransformersModel("x", optimizer=OptimizerSpec(), trains=trains).keeps_start == keeps_start
+    assert TransformersModel("x").keeps_start
+
+
+def test_a_copy_for_rollouts_has_no_average():
+    model = TransformersModel("x", optimizer=OptimizerSpec(lr=0.5, ema_decay=0.9), trains=TopLayers(1))
+    assert model.for_rollouts() == replace(model, optimizer=OptimizerSpec(lr=0.5))
+    assert TransformersModel("x").for_rollouts() == TransformersModel("x")
 
 
 def test_a_tokenizer_that_transformers_rebuilds_as_another_kind_is_warned_of(tmp_path):

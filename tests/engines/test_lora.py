@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.engines import LoRA, OptimizerSpec, TransformersModel, ValueHead
+from realign.engines import Causal, Lora, OptimizerSpec, Score, TransformersModel, ValueHead
 from tests.tiny import random_sample, save_tiny
 
 ONE = MicroBatchSpec()
@@ -18,7 +18,7 @@ LENGTHS = ((9, 4, 6), (12,), (3, 5))
 
 
 def load(folder, lora=None, **fields):
-    spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, lora=lora or LoRA(rank=4), **fields)
+    spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, trains=lora or Lora(rank=4), **fields)
     return spec.load("actor", seed=0).machine
 
 
@@ -69,7 +69,7 @@ def test_the_base_stays_and_the_saved_folder_is_the_trained_model(tmp_path, fami
 
 
 def test_adapters_compute_what_the_paper_says(tmp_path):
-    engine = load(save_tiny(tmp_path / "m", "llama"), LoRA(rank=2, alpha=6, target_modules=["q_proj"]))
+    engine = load(save_tiny(tmp_path / "m", "llama"), Lora(rank=2, alpha=6, target_modules=["q_proj"]))
     data = random_sample(LENGTHS)
     train(engine, data, 2)
     layer = engine.module.model.layers[1].self_attn.q_proj
@@ -98,7 +98,7 @@ def test_adapters_start_from_the_seed_and_change_nothing(tmp_path):
 
 def test_adapters_alone_are_a_folder_of_peft(tmp_path):
     folder = save_tiny(tmp_path / "m")
-    engine, data = load(folder, LoRA(rank=4, merge_on_save=False)), random_sample(LENGTHS)
+    engine, data = load(folder, Lora(rank=4, merge_on_save=False)), random_sample(LENGTHS)
     train(engine, data)
     engine.save(tmp_path / "out")
     assert not list((tmp_path / "out").glob("model*.safetensors"))
@@ -108,8 +108,24 @@ def test_adapters_alone_are_a_folder_of_peft(tmp_path):
     torch.testing.assert_close(plain_logprobs(adapted.eval(), data), logprobs(engine, data), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_of_a_reward_model_are_saved_alone_with_its_head(tmp_path, family):
+    folder = save_tiny(tmp_path / "m", family, head="score")
+    engine, data = load(folder, Lora(rank=4, merge_on_save=False), head=Score()), random_sample(((9,), (4,)))
+    engine.train_batch(data, ONE, lambda out, mb: (out.scores().square().sum(), {}), lambda d: torch.tensor(1.0))
+    engine.save(tmp_path / "out")
+    base = AutoModelForSequenceClassification.from_pretrained(folder)
+    start = base.score.weight.detach().clone()
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    assert not torch.equal(engine.head.weight_1H, start)
+    scores = engine.forward(data, ONE, lambda out, mb: mb.with_sequences(scores=out.scores()))["scores"]
+    base.config.pad_token_id = 0
+    found = torch.cat([adapted(input_ids=ids[None]).logits[0].detach() for ids in data.sequences()])
+    torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-5)
+
+
 def test_a_reward_model_trains_adapters_and_its_head(tmp_path):
-    engine, data = load(save_tiny(tmp_path / "m", "llama", head="score"), head="score"), random_sample(LENGTHS)
+    engine, data = load(save_tiny(tmp_path / "m", "llama", head="score"), head=Score()), random_sample(LENGTHS)
     before = engine.head.weight_1H.detach().clone()
     engine.train_batch(data, ONE, lambda out, mb: (out.scores().square().sum(), {}), lambda d: torch.tensor(1.0))
     assert not torch.equal(engine.head.weight_1H, before)
@@ -120,7 +136,7 @@ def test_a_reward_model_trains_adapters_and_its_head(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_with_adapters_answers(tmp_path, dtype):
-    engine = load(save_tiny(tmp_path / "m"), value_head=ValueHead(1), dtype=dtype, gradient_checkpointing=True)
+    engine = load(save_tiny(tmp_path / "m"), head=Causal(ValueHead(1)), dtype=dtype, gradient_checkpointing=True)
     data = random_sample(LENGTHS)
     train(engine, data)
     prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8, 9]]]})
@@ -141,9 +157,10 @@ def test_a_model_with_adapters_continues_exactly(tmp_path):
     assert torch.equal(logprobs(second, data), logprobs(whole, data))
 
 
-def test_dropout_of_adapters_is_applied_in_training_only(tmp_path):
+@pytest.mark.parametrize("model_dropout", [False, True])
+def test_dropout_of_adapters_is_applied_in_training_only(tmp_path, model_dropout):
     folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
-    plain, dropping = load(folder), load(folder, LoRA(rank=4, dropout=0.5), dropout=True)
+    plain, dropping = load(folder), load(folder, Lora(rank=4, dropout=0.5), dropout=model_dropout)
     assert torch.equal(logprobs(plain, data), logprobs(dropping, data))
     for engine in (plain, dropping):
         train(engine, data, 3)
@@ -151,26 +168,29 @@ def test_dropout_of_adapters_is_applied_in_training_only(tmp_path):
     assert torch.equal(logprobs(dropping, data), logprobs(dropping, data))
 
 
+def test_dropout_of_adapters_leaves_the_dropout_of_the_model_off(tmp_path):
+    rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    engine = load(save_tiny(tmp_path / "m", "gpt2", **rates), Lora(rank=4, dropout=0.5))
+    dropouts = {name: layer for name, layer in engine.module.named_modules() if isinstance(layer, torch.nn.Dropout)}
+    with engine._training():
+        active = {name for name, layer in dropouts.items() if layer.training}
+    assert active == {name for name in dropouts if ".lora_dropout." in name} != set()
+    assert not any(layer.training for layer in dropouts.values())
+    seeds = []
+    for _ in range(2):
+        seeds.append(engine.dropout_seed())
+        train(engine, random_sample(LENGTHS), 1)
+    assert seeds[0] != seeds[1]
+
+
 def test_bad_adapters_are_refused(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "m", "llama")
-    for fields, message in (
-        ({"rank": 0}, r"lora\.rank must be at least 1, found 0"),
-        ({"alpha": 0}, r"lora\.alpha must be positive, found 0"),
-        ({"dropout": 1.0}, r"lora\.dropout must be in \[0, 1\), found 1\.0"),
-        ({"target_modules": []}, r"lora\.target_modules must be all-linear, or names of layers"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LoRA(**fields)
-    with pytest.raises(ValueError, match=r"lora\.dropout=0\.1 has no effect with dropout=false"):
-        load("x", LoRA(dropout=0.1))
-    with pytest.raises(ValueError, match=r"lora\.merge_on_save=false would not save the trained head of head=score"):
-        load("x", LoRA(merge_on_save=False), head="score")
-    with pytest.raises(ValueError, match=r"models\.actor: lora: .*c_attn"):
-        load(folder, LoRA(target_modules=["c_attn"]))
-    with pytest.raises(ValueError, match=r"target_modules=\['lm_head'\] takes in the head, which cannot be adapted"):
-        load(folder, LoRA(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="takes in the embeddings, which cannot be adapted"):
-        load(folder, LoRA(target_modules=["embed_tokens"]))
+    with pytest.raises(ValueError, match=r"models\.actor\.trains: .*c_attn"):
+        load(folder, Lora(target_modules=["c_attn"]))
+    with pytest.raises(ValueError, match=r"target_modules=\['lm_head'\] contains the head, which cannot be adapted"):
+        load(folder, Lora(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="contains the embeddings, which cannot be adapted"):
+        load(folder, Lora(target_modules=["embed_tokens"]))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"models\.actor\.lora needs peft, .* pip install 'realign\[peft\]'"):
+    with pytest.raises(ValueError, match=r"models\.actor\.trains needs peft, .* pip install 'realign\[peft\]'"):
         load(folder)

@@ -16,7 +16,7 @@ def steps(device: str, *, offload: bool) -> tuple[dict[str, torch.Tensor], torch
     """The weights after two optimizer steps, and a rollout, with pauses on the host or without."""
     module = tiny_model("qwen2").to(device)
     engine = TransformersEngine(
-        "actor", module, tiny_tokenizer(), seed=0, optimizer=OptimizerSpec(lr=1e-2), ema_decay=0.9
+        "actor", module, tiny_tokenizer(), seed=0, optimizer=OptimizerSpec(lr=1e-2, ema_decay=0.9)
     )
     away = Offload(engine.resident)
     waited = []

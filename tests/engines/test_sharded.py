@@ -165,7 +165,7 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
     )
     for name, key in (("values", "advantages"), ("mask", "loss_mask")):
         assert f"than train_batch (other '{key}')" in messages[name]
-    assert "branch=reference needs lora" in messages["reference"]
+    assert "branch=reference needs trains=lora" in messages["reference"]
     assert messages["shape"] == "a saved tensor has shape [97, 1], and this model's [97, 64]"
     assert "apply needs a gradient" in messages["step"]
     assert f"tensor_parallel=7 does not divide the number of ranks, {len(ranks)}" in messages["tensor parallel"]

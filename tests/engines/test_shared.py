@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model
-from realign.engines import LoRA, OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.engines import Causal, Lora, OptimizerSpec, Score, SharedModel, TopLayers, TransformersModel, ValueHead
 from realign.testing import BigramEngine
 from tests.tiny import random_sample, save_tiny
 
@@ -30,16 +30,16 @@ def train(engine, data, steps=3):
 
 
 REFERENCES = {
-    "top 1": ("qwen2", {"trained_layers": 1}, {}),
-    "top 2, tied": ("llama", {"trained_layers": 2}, {"tie_word_embeddings": True}),
-    "all layers": ("gpt2", {"trained_layers": 3, "gradient_checkpointing": True}, {}),
-    "bfloat16": ("llama", {"trained_layers": 2, "dtype": "bfloat16"}, {}),
-    "experts": ("qwen3_moe", {"trained_layers": 2}, {}),
-    "windows and caps": ("gemma2", {"trained_layers": 2}, {}),
-    "adapters": ("qwen2", {"lora": LoRA(rank=4)}, {}),
-    "adapters of gpt2": ("gpt2", {"lora": LoRA(rank=4)}, {}),
-    "adapters of experts": ("qwen3_moe", {"lora": LoRA(rank=4)}, {}),
-    "adapters and values": ("llama", {"lora": LoRA(rank=4), "value_head": ValueHead(1)}, {}),
+    "top 1": ("qwen2", {"trains": TopLayers(1)}, {}),
+    "top 2, tied": ("llama", {"trains": TopLayers(2)}, {"tie_word_embeddings": True}),
+    "all layers": ("gpt2", {"trains": TopLayers(3), "gradient_checkpointing": True}, {}),
+    "bfloat16": ("llama", {"trains": TopLayers(2), "dtype": "bfloat16"}, {}),
+    "experts": ("qwen3_moe", {"trains": TopLayers(2)}, {}),
+    "windows and caps": ("gemma2", {"trains": TopLayers(2)}, {}),
+    "adapters": ("qwen2", {"trains": Lora(rank=4)}, {}),
+    "adapters of gpt2": ("gpt2", {"trains": Lora(rank=4)}, {}),
+    "adapters of experts": ("qwen3_moe", {"trains": Lora(rank=4)}, {}),
+    "adapters and values": ("llama", {"trains": Lora(rank=4), "head": Causal(ValueHead(1))}, {}),
 }
 
 
@@ -67,7 +67,7 @@ def test_trap_b7_the_reference_is_the_start_and_never_moves(tmp_path, name):
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_reference_may_copy_more_layers_than_are_trained(tmp_path, layers):
-    actor, ref = load(save_tiny(tmp_path / "m"), layers=layers, trained_layers=2)
+    actor, ref = load(save_tiny(tmp_path / "m"), layers=layers, trains=TopLayers(2))
     data = random_sample(LENGTHS)
     start = logprobs(ref, data)
     train(actor, data)
@@ -77,7 +77,7 @@ def test_a_reference_may_copy_more_layers_than_are_trained(tmp_path, layers):
 def test_only_the_top_is_trained(tmp_path):
     for tied in (False, True):
         folder = save_tiny(tmp_path / f"tied-{tied}", "llama", tie_word_embeddings=tied)
-        engine = TransformersModel(str(folder), optimizer=STEP, trained_layers=1).load("actor", seed=0).machine
+        engine = TransformersModel(str(folder), optimizer=STEP, trains=TopLayers(1)).load("actor", seed=0).machine
         before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
         train(engine, random_sample(LENGTHS), 1)
         moved = {n for n, p in engine.module.named_parameters() if not torch.equal(p, before[n])}
@@ -87,28 +87,30 @@ def test_only_the_top_is_trained(tmp_path):
 
 def test_a_reference_over_a_trunk_that_moves_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "m")
-    with pytest.raises(ValueError, match=r"models\.ref: model 'actor' trains all of its weights.*trained_layers or l"):
+    with pytest.raises(
+        ValueError, match=r"models\.ref: model 'actor' trains all of its weights.*trains=top_layers or l"
+    ):
         load(folder)
     tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)  # the head's weight is the trunk's, too
     with pytest.raises(ValueError, match=r"models\.ref: model 'actor' trains all of its weights"):
         load(tied)
     with pytest.raises(ValueError, match=r"models\.ref: layers=1 .* are fewer than the 2 that are trained"):
-        load(folder, layers=1, trained_layers=2)
+        load(folder, layers=1, trains=TopLayers(2))
     with pytest.raises(ValueError, match=r"models\.ref: layers must be from 1 to 3, .* layers, found 4"):
-        load(folder, layers=4, trained_layers=2)
-    with pytest.raises(ValueError, match=r"models\.actor\.trained_layers must be from 1 to 3, .* found 4"):
-        load(folder, trained_layers=4)
-    with pytest.raises(ValueError, match="layers=2 has no effect: the reference of a model with lora"):
-        load(folder, layers=2, lora=LoRA())
+        load(folder, layers=4, trains=TopLayers(2))
+    with pytest.raises(ValueError, match=r"models\.actor\.trains: layers must be from 1 to 3, .* found 4"):
+        load(folder, trains=TopLayers(4))
+    with pytest.raises(ValueError, match="layers=2 has no effect: the reference of a model with LoRA"):
+        load(folder, layers=2, trains=Lora())
     with pytest.raises(ValueError, match="branch=reference is of a language model"):
-        load(save_tiny(tmp_path / "score", head="score"), head="score", trained_layers=1)
+        load(save_tiny(tmp_path / "score", head="score"), head=Score(), trains=TopLayers(1))
     bigram = Model("actor", BigramEngine())
     with pytest.raises(ValueError, match=r"models\.ref: the engine of role 'actor' has no reference branch"):
         SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": bigram})
 
 
 def test_a_reference_only_scores(tmp_path):
-    _, ref = load(save_tiny(tmp_path / "m"), trained_layers=1, value_head=ValueHead())
+    _, ref = load(save_tiny(tmp_path / "m"), trains=TopLayers(1), head=Causal(ValueHead()))
     data = random_sample(LENGTHS)
     assert not ref.trainable
     with pytest.raises(ValueError, match="'ref' shares the model of role 'actor' and does not train"):
@@ -122,7 +124,7 @@ def test_a_reference_only_scores(tmp_path):
 
 
 def test_a_critic_shares_the_value_head_of_the_actor(tmp_path):
-    actor, critic = load(save_tiny(tmp_path / "m"), branch="whole", value_head=ValueHead())
+    actor, critic = load(save_tiny(tmp_path / "m"), branch="whole", head=Causal(ValueHead()))
     data = random_sample(LENGTHS)
 
     def values(engine):
@@ -137,16 +139,6 @@ def test_a_critic_shares_the_value_head_of_the_actor(tmp_path):
 def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match="layers=2 belongs to branch=reference, but branch is whole"):
         SharedModel("actor", layers=2)
-    for fields in ({"lora": LoRA()}, {"trained_layers": 1}, {"ema_decay": 0.9}):
-        with pytest.raises(ValueError, match=f"{next(iter(fields))} has no effect on a model without optimizer"):
-            TransformersModel("x", **fields)
-    with pytest.raises(ValueError, match="lora and trained_layers exclude each other"):
-        TransformersModel("x", optimizer=STEP, lora=LoRA(), trained_layers=1)
-    with pytest.raises(ValueError, match="trained_layers=0: must be at least 1, or null"):
-        TransformersModel("x", optimizer=STEP, trained_layers=0)
-    for decay in (0.0, 1.0, -1.0):
-        with pytest.raises(ValueError, match=r"ema_decay=.*: must be above 0 and below 1"):
-            TransformersModel("x", optimizer=STEP, ema_decay=decay)
 
 
 def test_what_is_shared_is_said_for_people():

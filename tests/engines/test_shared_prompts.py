@@ -7,7 +7,7 @@ import torch
 
 from realign.api import MicroBatchSpec, SequenceSample
 from realign.api.stats import stat_values
-from realign.engines import LoRA, OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TopLayers, TransformersModel, ValueHead
 from realign.engines.layout import SharedPrompts
 from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine
 
@@ -105,7 +105,7 @@ def load(folder, how, **fields):
 def test_value_heads_and_their_branches(tmp_path, layers):
     folder = save_tiny(tmp_path / "m", "qwen2")
     spec = ValueHead(layers=layers, hidden="mlp", init="normal")
-    engines = [load(folder, how, optimizer=STEP, value_head=spec).machine for how in SharedPrompts]
+    engines = [load(folder, how, optimizer=STEP, head=Causal(spec)).machine for how in SharedPrompts]
 
     def read(out):
         return torch.cat([out.values(), out.scores(), out.logprobs()])
@@ -113,16 +113,16 @@ def test_value_heads_and_their_branches(tmp_path, layers):
     both(read, sample(), *engines)
 
 
-@pytest.mark.parametrize("fields", [{"trained_layers": 1}, {"lora": LoRA(rank=2)}])
-def test_references(tmp_path, fields):
-    folder = save_tiny(tmp_path / "m", "gemma2" if "lora" not in fields else "gpt2")
+@pytest.mark.parametrize(("family", "trains"), [("gemma2", TopLayers(1)), ("gpt2", Lora(rank=2))])
+def test_references(tmp_path, family, trains):
+    folder = save_tiny(tmp_path / "m", family)
     data, found = sample(), []
 
     def keep(out, mb):
         return mb.with_tokens(logprobs=out.logprobs())
 
     for how in SharedPrompts:
-        model = load(folder, how, optimizer=STEP, **fields)
+        model = load(folder, how, optimizer=STEP, trains=trains)
         view = SharedModel("actor", branch="reference").load("ref", seed=0, loaded={"actor": model})
         stats = train(model.machine, data)[0]
         assert stats["shared_tokens"] == (SHARED if how is SharedPrompts.auto else 0)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, masked_mean, stat_values
-from realign.engines import OptimizerSpec, TransformersModel, ValueHead
+from realign.engines import Causal, OptimizerSpec, TransformersModel, ValueHead
 from realign.engines.branches import Branch
 from realign.engines.probe import probe_branch
 from tests.tiny import FAMILIES, random_sample, save_tiny, tiny_model
@@ -20,7 +20,7 @@ STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
 
 def load(folder, *, optimizer=STEP, head=None, **fields):
     spec = ValueHead(init="normal") if head is None else head
-    model = TransformersModel(str(folder), device="cpu", optimizer=optimizer, value_head=spec, **fields)
+    model = TransformersModel(str(folder), device="cpu", optimizer=optimizer, head=Causal(spec), **fields)
     return model.load("actor", seed=0).machine
 
 
@@ -166,9 +166,13 @@ def test_a_value_head_is_saved_beside_the_model_and_loaded_back(tmp_path, layers
     assert not info["unexpected_keys"]
     assert not info["missing_keys"]
     assert torch.equal(plain.lm_head.weight, engine.module.lm_head.weight)
-    with pytest.raises(ValueError, match=rf"models\.actor\.value_head\.layers is 2, but '.*' holds one with {layers}"):
+    with pytest.raises(
+        ValueError, match=rf"models\.actor\.head\.value_head\.layers is 2, but '.*' holds one with {layers}"
+    ):
         load(tmp_path / "out", head=ValueHead(2))
-    with pytest.raises(ValueError, match=r"models\.actor\.value_head\.hidden is mlp, but '.*' holds one with linear"):
+    with pytest.raises(
+        ValueError, match=r"models\.actor\.head\.value_head\.hidden is mlp, but '.*' holds one with linear"
+    ):
         load(tmp_path / "out", head=ValueHead(layers, "mlp"))
 
 
@@ -211,11 +215,5 @@ def test_empty_sequences_and_bfloat16_have_values(tmp_path):
 
 def test_bad_value_heads_are_refused(tmp_path):
     folder = save_tiny(tmp_path / "m", "llama")
-    with pytest.raises(ValueError, match=r"models\.actor\.value_head\.layers must be from 1 to 3, .* found 4"):
+    with pytest.raises(ValueError, match=r"models\.actor\.head\.value_head\.layers must be from 1 to 3, .* found 4"):
         load(folder, head=ValueHead(4))
-    with pytest.raises(ValueError, match=r"value_head\.layers must be at least 0, found -1"):
-        ValueHead(-1)
-    with pytest.raises(ValueError, match=r"value_head\.init must be zero or normal"):
-        ValueHead(init="keep")
-    with pytest.raises(ValueError, match="value_head belongs to head=causal, but head is score"):
-        TransformersModel("x", head="score", value_head=ValueHead())

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.engines import Causal, OptimizerSpec, SharedModel, TopLayers, TransformersModel
 from tests.tiny import save_tiny, tiny_model
 
 WORDS = 60
 STEP = OptimizerSpec(lr=1e-2, grad_clip=None)
 
 
-def load(path, **fields):
-    model = TransformersModel(str(path), device="cpu", **{"vocabulary": WORDS, **fields})
+def load(path, vocabulary=WORDS, **fields):
+    model = TransformersModel(str(path), device="cpu", head=Causal(vocabulary=vocabulary), **fields)
     return model.load("actor", seed=0)
 
 
@@ -66,7 +66,7 @@ def test_a_step_leaves_other_rows_of_the_head_alone(tmp_path):
 
 
 def test_a_branch_that_stays_as_it_was_has_the_same_words(folder):
-    model = load(folder, optimizer=STEP, trained_layers=1)
+    model = load(folder, optimizer=STEP, trains=TopLayers(1))
     data = rollout(model.machine, n=2)
     frozen = SharedModel(of="actor", branch="reference").load("ref", seed=0, loaded={"actor": model})
     before = model.machine.forward(data, MicroBatchSpec(), keep)["now"]
@@ -80,7 +80,5 @@ def test_a_response_with_another_token_and_settings_out_of_range_are_refused(fol
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[5, 90]]], "loss_mask": [[[False, True]]]})
     with pytest.raises(ValueError, match=r"targets_N must be ids in \[0, 60\), found 90 to 90"):
         machine.forward(data, MicroBatchSpec(), keep)
-    with pytest.raises(ValueError, match=r"models\.actor\.vocabulary must be from 1 to 97, found 98"):
+    with pytest.raises(ValueError, match=r"models\.actor\.head\.vocabulary=98: must be at most 97"):
         load(folder, vocabulary=98)
-    with pytest.raises(ValueError, match=r"vocabulary belongs to head=causal, but head is score"):
-        load(folder, head="score")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec
-from realign.engines import LoRA, OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TransformersModel, ValueHead
 from realign.engines.weights import mix_into
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
@@ -55,7 +55,7 @@ def test_tied_weights_are_one_and_are_mixed_once():
 def test_a_value_head_goes_along(tmp_path):
     path = str(save_tiny(tmp_path / "m", "llama"))
     one, other = (
-        TransformersModel(path, device="cpu", value_head=ValueHead(1)).load(role, seed=seed).machine
+        TransformersModel(path, device="cpu", head=Causal(ValueHead(1))).load(role, seed=seed).machine
         for role, seed in (("critic", 0), ("target", 1))
     )
     assert any(name.startswith("value_head.branch.") for name in one.weights())
@@ -97,7 +97,7 @@ def test_a_mix_outside_of_0_to_1_is_refused(mix):
 
 def test_who_shares_a_model_gives_its_weights_and_takes_none(tmp_path):
     actor = TransformersModel(
-        str(save_tiny(tmp_path / "m", "llama")), device="cpu", optimizer=OptimizerSpec(lr=1e-3), lora=LoRA(rank=2)
+        str(save_tiny(tmp_path / "m", "llama")), device="cpu", optimizer=OptimizerSpec(lr=1e-3), trains=Lora(rank=2)
     ).load("actor", seed=0)
     view = SharedModel("actor").load("view", seed=0, loaded={"actor": actor}).machine
     assert view.weights().keys() == actor.machine.weights().keys()

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.engines import TransformersModel
+from realign.engines import Score, TransformersModel
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.cutting import ResponseCut
 from realign.interfaces.ppo import PPOActorInterface
@@ -329,7 +329,7 @@ def own_scores(folder, data: SequenceSample) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gpt_neox"])
 def test_any_model_with_one_label_loads_as_a_reward_model(tmp_path, family):
     folder, data = save_tiny(tmp_path / "public", family, head="score"), random_sample([[7, 4], [9]])
-    model = TransformersModel(str(folder), head="score").load("reward", seed=0)
+    model = TransformersModel(str(folder), head=Score()).load("reward", seed=0)
     rewards = RewardModelInterface().inference(model, data, ONE)["rewards"]
     torch.testing.assert_close(rewards, own_scores(folder, data), atol=1e-5, rtol=1e-5)
 
@@ -344,6 +344,6 @@ def test_the_shipped_experiment_trains_and_what_it_saves_is_a_model_with_one_lab
     losses = [record[key] for record in history for key in record if key.rpartition("/")[2] == "loss"]
     assert losses[-1] < losses[0] - 0.1
     saved, data = tmp_path / "run" / "final" / "reward", random_sample([[6, 5], [8]])
-    model = TransformersModel(str(saved), head="score").load("reward", seed=1)
+    model = TransformersModel(str(saved), head=Score()).load("reward", seed=1)
     rewards = RewardModelInterface().inference(model, data, ONE)["rewards"]
     torch.testing.assert_close(rewards, own_scores(saved, data), atol=1e-5, rtol=1e-5)

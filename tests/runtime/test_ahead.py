@@ -20,10 +20,10 @@ from realign.engines.optim import OptimizerSpec
 from realign.interfaces import decoupled_ppo, ppo
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.runtime import CheckpointSpec, DynamicSampling, Interrupted, RolloutSpec, run, signals
+from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, run, signals
 from realign.runtime.ahead import _Sampler
 from realign.runtime.local import LocalRuntime
-from realign.runtime.rollout import RolloutMode
+from realign.runtime.rollout import Sync
 from realign.runtime.state import restore, run_state
 from tests.runtime.test_local import CountToken, Prompts
 from tests.runtime.test_local import experiment as toy
@@ -38,8 +38,8 @@ def policy(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("policy"))
 
 
-def ahead(max_staleness: int, **more) -> RolloutSpec:
-    return RolloutSpec(mode=RolloutMode.async_, max_staleness=max_staleness, **more)
+def ahead(max_staleness: int, **more) -> Async:
+    return Async(max_staleness=max_staleness, **more)
 
 
 def experiment(tmp_path: Path, policy: Path, kind: str = "grpo", *, reward: ModelInterface | None = None, **changes):
@@ -71,7 +71,7 @@ def same_bits(a: Path, b: Path) -> bool:
 @pytest.mark.parametrize("kind", ["grpo", "decoupled"])
 def test_trap_f7_without_staleness_the_parameters_are_those_of_a_synchronous_run(tmp_path, policy, kind):
     results = {}
-    for name, rollout in (("sync", RolloutSpec()), ("async", ahead(0))):
+    for name, rollout in (("sync", Sync()), ("async", ahead(0))):
         settings = {"output_dir": tmp_path / name, "rollout": rollout, "steps": 3}
         results[name] = run(experiment(tmp_path, policy, kind, **settings))
     assert same_bits(tmp_path / "sync", tmp_path / "async")
@@ -221,7 +221,7 @@ def test_trap_f8_a_run_that_ends_midway_goes_on_without_losing_or_repeating_a_pr
 def test_a_run_may_begin_to_sample_ahead_and_may_not_stop_it_with_prompts_under_way(tmp_path, policy):
     every = {"checkpoint": CheckpointSpec(every_steps=1), "resume": "auto"}
     settings = {"output_dir": tmp_path / "run", **every}
-    run(recording(tmp_path, policy, 0, steps=2, **settings | {"rollout": RolloutSpec()})[0])
+    run(recording(tmp_path, policy, 0, steps=2, **settings | {"rollout": Sync()})[0])
     run_, actor = recording(tmp_path, policy, 2, steps=4, **settings)
     run(run_)
     assert len({i for batch in actor.trained for i in batch}) == 8
@@ -232,7 +232,7 @@ def test_a_run_may_begin_to_sample_ahead_and_may_not_stop_it_with_prompts_under_
     finally:
         runtime.close()
     assert len(state["rollout"]["untrained"]) == 12
-    sync = LocalRuntime(recording(tmp_path, policy, 0, rollout=RolloutSpec(), output_dir=tmp_path / "sync")[0])
+    sync = LocalRuntime(recording(tmp_path, policy, 0, rollout=Sync(), output_dir=tmp_path / "sync")[0])
     with pytest.raises(ValueError, match=r"12 prompts had begun ahead of training .* keep rollout=async"):
         restore(sync, state)
 

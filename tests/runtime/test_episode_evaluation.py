@@ -15,9 +15,9 @@ from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface, dataflow
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, Truncation
-from realign.runtime import DynamicSampling, EpisodeEvaluation, Experiment, RolloutSpec, run
+from realign.runtime import Async, DynamicSampling, EpisodeEvaluation, Experiment, RolloutSpec, run
 from realign.runtime.local import LocalRuntime
-from realign.runtime.rollout import RolloutMode
+from realign.runtime.rollout import Sync as SyncRollout
 from realign.testing import BigramEngine
 from tests.runtime.test_local import BigramModel, Digits, Prompts
 from tests.tiny import save_tiny
@@ -133,10 +133,10 @@ def test_conversations_may_run_ahead_of_training(tmp_path):
             weights = runtime.models["actor"].machine.weights()
         return list(weights.values()), [batch["versions"][batch["loss_mask"]] for batch in batches]
 
-    plain, _ = trained("sync", RolloutSpec())
-    same, _ = trained("same", RolloutSpec(RolloutMode.async_, max_staleness=0))
+    plain, _ = trained("sync", SyncRollout())
+    same, _ = trained("same", Async(max_staleness=0))
     assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
-    _, versions = trained("ahead", RolloutSpec(RolloutMode.async_, max_staleness=1))
+    _, versions = trained("ahead", Async(max_staleness=1))
     for step, versions_T in enumerate(versions):
         assert set(versions_T.tolist()) <= {max(0, step - 1), step}
 

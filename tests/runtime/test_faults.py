@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
 from realign.data.pretraining import WithPretraining
-from realign.engines import OptimizerSpec, TransformersModel
+from realign.engines import Causal, OptimizerSpec, TransformersModel
 from realign.engines.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
@@ -110,7 +110,7 @@ def test_a_model_with_more_tokens_than_the_tokenizer_trains_and_unknown_ids_are_
     texts = [record["response"] for record in runtime.readable(batch, 1)]
     known = [int((ids[~given] < VOCAB).sum()) for ids, given in own(batch, 4)]
     assert all(len(text) <= 5 * n for text, n in zip(texts, known, strict=True))
-    bounded = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3), vocabulary=VOCAB)}
+    bounded = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3), head=Causal(vocabulary=VOCAB))}
     _, batch = LocalRuntime(experiment(tmp_path, path, models=bounded)).step(1)
     assert int(batch["input_ids"].max()) < VOCAB
 
@@ -431,7 +431,7 @@ def test_a_run_whose_every_loss_is_not_finite_ends_with_the_ids(tmp_path):
             total, stats = super().loss(output, minibatch)
             return total * math.nan, stats
 
-    models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3), max_nonfinite_in_a_row=2)}
+    models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3, max_nonfinite_in_a_row=2))}
     parts = {
         "actor": Poisoned(generation=GenerationConfig(n=4, max_new_tokens=6)),
         "reward": RuleRewardInterface(function=f"{__file__}:length", workers=0),

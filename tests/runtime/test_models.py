@@ -68,7 +68,7 @@ def test_state_of_interfaces_goes_with_the_weights_and_is_adopted(tmp_path):
 
 
 def test_averaged_weights_come_with_the_state_of_interfaces(tmp_path):
-    actor = TransformersModel(str(save_tiny(tmp_path / "m")), optimizer=OptimizerSpec(), ema_decay=0.5)
+    actor = TransformersModel(str(save_tiny(tmp_path / "m")), optimizer=OptimizerSpec(ema_decay=0.5))
     both = shared(tmp_path, "", models={"actor": actor, "ref": SharedModel("actor")})
     models = load_models(both)
     both.interfaces["ref"].kept = 0.25
@@ -166,7 +166,7 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
         (
             "causal",
             PPOActorInterface(value=ValueObjective(coef=0.1)),
-            r"PPOActorInterface.* needs values of models\.x, .* set models\.x\.value_head, beside head=causal$",
+            r"PPOActorInterface.* needs values of models\.x, .* set models\.x\.head\.value_head, with head=causal$",
         ),
         ("score", ReferenceInterface(), "needs logprobs of models.x, which gives scores and values: .*head=causal"),
     ],

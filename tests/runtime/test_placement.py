@@ -11,7 +11,7 @@ from realign.engines.shared import Share
 from realign.interfaces import grpo, ppo
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import CriticPlace, ReferenceInterface
-from realign.runtime import Experiment, RolloutSpec, RuntimeSpec
+from realign.runtime import Async, Experiment, Ray
 from realign.runtime.placement import Group, plan_groups
 from realign.runtime.readiness import check_ready
 from tests.runtime.test_local import BigramModel, CountToken, Prompts
@@ -30,7 +30,7 @@ def experiment(tmp_path: Path, placement: Any = None, **changes: Any) -> Experim
         "models": {role: BigramModel() for role in ("actor", "ref", "critic")},
         "data": Prompts(),
         "output_dir": tmp_path,
-        "runtime": RuntimeSpec(kind="ray", placement={} if placement is None else placement),
+        "runtime": Ray(placement={} if placement is None else placement),
     }
     return Experiment(**settings | changes)
 
@@ -65,7 +65,7 @@ def test_without_a_trained_role_the_first_one_hosts_the_others(tmp_path):
 
 
 def test_rollout_workers_are_a_group_of_their_own(tmp_path):
-    ahead = RolloutSpec(mode="async")
+    ahead = Async()
     groups = plan_groups(experiment(tmp_path, {"rollout": {"devices": 2}}, rollout=ahead))
     assert groups[-1] == Group(("rollout",), 2)
     assert plan_groups(experiment(tmp_path, "colocated", rollout=ahead))[1:] == (Group(("rollout",)),)
@@ -81,7 +81,6 @@ def test_a_role_that_shares_a_model_is_not_placed(tmp_path):
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ("together", "runtime.placement must be colocated, separate or a mapping of roles, found 'together'"),
         ({"actr": {}}, "no role 'actr' has a model of its own; did you mean 'actor'"),
         ({"reward": {}}, "no role 'reward' has a model of its own"),
         ({"actor": 2}, r"runtime.placement.actor must be a mapping such as \{devices: 2\}"),
@@ -105,7 +104,7 @@ def test_a_mistake_is_named_before_anything_is_started(tmp_path, placement, mess
 
 
 def test_mistakes_about_rollout_workers(tmp_path):
-    ahead = RolloutSpec(mode="async")
+    ahead = Async()
     with pytest.raises(ValueError, match=r"placement\.rollout\.offload: rollout workers have processes of their own"):
         plan_groups(experiment(tmp_path, {"rollout": {"offload": True}}, rollout=ahead))
     models = {role: BigramModel() for role in ("actor", "ref", "critic", "rollout")}

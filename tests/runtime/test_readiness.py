@@ -11,16 +11,15 @@ import pytest
 
 from realign.api import RPC, GenerationConfig, MicroBatchSpec
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
-from realign.engines import OptimizerSpec, Schedule, SharedModel, TransformersModel
+from realign.engines import Causal, OptimizerSpec, Schedule, SharedModel, TransformersModel, Value, ValueHead
 from realign.interfaces import decoupled_ppo, sft
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, ValueObjective, dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
-from realign.runtime import Evaluation, LocalRuntime, RolloutSpec
+from realign.runtime import Async, Evaluation, LocalRuntime
 from realign.runtime.readiness import _check_rollout, check_ready, open_interfaces, used_interfaces, writable
-from realign.runtime.rollout import RolloutMode
 from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
 from tests.tiny import save_tiny
 
@@ -97,13 +96,13 @@ def test_an_interface_that_cannot_open_is_named_and_everything_is_closed(tmp_pat
         (
             dataflow(critic="shared"),
             {"critic": PPOCriticInterface(), "actor": PPOActorInterface(GENERATION, value=ValueObjective())},
-            {"critic": TransformersModel("m", head="value")},
+            {"critic": TransformersModel("m", head=Value())},
             r"models\.critic\.path='m' is a model that nothing trains",
         ),
     ],
 )
 def test_roles_that_must_share_weights_do_and_a_reference_does_not(tmp_path, graph, interfaces, models, message):
-    actor = TransformersModel("m", optimizer=TRAINED, value_head=None if "critic" not in models else {})
+    actor = TransformersModel("m", optimizer=TRAINED, head=Causal(ValueHead() if "critic" in models else None))
     parts = {"actor": PPOActorInterface(GENERATION), "reward": CountToken()} | interfaces
     made = experiment(tmp_path, graph=graph, interfaces=parts, models={"actor": actor, **models}, evaluation=None)
     with pytest.raises(ValueError, match=message):
@@ -140,7 +139,7 @@ def test_a_response_alone_may_not_fill_the_budget(tmp_path):
     check_ready(experiment(tmp_path, models={"actor": BigramModel()}, microbatch=MicroBatchSpec(None)))
 
 
-AHEAD = RolloutSpec(mode=RolloutMode.async_, max_staleness=2)
+AHEAD = Async(max_staleness=2)
 
 
 def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
@@ -172,7 +171,7 @@ def test_an_objective_that_is_not_made_for_old_samples_is_told(tmp_path, graph, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_ready(made)
-        check_ready(replace(made, rollout=RolloutSpec(mode=RolloutMode.async_, max_staleness=0)))
+        check_ready(replace(made, rollout=Async(max_staleness=0)))
     told = [str(w.message) for w in caught]
     assert len(told) == (text is not None)
     assert text is None or re.search(rf"max_staleness=2.*{text}.*DecoupledPPOActorInterface", told[0])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from realign.runtime import CheckpointSpec, Experiment, RuntimeSpec
+from realign.runtime import CheckpointSpec, Experiment, Ray
 from realign.runtime.backend import WorkerLost
 from realign.runtime.recovery import Attempts
 from tests.runtime.test_local import experiment
@@ -13,7 +13,7 @@ LOST = WorkerLost("RPC 'actor_gen', actor: generate: the worker has died")
 
 
 def on_ray(tmp_path, **changes) -> Experiment:
-    settings = {"runtime": RuntimeSpec("ray", max_recoveries=1), "checkpoint": CheckpointSpec(every_steps=1)}
+    settings = {"runtime": Ray(max_recoveries=1), "checkpoint": CheckpointSpec(every_steps=1)}
     return experiment(tmp_path, **settings | changes)
 
 
@@ -47,7 +47,7 @@ def test_what_an_earlier_run_left_is_not_gone_on_with(tmp_path):
 
 def test_until_it_has_a_checkpoint_of_its_own_it_resumes_as_it_was_told_to(tmp_path):
     how = {"resume": "auto", "resume_skip": ["optimizer"], "resume_allow": ["models"]}
-    e = on_ray(tmp_path, runtime=RuntimeSpec("ray", max_recoveries=3), **how)
+    e = on_ray(tmp_path, runtime=Ray(max_recoveries=3), **how)
     checkpointed(e, 10)
     checkpointed(e, 30)
     attempts = Attempts(e)
@@ -67,7 +67,7 @@ def test_until_it_has_a_checkpoint_of_its_own_it_resumes_as_it_was_told_to(tmp_p
     assert (now.resume, now.resume_skip, now.resume_allow) == ("auto", [], [])
 
 
-@pytest.mark.parametrize("changes", [{"checkpoint": None}, {"runtime": RuntimeSpec("ray", max_recoveries=0)}])
+@pytest.mark.parametrize("changes", [{"checkpoint": None}, {"runtime": Ray(max_recoveries=0)}])
 def test_a_run_that_cannot_go_on_says_why(tmp_path, changes):
     why = "checkpoint=null" if "checkpoint" in changes else "gone on 0 times"
     with pytest.raises(WorkerLost, match=f"has died; the run .*{why}"):

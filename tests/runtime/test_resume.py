@@ -19,8 +19,7 @@ from rich.console import Console
 
 from realign import cli
 from realign.config import build_experiment, compose
-from realign.engines import SharedModel, TransformersModel
-from realign.engines.lora import LoRA
+from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.engines.shared import Share
 from realign.errors import CheckpointError
@@ -394,7 +393,7 @@ def test_trap_b7_the_reference_is_loaded_from_its_path_and_must_be_what_it_was(t
         preflight(with_reference(tmp_path, tmp_path, steps=3, resume="auto"), Console(quiet=True))
 
 
-@pytest.mark.parametrize("partly", [{"trained_layers": 1}, {"lora": LoRA(rank=2)}], ids=["top layer", "adapters"])
+@pytest.mark.parametrize("partly", [{"trains": TopLayers(1)}, {"trains": Lora(rank=2)}], ids=["top layer", "adapters"])
 def test_weights_that_do_not_train_are_in_no_checkpoint_and_must_be_what_they_were(tmp_path, partly):
     def changed(**changes):
         made = with_reference(tmp_path, tmp_path, **changes)

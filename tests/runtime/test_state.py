@@ -17,11 +17,9 @@ from safetensors.torch import load_file
 
 from realign.api import GenerationConfig, ModelInterface, Sync
 from realign.data import LabelKind, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
-from realign.engines import SharedModel, TransformersModel
-from realign.engines.lora import LoRA
+from realign.engines import Causal, HeadInit, Lora, Score, SharedModel, TopLayers, TransformersModel, Value, ValueHead
 from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit
 from realign.engines.shared import Share
-from realign.engines.value_head import ValueHead
 from realign.functional import KLEstimator
 from realign.interfaces import dpo, grpo, ppo, raft, reward_model, rft, sft
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueObjective, ValueScale
@@ -93,9 +91,9 @@ def save_files(folder: Path) -> Path:
     return folder
 
 
-def trained(files: Path, name: str = "llama", **settings: Any) -> TransformersModel:
+def trained(files: Path, name: str = "llama", ema_decay: float | None = None, **settings: Any) -> TransformersModel:
     schedule = Schedule(ScheduleKind.cosine, warmup=1, total=9, min_ratio=0.1, unit=ScheduleUnit.train_step)
-    optimizer = OptimizerSpec(lr=1e-2, weight_decay=0.1, schedule=schedule)
+    optimizer = OptimizerSpec(lr=1e-2, weight_decay=0.1, schedule=schedule, ema_decay=ema_decay)
     return TransformersModel(str(files / name), optimizer=optimizer, **settings)
 
 
@@ -152,7 +150,7 @@ def of_ppo(files: Path) -> dict[str, Any]:
         "interfaces": {"actor": actor, "critic": critic, "ref": ReferenceInterface(), "reward": Wandering()},
         "models": {
             "actor": trained(files, ema_decay=0.9, dropout=True),
-            "critic": trained(files, "score", head="value", head_init="normal"),
+            "critic": trained(files, "score", head=Value(HeadInit.normal)),
             "ref": TransformersModel(str(files / "llama")),
         },
         "data": WithPretraining(prompts(files), TextData(str(files / "texts.jsonl"), block_tokens=9)),
@@ -177,7 +175,7 @@ def of_ppo_in_one_model(files: Path) -> dict[str, Any]:
             "reward": Wandering(),
         },
         "models": {
-            "actor": trained(files, trained_layers=1, value_head=ValueHead(layers=1, hidden="mlp")),
+            "actor": trained(files, trains=TopLayers(1), head=Causal(ValueHead(layers=1, hidden="mlp"))),
             "critic": SharedModel("actor"),
             "ref": SharedModel("actor", Share.reference),
         },
@@ -190,7 +188,7 @@ def of_lora(files: Path) -> dict[str, Any]:
         "graph": grpo.dataflow(kl=True),
         "interfaces": {"actor": actor, "ref": ReferenceInterface(), "reward": Wandering()},
         "models": {
-            "actor": trained(files, lora=LoRA(rank=2, dropout=0.1), dropout=True, ema_decay=0.5),
+            "actor": trained(files, trains=Lora(rank=2, dropout=0.1), dropout=True, ema_decay=0.5),
             "ref": SharedModel("actor", Share.reference),
         },
     }
@@ -232,7 +230,7 @@ def of_a_reward_model(files: Path) -> dict[str, Any]:
         "graph": reward_model.dataflow(),
         "interfaces": {"reward": reward_model.RewardModelInterface()},
         "models": {
-            "reward": trained(files, "score", head="score"),
+            "reward": trained(files, "score", head=Score()),
             "policy": TransformersModel(str(files / "llama")),
         },
         "data": PreferenceData(str(files / "rows.jsonl"), chosen_column="response"),

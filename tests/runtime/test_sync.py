@@ -16,9 +16,8 @@ from realign.derived import derived_rows
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
-from realign.runtime import Experiment, LocalRuntime, RolloutSpec, run
+from realign.runtime import Async, Experiment, LocalRuntime, run
 from realign.runtime.checkpoints import list_checkpoints
-from realign.runtime.rollout import RolloutMode
 from realign.testing import BigramEngine
 from tests.runtime.test_local import GENERATION, CountToken, experiment
 from tests.tiny import save_tiny
@@ -142,7 +141,7 @@ def test_calls_that_are_made_ahead_of_the_step_take_no_weights(folder, tmp_path)
             {"ref": Sync("actor")},
             graph=replace(graph, rpcs=rpcs),
             interfaces={"actor": GRPOActorInterface(), "ref": GRPOActorInterface(), "reward": CountToken()},
-            rollout=RolloutSpec(RolloutMode.async_),
+            rollout=Async(),
         )
 
 

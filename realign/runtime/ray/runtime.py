@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.runtime.ahead import MOST_CALLS, PolicyCopy, sampled_roles
-from realign.runtime.backend import WorkerLost
+from realign.runtime.backend import Ray, WorkerLost
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
@@ -26,7 +26,7 @@ from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.hops import counted_hops
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.worker import Setup
-from realign.runtime.rollout import OnUpdate, RolloutMode
+from realign.runtime.rollout import Async
 
 
 class RayRuntime(LocalRuntime):
@@ -35,8 +35,14 @@ class RayRuntime(LocalRuntime):
     To be used inside of `cluster.connected`.
     """
 
-    def __init__(self, experiment: Experiment) -> None:
-        """Start the workers, and load models and data."""
+    def __init__(self, experiment: Experiment, spec: Ray) -> None:
+        """Start the workers, and load models and data.
+
+        Args:
+            experiment: the run.
+            spec: its `runtime`.
+        """
+        self._spec = spec
         self._workers = ExitStack()
         self._threads = ThreadPoolExecutor(len(experiment.graph.rpcs), thread_name_prefix="rpc")
         self._waits: dict[str, float] = {}
@@ -49,7 +55,8 @@ class RayRuntime(LocalRuntime):
     def _load_own(self, specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
         """Start a group for the roles that share processes, and have it load them; all groups at the same time."""
         ahead = sampled_roles(self.experiment)
-        copied = {role: specs[role] for role in ahead} if self.experiment.rollout.mode is RolloutMode.async_ else {}
+        rollout = self.experiment.rollout
+        copied = {role: specs[role] for role in ahead} if isinstance(rollout, Async) else {}
         groups: list[WorkerGroup] = []
         for group in plan_groups(self.experiment):
             if group.name != ROLLOUT:
@@ -60,9 +67,8 @@ class RayRuntime(LocalRuntime):
         list(self._threads.map(WorkerGroup.ready, groups))
 
         def load(group: WorkerGroup) -> list[Model]:
-            if group is self._rollout:
-                recompute = self.experiment.rollout.on_update is OnUpdate.recompute
-                group.load_copies(copied, seed, recompute=recompute)
+            if group is self._rollout and isinstance(rollout, Async):
+                group.load_copies(copied, seed, recompute=rollout.recompute)
                 return []
             loaded = group.load({role: specs[role] for role in group.group.roles}, seed)
             return [_model(role, group, ranks, seed) for role, ranks in loaded.items()]
@@ -70,19 +76,18 @@ class RayRuntime(LocalRuntime):
         models = {model.name: model for loaded in self._threads.map(load, groups) for model in loaded}
         return {role: models[role] for role in specs}
 
-    def _policy_copies(self) -> dict[str, PolicyCopy]:
+    def _policy_copies(self, rollout: Async) -> dict[str, PolicyCopy]:
         assert self._rollout is not None or not sampled_roles(self.experiment)
         return {role: RemoteCopy(role, self._rollout) for role in sampled_roles(self.experiment) if self._rollout}
 
     def _started(self, group: Group, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
         """Processes for the models of `specs`, which are on their way."""
-        spec = self.experiment.runtime
         gpu = _wants_gpu(list(specs.values()))
-        room = reserve(group, spec.placement_timeout_s, gpu=gpu)
+        room = reserve(group, self._spec.placement_timeout_s, gpu=gpu)
         self._workers.callback(remove_placement_group, room)
         threads = torch.get_num_threads() if callers > 1 else max(1, torch.get_num_threads() // group.devices)
         setup = Setup(os.getcwd(), tuple(sys.path), threads, seed, callers)
-        workers = WorkerGroup(group, spec, room, setup, gpu=gpu)
+        workers = WorkerGroup(group, self._spec, room, setup, gpu=gpu)
         self._workers.callback(workers.kill)
         return workers
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, stat_values
-from realign.engines import TransformersModel
+from realign.engines import TopLayers, TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.runtime.loss_evaluation import LOSS_SUM
 from realign.runtime.ray import host as host_module
@@ -26,7 +26,7 @@ def scored(output, mb):
 @pytest.fixture
 def specs(files):
     path = str(files / "llama")
-    return {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-2), trained_layers=1)}
+    return {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-2), trains=TopLayers(1))}
 
 
 def test_two_halves_are_one_step(specs):

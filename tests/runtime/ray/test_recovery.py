@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.runtime import CheckpointSpec, RuntimeSpec, run
+from realign.runtime import CheckpointSpec, Ray, run
 from realign.runtime.ray.groups import WorkerGroup
 from tests.runtime.ray.test_runtime import state
 from tests.runtime.test_state import assert_same_tree, experiment, start_anywhere, started, untimed
@@ -58,7 +58,7 @@ def test_a_run_whose_workers_are_killed_ends_with_the_same_bits(files, tmp_path,
     start_anywhere()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        runtime = RuntimeSpec("ray", max_recoveries=4)
+        runtime = Ray(max_recoveries=4)
         result = run(experiment(files, tmp_path / "killed", SYNCED, runtime=runtime, checkpoint=OFTEN))
     assert killing.left == []
     told = [re.sub(r".*; the run ", "", str(w.message)) for w in caught if "recovery" in str(w.message)]

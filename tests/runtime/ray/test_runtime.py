@@ -17,7 +17,7 @@ import torch
 from realign.api import MicroBatchSpec, Sum, stat_values
 from realign.engines import TransformersModel
 from realign.engines.optim import OptimizerSpec
-from realign.runtime import RolloutSpec, RuntimeSpec
+from realign.runtime import Async, Local, Ray
 from realign.runtime.backend import WorkerHangs, open_runtime
 from realign.runtime.checkpoints import list_checkpoints
 from realign.runtime.loss_evaluation import ForwardOnly
@@ -47,8 +47,8 @@ def state(out: Path) -> Any:
 
 def test_a_run_is_that_of_one_process_bit_for_bit(files, tmp_path):
     """PPO with a critic in a process of its own, a reference beside the actor, and everything that keeps a state."""
-    for kind in ("local", "ray"):
-        started(files, tmp_path / kind, "ppo", runtime=RuntimeSpec(kind), steps=3)
+    for kind, runtime in (("local", Local()), ("ray", Ray())):
+        started(files, tmp_path / kind, "ppo", runtime=runtime, steps=3)
     assert_same_tree(state(tmp_path / "ray"), state(tmp_path / "local"))
     ours, theirs = (untimed(tmp_path / kind / "metrics.jsonl") for kind in ("ray", "local"))
     assert ours == theirs
@@ -72,8 +72,7 @@ def weight(data):
 def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(files, tmp_path):
     """Group statistics and KL of whole batches, a reference in the same processes, weights out and in."""
     made = {}
-    for kind in ("local", "ray"):
-        runtime = RuntimeSpec(kind, placement={"actor": {"devices": 2}} if kind == "ray" else {})
+    for kind, runtime in (("local", Local()), ("ray", Ray(placement={"actor": {"devices": 2}}))):
         path = str(files / "llama")
         models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3)), "ref": TransformersModel(path)}
         e = experiment(files, tmp_path / kind, "grpo", evaluation=None, models=models, runtime=runtime)
@@ -121,7 +120,7 @@ def group(cluster, files):
     """One process, in the folder `files`, with a bigram model as `actor`."""
     room = reserve(Group(("actor",)), 60, gpu=False)
     setup = Setup(str(files), (), threads=1, seed=0)
-    made = WorkerGroup(Group(("actor",)), RuntimeSpec("ray"), room, setup, gpu=False)
+    made = WorkerGroup(Group(("actor",)), Ray(), room, setup, gpu=False)
     made.ready()
     made.load({"actor": BigramModel()}, 0)
     yield made
@@ -161,7 +160,7 @@ def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
 
 
 def test_a_cluster_without_room_is_told_what_was_asked(files, tmp_path):
-    runtime = RuntimeSpec("ray", placement={"actor": {"devices": 500}}, placement_timeout_s=1)
+    runtime = Ray(placement={"actor": {"devices": 500}}, placement_timeout_s=1)
     e = experiment(files, tmp_path, "raft", runtime=runtime)
     message = r"actor: no room for actor on 500 devices within 1 s .* it needs 500 CPU, and the cluster has \d+ CPU"
     with pytest.raises(ValueError, match=message):
@@ -182,7 +181,7 @@ def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, 
     original = RayRuntime._call
     monkeypatch.setattr(RayRuntime, "_call", call)
     monkeypatch.setattr(RayRuntime, "_load_own", lambda self, specs, seed: load_own(specs, seed))
-    e = experiment(files, tmp_path, "grpo", evaluation=None, runtime=RuntimeSpec("ray"))
+    e = experiment(files, tmp_path, "grpo", evaluation=None, runtime=Ray())
     with closing(open_runtime(e)) as opened:
         _, batch = opened.step(1)
     assert {"reward_inf", "ref_inf"} < set(made)
@@ -191,9 +190,9 @@ def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, 
 
 
 def test_sampling_ahead_on_its_own_workers_with_no_staleness_is_the_same_bit_for_bit(files, tmp_path):
-    for kind in ("local", "ray"):
-        ahead = {"rollout": RolloutSpec("async", max_staleness=0)} if kind == "ray" else {}
-        started(files, tmp_path / kind, "raft", runtime=RuntimeSpec(kind), steps=2, **ahead)
+    ahead = {"runtime": Ray(), "rollout": Async(max_staleness=0)}
+    for kind, settings in (("local", {}), ("ray", ahead)):
+        started(files, tmp_path / kind, "raft", steps=2, **settings)
     ours, theirs = (state(tmp_path / kind)["models"]["actor"]["engine"] for kind in ("ray", "local"))
     assert_same_tree(ours | {"fused": True}, theirs)  # the model that trains has not sampled
     values = untimed(tmp_path / "ray" / "metrics.jsonl")[-1]

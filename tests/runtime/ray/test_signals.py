@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
-from realign.runtime import CheckpointSpec, RuntimeSpec, run
+from realign.runtime import CheckpointSpec, Ray, run
 from realign.telling import guarded
 from tests.runtime.test_state import experiment, save_files
 
 torch.set_num_threads(1)
 files = Path(sys.argv[1])
-settings = {"steps": 10_000, "checkpoint": CheckpointSpec(), "runtime": RuntimeSpec("ray")}
+settings = {"steps": 10_000, "checkpoint": CheckpointSpec(), "runtime": Ray()}
 made = experiment(save_files(files), files / "out", "raft", **settings)
 sys.exit(guarded(lambda: run(made) and None, debug=False))
 """
