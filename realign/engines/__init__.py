@@ -9,6 +9,7 @@ Transformers itself is imported when a model is loaded.
 """
 
 from realign.engines.heads import Head, HeadInit
+from realign.engines.in_process import InProcessSampling
 from realign.engines.kernels import Backend
 from realign.engines.loading import DType, TransformersModel
 from realign.engines.lora import LoRA
@@ -22,6 +23,7 @@ __all__ = [
     "DType",
     "Head",
     "HeadInit",
+    "InProcessSampling",
     "LoRA",
     "OptimizerSpec",
     "Schedule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from realign.api.model import Model, derive_seed
+from realign.api.sampler import Sampler, SamplerSpec
 from realign.engines.branches import check_layers, read_stack, train_top
 from realign.engines.cores import ParallelPasses
 from realign.engines.folders import check_path, read_states, warn_if_misread
 from realign.engines.heads import Head, HeadInit, head_mapping, init_head, read_head
+from realign.engines.in_process import InProcessSampling
 from realign.engines.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
 from realign.engines.kernels import Backend
 from realign.engines.layout import SharedPrompts
@@ -72,6 +74,7 @@ class TransformersModel:
         parallel_passes: auto | off; auto computes micro-batches side by side on a CPU, in as many threads as torch has,
             and divides the token budget among them. The results are the same. Without dropout.
         sharding: how several processes (torchrun) divide the model; without effect in one.
+        sampler: what samples responses: this model in its own process (`InProcessSampling`), or an external sampler.
     """
 
     path: str
@@ -95,6 +98,7 @@ class TransformersModel:
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
     sharding: Sharding = field(default_factory=Sharding)
+    sampler: SamplerSpec = field(default_factory=InProcessSampling)
 
     def __post_init__(self) -> None:
         self.head, self.dtype, self.attention = Head(self.head), DType(self.dtype), Backend(self.attention)
@@ -108,6 +112,7 @@ class TransformersModel:
             if getattr(self, name) is not None and self.optimizer is None:
                 raise ValueError(f"{name} has no effect on a model without optimizer; set optimizer.lr")
         self._check_lora()
+        self._check_sampler()
         if self.trained_layers is not None and self.trained_layers < 1:
             raise ValueError(f"trained_layers must be at least 1, or null, found {self.trained_layers}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -118,6 +123,10 @@ class TransformersModel:
             raise ValueError(f"vocabulary must be at least 1, or null, found {self.vocabulary}")
         if self.max_nonfinite_in_a_row < 1:
             raise ValueError(f"max_nonfinite_in_a_row must be at least 1, found {self.max_nonfinite_in_a_row}")
+
+    def _check_sampler(self) -> None:
+        if self.head is not Head.causal and self.sampler != InProcessSampling():
+            raise ValueError(f"sampler belongs to head=causal, but head is {self.head.value}")
 
     def _check_lora(self) -> None:
         if self.lora is None:
@@ -143,6 +152,7 @@ class TransformersModel:
             ValueError: names the key: of a path, a device, a package that is missing, or the wrong head.
         """
         what = f"models.{name}"
+        self.sampler.check(f"{what}.sampler")
         if self.lora is not None:
             require_peft(f"{what}.lora")
         if self.attention is Backend.flash and find_spec("flash_attn") is None:
@@ -214,9 +224,17 @@ class TransformersModel:
             shared_prompts=self.shared_prompts,
             fused_rollout=self.fused_rollout,
             parallel_passes=self.parallel_passes,
+            max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
+
+    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
+        """See `realign.api.sampler.SamplesInBackground`: a copy of the model, without an average of its weights."""
+        from realign.engines.streaming import StreamingEngine
+
+        copy = replace(self, ema_decay=None)
+        return StreamingEngine(name, copy.load(name, seed=seed).machine, recompute=recompute)
 
     def _read_module(self, name: str, seed: int) -> Any:
         from transformers import (
