@@ -80,7 +80,7 @@ LEVERS = {
         "one core for small products", "rollout", patches=partial(patch.object, trunk, "SMALL_PRODUCT", 0)
     ),
     "group_prefill": Lever("prompt of a group read once", "rollout", repeated_prompts=True),
-    "slots": Lever("as many slots as fit, not 16", "rollout", generation={"max_slots": 16}),
+    "slots": Lever("as many slots as fit, not 16", "rollout", engine={"max_slots": 16}),
     "shared_prompts": Lever(
         "prompt of a group computed once", "training", engine={"shared_prompts": SharedPrompts.off}
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from realign.api import (
     MicroBatchSpec,
     Model,
     ModelInterface,
+    Request,
     SequenceSample,
     Stats,
     Sum,
@@ -31,6 +32,7 @@ from realign.api import (
     stat_values,
 )
 from realign.api.model import LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.sampler import requests_of
 from realign.functional import last_true, previous
 
 
@@ -153,7 +155,6 @@ class BigramEngine:
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Sample `max_new_tokens` tokens for each response; token 0 ends one unless `fixed_length`."""
-        generator = torch.Generator().manual_seed(seed)
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
         ids, given, logps, cut = (
             list[list[Tensor]](),
@@ -161,8 +162,9 @@ class BigramEngine:
             list[list[Tensor]](),
             list[list[list[bool]]](),
         )
-        for prompt in data.sequences("prompt_ids"):
-            group = [self._respond(prompt, logp_VV, config, generator) for _ in range(config.n)]
+        for request in requests_of(data, replace(config, n=1), seed):
+            prompt, each = request.prompt_ids, (replace(request, response_index=j) for j in range(config.n))
+            group = [self._respond(one, logp_VV) for one in each]
             ids.append([torch.cat([prompt, tokens]) for tokens, _ in group])
             given.append([torch.arange(len(prompt) + len(tokens)) < len(prompt) for tokens, _ in group])
             logps.append([torch.cat([torch.zeros(len(prompt)), x]) for _, x in group])
@@ -170,10 +172,9 @@ class BigramEngine:
         sample = SequenceSample.from_sequences(data.ids, {"input_ids": ids, "prompt_mask": given, "logprobs": logps})
         return sample.with_tokens(loss_mask=~sample["prompt_mask"]).with_sequences(truncated=cut)
 
-    def _respond(
-        self, prompt: Tensor, logp_VV: Tensor, config: GenerationConfig, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        tokens, logps, token = list[int](), list[float](), int(prompt[-1])
+    def _respond(self, request: Request, logp_VV: Tensor) -> tuple[Tensor, Tensor]:
+        config, generator = request.config, torch.Generator().manual_seed(request.response_seed)
+        tokens, logps, token = list[int](), list[float](), int(request.prompt_ids[-1])
         while len(tokens) < config.max_new_tokens:
             row_V = logp_VV[token]
             token = int(row_V.argmax() if config.greedy else torch.multinomial(row_V.exp(), 1, generator=generator))

@@ -5,16 +5,13 @@ Imports torch, numpy and `realign.functional`; everything else in realign is wri
 
 from realign.api.data import SequenceSample, part_sizes
 from realign.api.dataflow import RPC, DataflowGraph, Sync
+from realign.api.generation import GenerationConfig
+from realign.api.in_process_sampler import InProcessSampler
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
-from realign.api.model import (
-    GenerationConfig,
-    Model,
-    ModelInterface,
-    ModelOutput,
-    PipelinableEngine,
-    derive_seed,
-)
+from realign.api.model import Model, ModelInterface, ModelOutput, PipelinableEngine
+from realign.api.sampler import Capabilities, Completion, Handle, Request, Sampler, SamplerSpec, Tokens, WeightSource
+from realign.api.seeds import derive_seed
 from realign.api.stats import (
     Correlation,
     Max,
@@ -34,9 +31,13 @@ from realign.api.stats import (
 
 __all__ = [
     "RPC",
+    "Capabilities",
+    "Completion",
     "Correlation",
     "DataflowGraph",
     "GenerationConfig",
+    "Handle",
+    "InProcessSampler",
     "Lengths",
     "Max",
     "Mean",
@@ -47,12 +48,17 @@ __all__ = [
     "ModelInterface",
     "ModelOutput",
     "PipelinableEngine",
+    "Request",
+    "Sampler",
+    "SamplerSpec",
     "SequenceSample",
     "Stat",
     "Stats",
     "Sum",
     "Sync",
+    "Tokens",
     "Variance",
+    "WeightSource",
     "correlation",
     "derive_seed",
     "masked_max",

@@ -81,9 +81,7 @@ class InProcessSampler:
     keeps no KV cache between two calls, so `sleep` has nothing to free.
     """
 
-    def __init__(
-        self, engine: GeneratingEngine, *, version: int = 0, capabilities: Capabilities = IN_PROCESS
-    ) -> None:
+    def __init__(self, engine: GeneratingEngine, *, version: int = 0, capabilities: Capabilities = IN_PROCESS) -> None:
         """Sample with an engine.
 
         Args:
@@ -155,7 +153,8 @@ class InProcessSampler:
         with self._turn:
             with self._guard:
                 self._check_open()
-            if source is not self.engine:
+            own: object = self.engine
+            if source is not own:
                 self.engine.load_weights(source.weights())
             self._version = version
 

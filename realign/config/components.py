@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from realign.config.convert import convert, type_name
@@ -18,6 +19,8 @@ from realign.config.errors import ConfigError, one_line, suggest
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 
 TARGET = "_target_"
+MOVED: Mapping[str, str] = MappingProxyType({"generation.max_slots": "models.ROLE.sampler.max_slots"})
+"""Keys that have moved, by their last two names, and where to."""
 T = TypeVar("T")
 
 
@@ -140,6 +143,8 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     for name in raw:
         if name not in known:
+            if (now := MOVED.get(f"{where.rpartition('.')[2]}.{name}")) is not None:
+                raise ConfigError(f"unknown key '{prefix}{name}': it is now {now}")
             raise ConfigError(f"unknown key '{prefix}{name}'{suggest(str(name), known)}")
     values = {}
     for p in parameters:

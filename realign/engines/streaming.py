@@ -1,8 +1,9 @@
 """`StreamingEngine`: one decoding loop for the responses of many callers, whose weights change while it runs.
 
-The in-process sampler of asynchronous rollouts. Callers wait in threads of their own, or hold handles; a thread of the
-engine decodes the sequences of all of them together. New weights take effect between two decode steps: what is being sampled goes on under them (interruptible
-generation, arXiv:2505.24298), and every token carries the version that sampled it.
+The in-process sampler of asynchronous rollouts. Callers wait in their own threads, or hold handles; one thread of the
+engine decodes the sequences of all of them together. New weights take effect between two decode steps: responses that
+are being sampled continue under them (interruptible generation, arXiv:2505.24298), and every token carries the version
+that sampled it.
 
 Shapes: S sequences, N tokens of the longest response, T packed tokens.
 """
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from realign.api.data import SequenceSample
-from realign.api.microbatch import MicroBatchSpec
 from realign.api.in_process_sampler import IN_PROCESS
+from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import GenerationConfig, PipelinableEngine, PostHook
 from realign.api.sampler import PROMPTS, Capabilities, Completion, Request, Tokens, WeightSource
 from realign.engines.decoding import Responses
@@ -142,7 +143,9 @@ class StreamingEngine(SharedEngine):
     """Samples from an engine of its own for callers in many threads.
 
     Implements `realign.api.Sampler` and `realign.api.PipelinableEngine`. All methods are safe to call from any thread:
-    one thread of its own decodes, and does between two decode steps what other threads ask for. A call that comes when nothing else is being sampled gives what the engine's own `generate` gives, bit by bit.
+    one thread of its own decodes, and does between two decode steps what other threads ask for.
+
+    A call that comes when nothing else is being sampled gives what the engine's own `generate` gives, bit by bit.
     Beside other calls its log-probs may differ from those by rounding, and its tokens where that decides.
 
     Args:
@@ -273,7 +276,10 @@ class StreamingEngine(SharedEngine):
 
         if call.result.done():
             return False
-        return self._between_steps(drop)
+        try:
+            return self._between_steps(drop)
+        except RuntimeError:  # the loop has ended, and with it the call
+            return False
 
     def _running_of(self, call: _Call) -> _Running | None:
         return next((r for r in self._running if call in r.calls.values()), None)

@@ -22,11 +22,12 @@ from realign.api import (
     derive_seed,
     stat_values,
 )
+from realign.api.sampler import Sampler
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.engines.ranks import current
 from realign.interfaces.reward_model import RewardModelInterface
-from realign.runtime.ahead import PolicyCopy, RolloutAhead, policy_copy, sampled_roles
+from realign.runtime.ahead import RolloutAhead, background_sampler, sampled_roles
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Experiment
@@ -86,6 +87,7 @@ class LocalRuntime:
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
         self.held_out: Dataset | None = None
         self.counters = Counters()
+        self.models: dict[str, Model] = {}
         self.ahead: RolloutAhead | None = None
         """Samples and judges for the next steps, with rollout=async."""
         self.watch = Watch()
@@ -105,7 +107,9 @@ class LocalRuntime:
             check_positions(self.dataset, length, self.models, readers, "data", setting=setting)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             if experiment.rollout.mode is RolloutMode.async_:
-                self.ahead = RolloutAhead(experiment, self.models, self.prompts, self._make, self._policy_copies())
+                self.ahead = RolloutAhead(
+                    experiment, self.models, self.prompts, self._make, self._background_samplers()
+                )
             if (calibration := experiment.calibration) is not None:
                 policy = self.models[calibration.policy]
                 self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
@@ -125,9 +129,13 @@ class LocalRuntime:
             self.close()
             raise
 
-    def _policy_copies(self) -> dict[str, PolicyCopy]:
+    def _background_samplers(self) -> dict[str, Sampler]:
         """What samples ahead, for each role whose model is trained meanwhile."""
-        return {role: policy_copy(self.experiment, role) for role in sampled_roles(self.experiment)}
+        return {role: self._background_sampler(role) for role in sampled_roles(self.experiment)}
+
+    def _background_sampler(self, role: str) -> Sampler:
+        """The external sampler of a role, or else a copy of its model."""
+        return self.models[role].external_sampler or background_sampler(self.experiment, role)
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Make a call ahead of its step; from any thread."""
@@ -298,8 +306,15 @@ class LocalRuntime:
                 stack.callback(self.ahead.join)
             for interface in used_interfaces(self.experiment).values():
                 stack.callback(interface.close)
+            for sampler in self._external_samplers():
+                stack.callback(sampler.close)
             if self.ahead is not None:
                 stack.callback(self.ahead.stop)
+
+    def _external_samplers(self) -> list[Sampler]:
+        """Each once, although roles may share one; none if loading failed."""
+        found = [m.external_sampler for m in self.models.values() if m.external_sampler is not None]
+        return list({id(sampler): sampler for sampler in found}.values())
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
         """Before its first update the policy is the sampler: their log-probs must agree.

@@ -33,7 +33,6 @@ from realign.api.model import METHODS, implements
         ({"top_p": 0.0}, r"generation.top_p must be in \(0, 1\], found 0.0"),
         ({"top_p": 1.1}, r"generation.top_p must be in \(0, 1\], found 1.1"),
         ({"top_p": math.nan}, "generation.top_p must be in .* found nan"),
-        ({"max_slots": 0}, "generation.max_slots must be at least 1, or null, found 0"),
         ({"stop_token_ids": [2, -1]}, r"generation.stop_token_ids must be token ids, from 0 on, found \[2, -1\]"),
         ({"stop_strings": ["x", ""]}, "generation.stop_strings holds an empty string"),
     ],
@@ -48,7 +47,7 @@ def test_settings_are_checked_by_name(settings: dict[str, Any], message: str) ->
     [
         {},
         {"temperature": 0.01, "top_p": 1.0, "n": 1, "max_new_tokens": 1, "min_new_tokens": 1, "fixed_length": True},
-        {"stop_token_ids": [], "stop_strings": ["\n"], "max_slots": 1, "temperature": 2.0},
+        {"stop_token_ids": [], "stop_strings": ["\n"], "temperature": 2.0},
         {"stop_token_ids": [0], "fixed_length": True},
     ],
 )
