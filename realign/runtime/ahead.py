@@ -1,7 +1,7 @@
 """`RolloutAhead`: responses are sampled and judged in threads while earlier ones are trained on.
 
 The calls of the graph that lead to `rewards` are made for one prompt at a time (few, where there are very many), each
-in a thread of its own, with a sampler that gets the new weights after each step. So a reward that takes long holds up neither the
+in a thread of its own, with a sampler that gets the new weights after each step. So a slow reward delays neither the
 decoding of other prompts nor the training step. `Staleness` says which prompts begin and which are trained on next.
 
 With `max_staleness=0` a batch begins when its step does, in one call, and what is computed is what a step without a
