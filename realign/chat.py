@@ -47,6 +47,13 @@ class Chat:
         """
         model = self.model.load("chat", seed=self.seed)
         open_sampler(self.model, model)
+        try:
+            self._talk(model, lines, say)
+        finally:
+            if model.external_sampler is not None:
+                model.external_sampler.close()
+
+    def _talk(self, model: Model, lines: Iterable[str], say: Callable[[str], None]) -> None:
         template = self.template or (Template.chat if model.tokenizer.chat_template else Template.plain)
         if template is Template.chat and (self.prefix or self.suffix):
             raise ConfigError("prefix and suffix belong to template=plain, but the template is chat")
