@@ -65,5 +65,5 @@ def test_a_call_goes_to_the_worker_that_has_the_fewest():
 
 
 def test_a_spec_without_a_background_sampler_is_refused_by_name():
-    with pytest.raises(ValueError, match="models.actor: Served has no background_sampler"):
+    with pytest.raises(ValueError, match=r"models.actor: Served has no background_sampler"):
         load_background_sampler("actor", Served(), 0, recompute=True)
