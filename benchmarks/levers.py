@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -45,8 +45,6 @@ class Lever:
     """rollout | training."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the engine without it."""
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the sampler without it."""
     patches: Callable[[], Any] | None = None
     """Gives a context in which the code is without it."""
     repeated_prompts: bool = False
@@ -80,7 +78,7 @@ LEVERS = {
         "one core for small products", "rollout", patches=partial(patch.object, trunk, "SMALL_PRODUCT", 0)
     ),
     "group_prefill": Lever("prompt of a group read once", "rollout", repeated_prompts=True),
-    "slots": Lever("as many slots as fit, not 16", "rollout", generation={"max_slots": 16}),
+    "slots": Lever("as many slots as fit, not 16", "rollout", engine={"max_slots": 16}),
     "shared_prompts": Lever(
         "prompt of a group computed once", "training", engine={"shared_prompts": SharedPrompts.off}
     ),
@@ -107,9 +105,7 @@ def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
     if lever is not None and lever.repeated_prompts:
         given, n = [prompt for prompt in given for _ in range(n)], 1
     data = SequenceSample.from_sequences(range(len(given)), {"prompt_ids": [[prompt] for prompt in given]})
-    config = replace(
-        GenerationConfig(n=n, max_new_tokens=scenario.max_new), **(lever.generation if lever is not None else {})
-    )
+    config = GenerationConfig(n=n, max_new_tokens=scenario.max_new)
     side = SimpleNamespace(lengths=scenario.lengths(1))
 
     def call() -> object:

@@ -15,6 +15,7 @@ from realign.data import Template
 from realign.data.templates import Message, Writer, encode
 from realign.engines import TransformersModel
 from realign.rewards.text import visible
+from realign.runtime.models import open_sampler
 
 
 @dataclass
@@ -45,6 +46,14 @@ class Chat:
             ValueError: the model cannot be loaded, or a setting does not go with the template.
         """
         model = self.model.load("chat", seed=self.seed)
+        open_sampler(self.model, model)
+        try:
+            self._talk(model, lines, say)
+        finally:
+            if model.external_sampler is not None:
+                model.external_sampler.close()
+
+    def _talk(self, model: Model, lines: Iterable[str], say: Callable[[str], None]) -> None:
         template = self.template or (Template.chat if model.tokenizer.chat_template else Template.plain)
         if template is Template.chat and (self.prefix or self.suffix):
             raise ConfigError("prefix and suffix belong to template=plain, but the template is chat")
@@ -59,7 +68,7 @@ class Chat:
             if not ids:
                 continue  # an empty line, and no start token
             prompt = SequenceSample.from_sequences([str(turn)], {"prompt_ids": [[ids]]})
-            out = model.machine.generate(
+            out = model.sampler.generate(
                 prompt, self._fitting(model, len(ids)), seed=derive_seed(self.seed, "chat", turn)
             )
             both = zip(out.sequences("input_ids"), out.sequences("prompt_mask"), strict=True)

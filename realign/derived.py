@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from realign.api import Plan, part_sizes
+from realign.api.sampler import ConfiguresSampler
 from realign.engines.shared import shared_roles
 from realign.runtime import Experiment
 from realign.runtime.contract import unread_inputs
@@ -45,6 +46,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["reward calibration"] = e.calibration.describe()
     if e.runtime.starts_workers:
         rows["worker processes"] = "; ".join(group.describe() for group in plan_groups(e))
+    rows |= _external_rows(e)
     if shared := shared_roles(e.models):
         rows["roles that share a model"] = "; ".join(f"{role}: {what}" for role, what in shared.items())
     if e.graph.sync:
@@ -61,6 +63,21 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     if e.dropped:
         rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
     return list(rows.items())
+
+
+def _external_rows(experiment: Experiment) -> dict[str, str]:
+    """What does not hold for samplers that are not bitwise reproducible; nothing for samplers that are."""
+    found: dict[str, str] = {}
+    for role in experiment.roles:
+        spec = experiment.models.get(role)
+        if isinstance(spec, ConfiguresSampler) and not spec.sampler.capabilities().bitwise:
+            found[role] = type(spec.sampler).__name__
+    if not found:
+        return {}
+    names = ", ".join(f"{name} ({role})" for role, name in found.items())
+    return {
+        "samplers that are not bitwise": f"{names}: micro-batches, ranks, restarts and staleness can change the results"
+    }
 
 
 def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:

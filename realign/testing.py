@@ -1,16 +1,20 @@
-"""A conformance kit for interfaces: an exact engine of a page, random batches, and the invariances as one call.
+"""A conformance kit for interfaces and samplers: an exact engine, random batches, and the contracts as calls.
 
 `check_train_step(MyInterface(...), inputs)` runs your algorithm on a bigram model in float64 and fails when
 micro-batching, the order of prompts or what stands in masked slots can be seen in the weights or the metrics.
+`check_sampler(make, prompts, config, other)` fails when a sampler breaks the contract of `realign.api.Sampler`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,19 +22,26 @@ import torch
 from torch import Tensor
 
 from realign.api import (
+    Capabilities,
+    Completion,
     GenerationConfig,
+    Handle,
     Lengths,
     Mean,
     MicroBatchSpec,
     Model,
     ModelInterface,
+    Request,
+    Sampler,
     SequenceSample,
     Stats,
     Sum,
+    WeightSource,
     merge_stats,
     stat_values,
 )
 from realign.api.model import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.sampler import requests_of, sample_of
 from realign.api.trace import keep_traces, with_responses
 from realign.functional import last_true, previous
 
@@ -154,35 +165,22 @@ class BigramEngine(PipelinableEngine):
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Sample `max_new_tokens` tokens for each response; token 0 ends one unless `fixed_length`."""
-        generator = torch.Generator().manual_seed(seed)
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
-        ids, given, logps, cut = (
-            list[list[Tensor]](),
-            list[list[Tensor]](),
-            list[list[Tensor]](),
-            list[list[list[bool]]](),
-        )
-        for prompt in data.sequences("prompt_ids"):
-            group = [self._respond(prompt, logp_VV, config, generator) for _ in range(config.n)]
-            ids.append([torch.cat([prompt, tokens]) for tokens, _ in group])
-            given.append([torch.arange(len(prompt) + len(tokens)) < len(prompt) for tokens, _ in group])
-            logps.append([torch.cat([torch.zeros(len(prompt)), x]) for _, x in group])
-            cut.append([[not config.fixed_length and int(tokens[-1]) != 0] for tokens, _ in group])
-        sample = SequenceSample.from_sequences(data.ids, {"input_ids": ids, "prompt_mask": given, "logprobs": logps})
-        return sample.with_tokens(loss_mask=~sample["prompt_mask"]).with_sequences(truncated=cut)
+        found = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
+        out = sample_of(data, found, config.n)
+        return out.select(out.keys - {"versions"})
 
-    def _respond(
-        self, prompt: Tensor, logp_VV: Tensor, config: GenerationConfig, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        tokens, logps, token = list[int](), list[float](), int(prompt[-1])
-        while len(tokens) < config.max_new_tokens:
+    def _respond(self, request: Request, logp_VV: Tensor) -> Completion:
+        config, generator = request.config, torch.Generator().manual_seed(request.response_seed)
+        tokens, logps, token, ended = list[int](), list[float](), int(request.prompt_ids[-1]), False
+        while len(tokens) < config.max_new_tokens and not ended:
             row_V = logp_VV[token]
             token = int(row_V.argmax() if config.greedy else torch.multinomial(row_V.exp(), 1, generator=generator))
             tokens.append(token)
             logps.append(float(row_V[token]))
-            if token == 0 and not config.fixed_length:
-                break
-        return torch.tensor(tokens), torch.tensor(logps)
+            ended = token == 0 and not config.fixed_length
+        ids, truncated = torch.tensor(tokens), not ended and not config.fixed_length
+        return Completion(ids, torch.tensor(logps), torch.zeros_like(ids, dtype=torch.int32), truncated)
 
     def reduce(self, x: Tensor) -> Tensor:
         """One process: nothing to sum."""
@@ -352,4 +350,245 @@ def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None
             raise AssertionError(f"{what}: metric {name} is {value!r} or {other!r}")
 
 
-__all__ = ["BigramEngine", "check_train_step", "random_batch", "random_preferences", "train_once"]
+RESULT_S = 300.0
+"""Seconds after which a response that must come counts as missing."""
+PAUSE_S = 0.05
+"""Seconds for which a paused sampler is watched."""
+CALLERS = 16
+"""Threads that call a sampler at the same time."""
+
+
+@dataclass
+class SamplerCase:
+    """A sampler and what it is asked for."""
+
+    sampler: Sampler
+    prompts: SequenceSample
+    config: GenerationConfig
+    other: WeightSource
+    seed: int = 3
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether equal requests must give equal tokens."""
+        return self.sampler.capabilities().bitwise
+
+    def requests(self) -> list[Request]:
+        """Those of a `generate` call."""
+        return requests_of(self.prompts, self.config, self.seed)
+
+    def generate(self) -> SequenceSample:
+        """All responses in one call."""
+        return self.sampler.generate(self.prompts, self.config, seed=self.seed)
+
+    def result(self, handle: Handle) -> Completion:
+        """The response of a handle, which must come."""
+        return handle.result(RESULT_S)
+
+    def same(self, found: Iterable[Completion], generated: SequenceSample, what: str) -> None:
+        """Check that submitted responses are well-formed, and those of `generate` if the sampler is bitwise."""
+        columns = [generated.sequences(key) for key in ("input_ids", "prompt_mask", "logprobs")]
+        for one, ids, given, logprobs in zip(found, *columns, strict=True):
+            count = len(one.ids)
+            _require(len(one.logprobs) == len(one.versions) == count > 0, f"{what}: lengths of one response differ")
+            _require(count <= self.config.max_new_tokens, f"{what}: {count} tokens exceed max_new_tokens")
+            if self.bitwise:
+                _require(one.ids.tolist() == ids[~given].tolist(), f"{what}: submit and generate give other tokens")
+                close = torch.allclose(one.logprobs.float(), logprobs[~given].float(), atol=1e-4)
+                _require(close, f"{what}: submit and generate give other log-probs")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)
+
+
+def _raises(kind: type[BaseException], action: Callable[[], object], what: str) -> None:
+    try:
+        action()
+    except kind:
+        return
+    raise AssertionError(f"{what} must raise {kind.__name__}")
+
+
+def _check_generate(case: SamplerCase) -> None:
+    """Keys, types and alignment of what `generate` returns."""
+    out = case.generate()
+    keys = {"input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated"}
+    _require(out.keys == keys, f"generate returns keys {sorted(out.keys)}, not {sorted(keys)}")
+    _require(out.ids == case.prompts.ids, "generate returns other ids")
+    dtypes = {key: out[key].dtype for key in ("prompt_mask", "loss_mask", "versions", "truncated")}
+    want = dict.fromkeys(dtypes, torch.bool) | {"versions": torch.int32}
+    _require(dtypes == want, f"generate returns dtypes {dtypes}, not {want}")
+    _require(torch.equal(out["loss_mask"], ~out["prompt_mask"]), "loss_mask is not the complement of prompt_mask")
+    _require(bool((out["versions"][out["prompt_mask"]] == -1).all()), "a prompt token has a version other than -1")
+    _require(bool((out["versions"][out["loss_mask"]] == case.sampler.version).all()), "a token has another version")
+    _require(bool((out["logprobs"][out["prompt_mask"]] == 0).all()), "a prompt token has a log-prob other than 0")
+    _require(bool((out["logprobs"] <= 0).all()), "a log-prob is positive or not a number")
+    owners = [prompt for prompt in case.prompts.sequences("prompt_ids") for _ in range(case.config.n)]
+    for prompt, ids, given in zip(owners, out.sequences(), out.sequences("prompt_mask"), strict=True):
+        _require(ids[given].tolist() == prompt.tolist(), "a sequence does not start with its prompt")
+    if case.bitwise:
+        again = case.generate()
+        _require(all(torch.equal(out[key], again[key]) for key in keys), "generate does not repeat itself")
+    nothing = case.sampler.generate(case.prompts.take([]), case.config, seed=case.seed)
+    _require(len(nothing) == 0, "generate of no prompts returns some")
+
+
+def _check_submit(case: SamplerCase) -> None:
+    """`submit` gives what `generate` gives, whatever the order and whatever is sampled at the same time."""
+    generated, requests = case.generate(), case.requests()
+    case.same([case.result(case.sampler.submit(r)) for r in requests], generated, "one request at a time")
+    handles = [case.sampler.submit(r) for r in reversed(requests)]
+    case.same([case.result(h) for h in reversed(handles)], generated, "all requests in reverse order")
+    _require(all(h.done for h in handles), "a handle with a result is not done")
+    for handle in handles:
+        tokens, result = handle.tokens(), case.result(handle)
+        _require(tokens.ids.tolist() == result.ids.tolist(), "tokens and result of a finished response differ")
+
+
+def _check_update(case: SamplerCase) -> None:
+    """New weights change log-probs and versions; responses that were being sampled keep their earlier versions."""
+    before = case.generate()
+    handles = [case.sampler.submit(r) for r in case.requests()]
+    case.sampler.update(case.other, 1)
+    _require(case.sampler.version == 1, "version does not follow update")
+    for handle in handles:
+        versions_N = case.result(handle).versions
+        _require(versions_N.tolist() == sorted(versions_N.tolist()), "versions of a response decrease")
+        _require(set(versions_N.tolist()) <= {0, 1}, "a token has a version that never sampled")
+    after = case.generate()
+    _require(set(after["versions"].tolist()) == {-1, 1}, "tokens after an update have an old version")
+    _require(before["logprobs"].tolist() != after["logprobs"].tolist(), "an update changes no log-prob")
+
+
+def _check_cancel(case: SamplerCase) -> None:
+    """A cancelled response ends, and no other one is affected."""
+    generated, requests = case.generate(), case.requests()
+    case.sampler.pause()  # else the responses could end before they are cancelled
+    handles = [case.sampler.submit(r) for r in requests]
+    cancelled = {0, len(handles) - 1}
+    _require(all(handles[i].cancel() for i in sorted(cancelled)), "an unfinished response cannot be cancelled")
+    case.sampler.resume()
+    for i in sorted(cancelled):
+        _raises(CancelledError, partial(case.result, handles[i]), "result of a cancelled response")
+        _require(handles[i].done and not handles[i].cancel(), "a response is cancelled twice")
+        handles[i].tokens()
+    others = [i for i in range(len(handles)) if i not in cancelled]
+    case.same([case.result(handles[i]) for i in others], generated.take_sequences(others), "beside cancelled ones")
+    _require(not handles[others[0]].cancel(), "a finished response is cancelled")
+    case.result(handles[others[0]])
+
+
+def _check_pause(case: SamplerCase) -> None:
+    """Nothing is sampled in a pause or asleep; requests wait, and weights can be updated."""
+    sampler, request = case.sampler, case.requests()[0]
+    ways = {"paused": (sampler.pause, sampler.resume), "asleep": (sampler.sleep, sampler.wake)}
+    for version, (state, (stop, go)) in enumerate(ways.items(), 1):
+        stop()
+        stop()
+        handle = sampler.submit(request)
+        _raises(TimeoutError, partial(handle.result, PAUSE_S), f"result of a sampler that is {state}")
+        _require(len(handle.tokens().ids) == 0 and not handle.done, f"a sampler that is {state} samples")
+        sampler.update(case.other, version)
+        go()
+        go()
+        _require(set(case.result(handle).versions.tolist()) == {version}, f"an update while {state} has no effect")
+    sampler.pause()
+    sampler.sleep()
+    handle = sampler.submit(request)
+    sampler.wake()
+    _raises(TimeoutError, lambda: handle.result(PAUSE_S), "result of a sampler that is awake and paused")
+    sampler.resume()
+    case.result(handle)
+
+
+def _check_threads(case: SamplerCase) -> None:
+    """Many threads may call it at the same time."""
+    generated, requests = case.generate(), case.requests()
+
+    def ask(number: int) -> list[Completion]:
+        if number % 4 == 0:
+            case.generate()
+        if number % 4 == 1:
+            case.sampler.submit(requests[number % len(requests)]).cancel()
+        return [case.result(handle) for handle in [case.sampler.submit(r) for r in requests]]
+
+    with ThreadPoolExecutor(CALLERS) as pool:
+        for found in pool.map(ask, range(CALLERS)):
+            case.same(found, generated, f"{CALLERS} threads")
+
+
+def _check_close(case: SamplerCase) -> None:
+    """Closing ends what waits, and nothing can be asked for afterwards."""
+    finished = case.sampler.submit(case.requests()[0])
+    case.result(finished)
+    case.sampler.pause()
+    waiting = case.sampler.submit(case.requests()[-1])
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(case.generate)
+        case.sampler.close()
+        _raises(RuntimeError, call.result, "generate of a sampler that is closed meanwhile")
+    _raises(RuntimeError, lambda: case.result(waiting), "a handle of a sampler that was closed")
+    _raises(RuntimeError, lambda: case.result(case.sampler.submit(case.requests()[0])), "submit to a closed sampler")
+    _raises(RuntimeError, case.generate, "generate of a closed sampler")
+    case.result(finished)
+    case.sampler.close()
+
+
+SAMPLER_CHECKS: Mapping[str, Callable[[SamplerCase], None]] = MappingProxyType(
+    {
+        "generate": _check_generate,
+        "submit": _check_submit,
+        "update": _check_update,
+        "cancel": _check_cancel,
+        "pause": _check_pause,
+        "threads": _check_threads,
+        "close": _check_close,
+    }
+)
+"""The parts of the contract of a sampler, by name."""
+
+
+def check_sampler(
+    make: Callable[[], Sampler],
+    prompts: SequenceSample,
+    config: GenerationConfig,
+    other: WeightSource,
+    *,
+    only: str | None = None,
+) -> None:
+    """Check an implementation of `realign.api.Sampler` against its contract.
+
+    Samplers without `Capabilities.bitwise` need not give the same tokens twice; everything else is checked for them,
+    too.
+
+    Args:
+        make: constructs a sampler, always with the same weights as version 0; it is closed here.
+        prompts: key `prompt_ids`, at least two ids.
+        config: sampling parameters with `n` of at least 2.
+        other: other weights of the same model.
+        only: name of one of `SAMPLER_CHECKS`; None runs all.
+
+    Raises:
+        AssertionError: names what is broken.
+    """
+    for name in SAMPLER_CHECKS if only is None else (only,):
+        sampler = make()
+        try:
+            _require(isinstance(sampler.capabilities(), Capabilities), "capabilities returns no Capabilities")
+            _require(sampler.version == 0, "the first version is not 0")
+            SAMPLER_CHECKS[name](SamplerCase(sampler, prompts, config, other))
+        finally:
+            sampler.close()
+
+
+__all__ = [
+    "SAMPLER_CHECKS",
+    "BigramEngine",
+    "check_sampler",
+    "check_train_step",
+    "random_batch",
+    "random_preferences",
+    "train_once",
+]

@@ -10,6 +10,7 @@ from realign.chat import chat_of
 from realign.config.errors import ConfigError
 from realign.data import Template
 from tests.data.text_tokenizer import TURNS
+from tests.samplers import TableSampling
 from tests.tiny import save_tiny, tiny_tokenizer
 
 SHORT = ["generation.max_new_tokens=4", "generation.fixed_length=true"]
@@ -94,3 +95,14 @@ def test_the_command_answers_the_lines_of_stdin(folder, capsys, monkeypatch):
     assert cli.main(["chat"]) == 2
     assert "realign chat takes one model" in capsys.readouterr().err
     assert cli.main(["--config-dir", "x", "chat", folder]) == 2
+
+
+def test_an_external_sampler_answers_and_is_closed(folder):
+    TableSampling.opened.clear()
+    words = [folder, *SHORT, "model.sampler._target_=tests.samplers.TableSampling", "model.sampler.words=97"]
+    said = answers(words, ["a", "a"])
+    assert len(said) == 2
+    assert said != answers([folder, *SHORT], ["a", "a"])
+    assert "closed" in TableSampling.opened[0].stopped
+    with pytest.raises(ValueError, match=r"models\.chat\.sampler\.words=-1 must not be negative"):
+        answers([*words[:-1], "model.sampler.words=-1"], ["a"])

@@ -25,9 +25,11 @@ from realign.config.convert import convert
 from realign.config.folders import experiments_dir, list_experiments
 from realign.config.schema import COMPONENTS, REPORT
 from realign.data import DataSpec
+from realign.engines import InProcessSampling
 from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import ModelSpec
 from tests.config_parts import HERE, Actor, Bigram, Frozen, Length, Norm, Plain, Style, write_experiment
+from tests.samplers import TableSampling
 
 WHERE = "interfaces.actor"
 
@@ -381,6 +383,10 @@ def test_a_config_dir_with_odd_characters(tmp_path):
         (["graph._target_=realign.interfaces.grpo.dataflw"], r"graph\._target_: there is no 'dataflw' in "),
         (["interfaces.actor.kl.plce=loss"], r"unknown key 'interfaces\.actor\.kl\.plce'; did you mean 'place'\?"),
         (["steps=0"], r"steps=0: must be at least 1"),
+        (
+            ["interfaces.actor.generation.max_slots=4"],
+            r"interfaces\.actor\.generation\.max_slots was renamed to models\.actor\.sampler\.max_slots",
+        ),
         (["microbatch.max_tokens_per_microbatch=0"], r"max_tokens_per_microbatch must be at least 1, found 0"),
         (
             [
@@ -400,6 +406,23 @@ def test_parts_that_do_not_fit_fail_before_anything_is_loaded(folder, monkeypatc
     monkeypatch.setattr(Bigram, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises((ConfigError, ValueError), match=message):
         build_experiment(compose(["experiment=bigram", *overrides], folder))
+
+
+def test_the_sampler_of_a_model_is_set_by_field_or_by_class():
+    node = {"_target_": "realign.engines.TransformersModel", "path": "x"}
+    assert build(node, ModelSpec, "models.actor").sampler == InProcessSampling()
+    assert build(node | {"sampler": {"max_slots": 4}}, ModelSpec, "models.actor").sampler.max_slots == 4
+    table = {"_target_": "tests.samplers.TableSampling", "words": 5}
+    assert build(node | {"sampler": table}, ModelSpec, "models.actor").sampler == TableSampling(words=5)
+    for sampler, message in (
+        ({"max_slots": 0}, r"models\.actor\.sampler\.max_slots must be at least 1, or null, found 0"),
+        ({"slots": 3}, r"unknown key 'models\.actor\.sampler\.slots'; did you mean 'max_slots'\?"),
+        ({"_target_": "realign.engines.LoRA"}, r"LoRA is not a SamplerSpec"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(node | {"sampler": sampler}, ModelSpec, "models.actor")
+    with pytest.raises(ConfigError, match="sampler belongs to head=causal, but head is value"):
+        build(node | {"sampler": table, "head": "value"}, ModelSpec, "models.actor")
 
 
 def test_evaluation_is_built_with_its_own_defaults(folder):

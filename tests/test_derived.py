@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface, Plan
+from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface, Plan, SamplerSpec
 from realign.derived import derived_rows
-from realign.engines import OptimizerSpec, SharedModel, TransformersModel, Value
+from realign.engines import InProcessSampling, OptimizerSpec, SharedModel, TransformersModel, Value
 from realign.runtime import DynamicSampling, Evaluation, Experiment
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
+from tests.samplers import TableSampling
 
 
 @dataclass
@@ -127,3 +128,15 @@ def test_roles_that_share_a_model_are_shown():
     assert "roles that share a model" not in dict(derived_rows(experiment()))
     rows = dict(derived_rows(experiment(models={"actor": Bigram(), "judge": SharedModel("actor", "reference", 2)})))
     assert rows["roles that share a model"] == "judge: the frozen start of actor, top 2 layers"
+
+
+def test_samplers_that_are_not_bitwise_are_a_row():
+    def rows(sampler: SamplerSpec) -> dict[str, str]:
+        models = {"actor": TransformersModel("x", sampler=sampler), "judge": Bigram()}
+        return dict(derived_rows(experiment(models=models)))
+
+    for silent in (InProcessSampling(), TableSampling(bitwise=True)):
+        assert "samplers that are not bitwise" not in rows(silent)
+    assert rows(TableSampling())["samplers that are not bitwise"] == (
+        "TableSampling (actor): micro-batches, ranks, restarts and staleness can change the results"
+    )

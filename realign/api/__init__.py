@@ -5,6 +5,8 @@ Imports torch, numpy and `realign.functional`; everything else in realign is wri
 
 from realign.api.data import SequenceSample, part_sizes
 from realign.api.dataflow import RPC, SAMPLED, DataflowGraph, Sync, rl_graph
+from realign.api.generation import GenerationConfig
+from realign.api.in_process_sampler import InProcessSampler
 from realign.api.interface import (
     Calibratable,
     Keys,
@@ -18,16 +20,10 @@ from realign.api.interface import (
 )
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
-from realign.api.model import (
-    GenerationConfig,
-    Model,
-    ModelFacts,
-    ModelOutput,
-    ModelSpec,
-    PipelinableEngine,
-    derive_seed,
-)
+from realign.api.model import Model, ModelFacts, ModelOutput, ModelSpec, PipelinableEngine
 from realign.api.rewards import total_rewards
+from realign.api.sampler import Capabilities, Completion, Handle, Request, Sampler, SamplerSpec, Tokens, WeightSource
+from realign.api.seeds import derive_seed
 from realign.api.stats import (
     Correlation,
     LossStats,
@@ -52,9 +48,13 @@ __all__ = [
     "RPC",
     "SAMPLED",
     "Calibratable",
+    "Capabilities",
+    "Completion",
     "Correlation",
     "DataflowGraph",
     "GenerationConfig",
+    "Handle",
+    "InProcessSampler",
     "Keys",
     "Lengths",
     "LossStats",
@@ -71,16 +71,21 @@ __all__ = [
     "Panel",
     "PipelinableEngine",
     "Plan",
+    "Request",
     "Role",
     "RoleModel",
+    "Sampler",
+    "SamplerSpec",
     "SequenceSample",
     "Stat",
     "Stats",
     "Sum",
     "Sync",
     "TokenValues",
+    "Tokens",
     "Trace",
     "Variance",
+    "WeightSource",
     "Weights",
     "correlation",
     "derive_seed",

@@ -6,91 +6,23 @@ an engine knows no algorithm.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from realign.api.data import SequenceSample
+from realign.api.generation import GenerationConfig
+from realign.api.in_process_sampler import InProcessSampler
 from realign.api.microbatch import MicroBatchSpec
+from realign.api.sampler import Sampler
+from realign.api.seeds import derive_seed
 from realign.api.stats import LossStats, Stats, Sum, merge_stats
-from realign.errors import SettingsError
-from realign.settings import Count, NonNegativeInt, Range, Settings
-
-
-@dataclass
-class GenerationConfig(Settings):
-    """How responses are sampled. These values are the whole truth: no `generation_config.json` of a model leaks in.
-
-    Attributes:
-        n: responses per prompt (the group size G).
-        max_new_tokens: tokens per response, the stop token included.
-        min_new_tokens: no stop token can be sampled before this many tokens (changes the distribution).
-        temperature: divides the logits; applies to the reported log-probs too. At least 0.01.
-        top_k: keep the k most likely tokens; 0 keeps all (changes the distribution).
-        top_p: keep the smallest set of tokens with this mass; 1 keeps all (changes the distribution).
-        greedy: take the most likely token; log-probs are those of the plain softmax at `temperature`.
-        fixed_length: sample exactly `max_new_tokens`; stop tokens are ordinary tokens.
-        stop_token_ids: tokens that end a response and belong to it; None means the model's own end tokens.
-        stop_strings: texts that end a response as soon as its decoded text contains one.
-        max_slots: sequences decoded at once; None lets the engine choose.
-    """
-
-    n: Count = 1
-    max_new_tokens: Count = 256
-    min_new_tokens: NonNegativeInt = 0
-    temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
-    top_k: NonNegativeInt = 0
-    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
-    greedy: bool = False
-    fixed_length: bool = False
-    stop_token_ids: list[int] | None = None
-    stop_strings: list[str] = field(default_factory=list)
-    max_slots: Count | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_new_tokens > self.max_new_tokens:
-            raise SettingsError(
-                f"min_new_tokens={self.min_new_tokens}: must be at most max_new_tokens={self.max_new_tokens}"
-            )
-        if min(self.stop_token_ids or [0]) < 0:
-            raise SettingsError(f"stop_token_ids={self.stop_token_ids}: token ids must be at least 0")
-        if "" in self.stop_strings:
-            raise SettingsError("stop_strings: contains an empty string, which would end every response at once")
-
-    def distorted(self) -> list[str]:
-        """Settings under which the sampled distribution is not the model's softmax at `temperature`.
-
-        A probability ratio against log-probs of the whole softmax would be wrong under any of them.
-        """
-        found = [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
-        found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
-        return [f"{name}={getattr(self, name)}" for name, on in found if on]
-
-    def check_ratios(self) -> None:
-        """Reject settings under which probability ratios of a training loss would be wrong.
-
-        Raises:
-            SettingsError: names the setting.
-        """
-        if distorted := self.distorted():
-            raise SettingsError(
-                f"generation.{distorted[0]}: changes the sampled distribution, so ratios in the loss would be wrong. "
-                "Use neutral settings for training (evaluation may use any)"
-            )
-
-    def describe(self) -> str:
-        """What is not neutral, and the temperature, for people."""
-        return f"{', '.join(self.distorted()) or 'neutral'}, temperature {self.temperature:g}"
 
 
 class ModelOutput(Protocol):
@@ -168,7 +100,10 @@ class PipelinableEngine(Protocol):
         ...
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Sample `config.n` responses for each prompt of key `prompt_ids`.
+        """Sample `config.n` responses for each prompt of key `prompt_ids`, one call at a time.
+
+        `Model.sampler` calls this; interfaces call `Model.sampler`. The random numbers of a response are a function of
+        (seed, id, response index) alone.
 
         Returns:
             A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S] bool.
@@ -280,6 +215,7 @@ class Model:
         saved_views: what the interfaces of such roles kept with these weights, by role.
         lead: makes a call that one process alone may make, such as of a world outside, and gives what came of it to
             every process of the run; where there is one process, just makes it.
+        external_sampler: samples for the role instead of its engine, such as a client of a server; None: the engine.
     """
 
     name: str
@@ -291,6 +227,10 @@ class Model:
     views: list[Model] = field(default_factory=list)
     saved_views: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lead: Callable[[Callable[[], Any]], Any] = operator.call
+    external_sampler: Sampler | None = None
+
+    def __post_init__(self) -> None:
+        self._in_process: InProcessSampler | None = None
 
     @property
     def machine(self) -> PipelinableEngine:
@@ -299,29 +239,40 @@ class Model:
             raise ValueError(f"role {self.name!r} has no model: give it one under models.{self.name}")
         return self.engine
 
+    @property
+    def sampler(self) -> Sampler:
+        """What samples for this role: the external sampler, or else the engine.
+
+        Raises:
+            ValueError: the role has neither.
+        """
+        if self.external_sampler is not None:
+            return self.external_sampler
+        if self._in_process is None or self._in_process.engine is not self.engine:
+            self._in_process = InProcessSampler(self.machine, version=self.version)
+        if self._in_process.version != self.version:
+            self._in_process.update(self.machine, self.version)
+        return self._in_process
+
     def advance(self) -> None:
-        """Count one training step, and let the engine's schedules follow."""
+        """Count one training step, and let schedules and the external sampler follow."""
         self.move_to(self.version + 1)
 
     def move_to(self, version: int) -> None:
-        """Have this version, with all views, and let the engine's schedules follow."""
+        """Have this version, with all views; call it after every change of the weights.
+
+        Schedules of the engine follow, and an external sampler receives the weights.
+        """
         self.version = version
         for view in self.views:
             view.version = version
         self.machine.start_step(version)
+        if self.external_sampler is not None:
+            self.external_sampler.update(self.machine, version)
 
     def call_seed(self, purpose: str) -> int:
         """A seed that is a pure function of the run's seed, the role, `purpose` and the version."""
         return derive_seed(self.seed, self.name, purpose, self.version)
-
-
-def derive_seed(seed: int, *what: str | int) -> int:
-    """A 63-bit seed for one use, independent between uses: the hash of the root seed and the names of the use.
-
-    The JSON list keeps the names apart: ("a", "b") is another use than ("a/b",), and 1 another than "1".
-    """
-    text = json.dumps([part if isinstance(part, str) else int(part) for part in (seed, *what)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,9 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
     return _construct(cls, parameters, raw, where)
 
 
-def _of_sibling(made: Any, name: str) -> str:
-    """Return the end of a message about an unknown key that other choices for the same place have; else nothing."""
+def _of_sibling(made: Any, key: str) -> str:
+    """Return the message about an unknown key that other choices for the same place have; empty if none has."""
+    name = key.rpartition(".")[2]
     bases = [base for base in made.__mro__[1:] if inspect.isabstract(base)] if inspect.isclass(made) else []
     having = {
         choice.__qualname__: None
@@ -120,7 +121,9 @@ def _of_sibling(made: Any, name: str) -> str:
         for choice in _choices(base)
         if name in getattr(choice, "__dataclass_fields__", {})
     }
-    return f": it is a setting of {' and '.join(having)}, not of {made.__qualname__}" if having else ""
+    if not having:
+        return ""
+    return f"unknown key {key!r}: it is a setting of {' and '.join(having)}, not of {made.__qualname__}"
 
 
 def _choices(base: type) -> Iterator[type]:
@@ -178,7 +181,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     for name in raw:
         if name not in known:
-            raise ConfigError(_of_sibling(make, f"{prefix}{name}", name) or unknown_key(f"{prefix}{name}", known))
+            raise ConfigError(_of_sibling(make, f"{prefix}{name}") or unknown_key(f"{prefix}{name}", known))
     values = {}
     for p in parameters:
         default = p.default() if p.default is not None else None

@@ -9,6 +9,7 @@ a part of the weights (`fsdp`, `parts`). Transformers itself is imported when a 
 """
 
 from realign.engines.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
+from realign.engines.in_process import InProcessSampling
 from realign.engines.kernels import Backend
 from realign.engines.loading import DType, TransformersModel
 from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
@@ -23,6 +24,7 @@ __all__ = [
     "DType",
     "Head",
     "HeadInit",
+    "InProcessSampling",
     "Lora",
     "OptimizerSpec",
     "Schedule",

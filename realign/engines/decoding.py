@@ -79,7 +79,24 @@ class Rollout:
     Others wait in the order in which they were added, which may be at any time.
     """
 
-    def __init__(self, trunk: Trunk, head: LMHead, config: GenerationConfig, stopping: Stopping) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: LMHead,
+        config: GenerationConfig,
+        stopping: Stopping,
+        *,
+        max_slots: int | None = None,
+    ) -> None:
+        """Start without sequences.
+
+        Args:
+            trunk: the layers.
+            head: the last layer.
+            config: how to sample.
+            stopping: when a sequence ends.
+            max_slots: sequences decoded at once; None: as many as fit `CACHE_BYTES`.
+        """
         self.trunk = trunk
         self.head = head
         self.config = config
@@ -90,7 +107,8 @@ class Rollout:
         self.n_waiting = 0
         self.active = 0
         self.slots = 0
-        self.most_slots = config.max_slots
+        self.max_slots = max_slots
+        self.most_slots = max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
         """Sequences that ended: rows of `responses`."""
@@ -102,16 +120,16 @@ class Rollout:
         self.numbers_used = AT_ONCE
 
     def add(self, prompts: Sequence[Tensor], keys_S: Tensor) -> Tensor:
-        """Let responses to prompts wait for slots, `config.n` to each.
+        """Let responses to prompts wait for slots, equally many to each.
 
         Args:
             prompts: ids, on the device of the head.
-            keys_S: see `noise.response_keys`.
+            keys_S: see `noise.response_keys`; those of the first prompt come first.
 
         Returns:
             [S] the rows of `responses` in which they will stand.
         """
-        n, keys_S = self.config.n, keys_S.to(self.device)
+        n, keys_S = len(keys_S) // max(1, len(prompts)), keys_S.to(self.device)
         sequences_S = self._new_rows(len(keys_S))
         for i, ids in enumerate(prompts):
             part = slice(i * n, (i + 1) * n)
@@ -217,7 +235,7 @@ class Rollout:
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
             like = next(prompt.read.kv for prompt in self.waiting if prompt.read is not None)
-            if self.config.max_slots is None:
+            if self.max_slots is None:
                 self.most_slots = max(1, CACHE_BYTES // bytes_per_slot(like, length))
                 self.slots = min(self.slots, self.most_slots)
             self.cache = KVCache(like, self.slots, length)
@@ -284,14 +302,14 @@ class Rollout:
 
     def _retire(self, done: Tensor) -> None:
         """Free the rows `done`: the last active rows move into the gaps that they leave."""
-        assert self.cache is not None
         left = self.active - len(done)
         stays = torch.ones(self.active, dtype=torch.bool, device=self.device)
         stays[done] = False
         gaps, movers = done[done < left], stays[left:].nonzero()[:, 0] + left
         if len(gaps):
             self.rows[:, gaps] = self.rows[:, movers]
-            self.cache.move(movers, gaps, self.longest)
+            if self.cache is not None:  # else it is freed, and will be filled from these rows
+                self.cache.move(movers, gaps, self.longest)
         self.active = left
         self.longest = int(self.rows[2, :left].max()) if left else 0
 

@@ -80,6 +80,7 @@ class TransformersEngine(PipelinableEngine):
         shared_prompts: SharedPrompts = SharedPrompts.auto,
         fused_rollout: bool = True,
         parallel_passes: ParallelPasses = ParallelPasses.auto,
+        max_slots: int | None = None,
     ) -> None:
         """Take over a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`, and probe it.
 
@@ -99,6 +100,7 @@ class TransformersEngine(PipelinableEngine):
             shared_prompts: whether to compute the prompt of a group once.
             fused_rollout: run rollouts with fewer operators where the family allows it.
             parallel_passes: whether to compute micro-batches side by side on a CPU.
+            max_slots: sequences that a rollout decodes at once; None: as many as fit 1 GiB of KV cache.
 
         Raises:
             ValueError: the model family cannot run packed.
@@ -124,6 +126,7 @@ class TransformersEngine(PipelinableEngine):
         self.value_head = value_head
         self.device = self.network.device
         self.tokenizer = tokenizer
+        self.max_slots = max_slots
         self._seed = seed
         self._dropout = dropout
         self._checkpointed = _enable_checkpointing(module, dropout) if gradient_checkpointing else []
@@ -356,6 +359,7 @@ class TransformersEngine(PipelinableEngine):
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=self.tokenizer,
                 fusion=fusion,
+                max_slots=self.max_slots,
             )
 
     def _sampler(self) -> tuple[Any, Fusion | None]:

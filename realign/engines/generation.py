@@ -42,12 +42,13 @@ def generate(
     eos_token_ids: Sequence[int],
     tokenizer: Any,
     fusion: Fusion | None = None,
+    max_slots: int | None = None,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt, as `PipelinableEngine.generate` says.
 
     The same arguments and weights give the same result, bit by bit. Which responses are decoded together changes no
     more than the rounding of logits: the random number of a token depends on seed, id, response and place alone.
-    Without `config.max_slots`, as many sequences are decoded at once as fit 1 GiB of cache (a slot holds the longest
+    Without `max_slots`, as many sequences are decoded at once as fit 1 GiB of cache (a slot holds the longest
     prompt and `max_new_tokens`).
 
     Args:
@@ -59,6 +60,7 @@ def generate(
         eos_token_ids: the model's end tokens, used when `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise not used.
         fusion: runs the layers with fewer operators, where it can; None runs the modules.
+        max_slots: sequences decoded at once.
 
     Returns:
         The same ids, each with its `n` sequences: `input_ids` (prompt and response, the stop token included),
@@ -76,7 +78,7 @@ def generate(
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
         with one_core_for_small_products(trunk, model) as trunk:
-            rollout = Rollout(trunk, head, config, stopping)
+            rollout = Rollout(trunk, head, config, stopping, max_slots=max_slots)
             rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
             responses = rollout.run()
     return packed(data, responses, config.n)
@@ -139,10 +141,19 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def check_logprobs(logprobs: Tensor) -> None:
+    """Refuse what a broken model samples.
+
+    Raises:
+        ValueError: a log-prob is not finite.
+    """
+    if not bool(logprobs.isfinite().all()):
+        raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
+
+
 def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
     """Prompts and responses as packed sequences, n for each id, on the device of the prompts; see `generate`."""
-    if not bool(responses.logprobs.isfinite().all()):
-        raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
+    check_logprobs(responses.logprobs)
     device = data[PROMPTS].device
     tokens_SN, logprobs_SN, counts_S, truncated_S = (x.to(device) for x in responses)
     prompts_S = torch.from_numpy(data.lengths[PROMPTS].flat.repeat(n)).to(device)

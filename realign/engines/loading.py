@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
+from realign.api.sampler import Sampler, SamplerSpec
 from realign.engines.cores import ParallelPasses
 from realign.engines.folders import check_path, read_states, warn_if_misread
 from realign.engines.heads import Causal, Head, head_mapping, read_head
+from realign.engines.in_process import InProcessSampling
 from realign.engines.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
 from realign.engines.kernels import Backend
 from realign.engines.layout import SharedPrompts
@@ -64,6 +66,7 @@ class TransformersModel(Settings, ModelSpec):
         parallel_passes: auto | off; auto computes micro-batches side by side on a CPU, in as many threads as torch has,
             and divides the token budget among them. The results are the same. Without dropout.
         sharding: how several processes (torchrun) divide the model; without effect in one.
+        sampler: what samples responses: this model in its own process (`InProcessSampling`), or an external sampler.
     """
 
     path: str
@@ -81,11 +84,14 @@ class TransformersModel(Settings, ModelSpec):
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
     sharding: Sharding = field(default_factory=Sharding)
+    sampler: SamplerSpec = field(default_factory=InProcessSampling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer is None and self.trains != All():
             raise SettingsError(f"trains={self.trains}: it is ignored without an optimizer. Set optimizer.lr.")
+        if self.head.is_scalar and self.sampler != InProcessSampling():
+            raise SettingsError(f"sampler: a model with head={self.head} does not sample")
 
     def facts(self) -> ModelFacts:
         """See `ModelSpec.facts`."""
@@ -119,6 +125,7 @@ class TransformersModel(Settings, ModelSpec):
             ValueError: names the key: of a path, a device, a package that is missing, or the wrong head.
         """
         what = f"models.{name}"
+        self.sampler.check(f"{what}.sampler")
         self.trains.check(f"{what}.trains")
         if self.attention is Backend.flash and find_spec("flash_attn") is None:
             raise ValueError(f"{what}.attention=flash needs the package flash-attn (realign[flash-attn]); use auto")
@@ -184,9 +191,17 @@ class TransformersModel(Settings, ModelSpec):
             shared_prompts=self.shared_prompts,
             fused_rollout=self.fused_rollout,
             parallel_passes=self.parallel_passes,
+            max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
+
+    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
+        """See `realign.api.sampler.SamplesInBackground`: a copy of the model, without an average of its weights."""
+        from realign.engines.streaming import StreamingEngine
+
+        engine = self.for_sampling().load(name, seed=seed).machine
+        return StreamingEngine(name, engine, recompute=recompute)
 
     def _read_module(self, name: str, seed: int) -> Any:
         from transformers import AutoConfig

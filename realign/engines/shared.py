@@ -81,6 +81,8 @@ class SharedModel(Settings, ModelSpec):
             except ValueError as error:
                 raise ValueError(f"models.{name}: {error}") from error
         view = Model(name, engine, owner.tokenizer, seed, owner.version, owner.saved_views.get(name, {}))
+        if self.branch is Share.whole:
+            view.external_sampler = owner.external_sampler
         owner.views.append(view)
         return view
 

@@ -158,17 +158,16 @@ class EnvironmentInterface(ModelInterface):
         return derive_seed(seed, prompt) if self.same_seed else derive_seed(seed, prompt, episode)
 
     def _speak(self, model: Model, episodes: Mapping[int, Episode], turn: int, seed: int) -> dict[int, Response]:
-        """Sample one turn of each, in one call of the engine."""
+        """Sample one turn of each, in one call of the sampler."""
         contexts = SequenceSample.from_sequences(
             [f"{e.name}/turn{turn}" for e in episodes.values()], {"prompt_ids": [[e.ids] for e in episodes.values()]}
         )
-        out = model.machine.generate(contexts, replace(self.generation, n=1), seed=seed).to("cpu")
-        keys = ("input_ids", "logprobs", "versions") if "versions" in out else ("input_ids", "logprobs")
-        columns = zip(*(out.sequences(key) for key in keys), strict=True)
+        out = model.sampler.generate(contexts, replace(self.generation, n=1), seed=seed).to("cpu")
+        columns = zip(*(out.sequences(key) for key in ("input_ids", "logprobs", "versions")), strict=True)
         said = {}
         for (place, episode), column, cut in zip(episodes.items(), columns, out["truncated"].tolist(), strict=True):
-            ids, logprobs, *versions = (x[len(episode.ids) :] for x in column)
-            episode.say(ids, logprobs, versions[0] if versions else torch.full_like(ids, model.version))
+            ids, logprobs, versions = (x[len(episode.ids) :] for x in column)
+            episode.say(ids, logprobs, versions)
             text = model.tokenizer.decode(ids, skip_special_tokens=True)
             said[place] = Response(text, tuple(ids.tolist()), turn, cut)
         return said

@@ -52,5 +52,5 @@ class GreedyInterface(ModelInterface):
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """One greedy answer per prompt: `input_ids`, `prompt_mask`."""
         one = replace(self.generation, n=1, greedy=True)
-        out = model.machine.generate(data.select(["prompt_ids"]), one, seed=model.call_seed("greedy"))
+        out = model.sampler.generate(data.select(["prompt_ids"]), one, seed=model.call_seed("greedy"))
         return out.select(["input_ids", "prompt_mask"])

@@ -243,8 +243,7 @@ class PPOActorInterface(ModelInterface):
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt; `versions` is the policy version that sampled each token."""
-        out = model.machine.generate(data, self.generation, seed=model.call_seed("generate"))
-        return out.with_tokens(versions=torch.where(out["loss_mask"], model.version, -1).int())
+        return model.sampler.generate(data, self.generation, seed=model.call_seed("generate"))
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """`logprobs` [T] of the sampled tokens under the current weights."""

@@ -143,7 +143,7 @@ def trainable(data: SequenceSample) -> Tensor:
 
 def sample_responses(model: Model, data: SequenceSample, generation: GenerationConfig) -> SequenceSample:
     """Responses to the prompts of `data`, without what a ratio would need."""
-    out = model.machine.generate(data, generation, seed=model.call_seed("generate"))
+    out = model.sampler.generate(data, generation, seed=model.call_seed("generate"))
     return out.select(SAMPLED)
 
 

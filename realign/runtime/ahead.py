@@ -1,9 +1,8 @@
 """`RolloutAhead`: responses are sampled and judged in threads while earlier ones are trained on.
 
 The calls of the graph that lead to `rewards` are made for one prompt at a time (few, where there are very many), each
-in a thread of its own, on a copy of the policy that is given the new weights after each step. So a reward that takes
-long holds up neither the decoding of other prompts nor the training step. `Staleness` says which prompts begin and
-which are trained on next.
+in a thread of its own, with a sampler that gets the new weights after each step. So a slow reward delays neither the
+decoding of other prompts nor the training step. `Staleness` says which prompts begin and which are trained on next.
 
 With `max_staleness=0` a batch begins when its step does, in one call, and what is computed is what a step without a
 copy computes, bit by bit.
@@ -16,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from realign.api import RPC, GenerationConfig, Model, ModelSpec, SequenceSample
-from realign.api.data import TOKENS
+from realign.api import RPC, GenerationConfig, MicroBatchSpec, Model, PipelinableEngine, SequenceSample
+from realign.api.model import PostHook
+from realign.api.sampler import Sampler, SamplesInBackground
 from realign.engines.shared import SharedEngine, SharedModel
 from realign.rewards.tally import Tally
 from realign.runtime.experiment import Experiment
@@ -37,22 +36,6 @@ LISTEN_S = 1.0
 """Seconds after which a wait looks up: a signal that comes just before a wait without an end is heard after it."""
 END_S = 5.0
 """Seconds that calls under way have to end when the run does."""
-
-
-class PolicyCopy(Protocol):
-    """What samples ahead: an engine that may be called from many threads, wherever it runs (`StreamingEngine`)."""
-
-    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`; the result has a key `versions` [T], too."""
-        ...
-
-    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sample with these weights from the next decode step on."""
-        ...
-
-    def close(self) -> None:
-        """Sample no more; calls that wait raise."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,7 @@ class RolloutAhead:
         models: Mapping[str, Model],
         prompts: PromptStream,
         make: Callable[[RPC, Model, SequenceSample], SequenceSample],
-        copies: Mapping[str, PolicyCopy],
+        samplers: Mapping[str, Sampler],
     ) -> None:
         """Nothing begins before the first `take`.
 
@@ -84,10 +67,10 @@ class RolloutAhead:
             models: of all roles.
             prompts: the stream.
             make: makes a call of the graph with a model on a batch; returns the batch with what it wrote.
-            copies: of the models of `sampled_roles`, by role.
+            samplers: what samples while the engine trains, for each of `sampled_roles`.
         """
         self._experiment, self._models, self._prompts, self._make = experiment, models, prompts, make
-        self._copies = copies
+        self._samplers = samplers
         self._leading = experiment.graph.leading_to("rewards")
         self.staleness = Staleness(experiment.batch_prompts, rollout.max_staleness, experiment.steps)
         under_way = (rollout.max_staleness + 1) * experiment.batch_prompts
@@ -140,7 +123,7 @@ class RolloutAhead:
         return SequenceSample.gather([one.sample for one in judged])
 
     def advance(self) -> None:
-        """A step has trained on what `take` gave: the copies get the new weights, and further prompts begin."""
+        """A step has trained on what `take` gave: samplers get the new weights, and further prompts begin."""
         self._give_weights()
         with self._changed:
             self.staleness.train(self._training)
@@ -165,8 +148,8 @@ class RolloutAhead:
         """Begin nothing any more, and let the calls that sample end."""
         with self._changed:
             self._closed = True
-        for copy in self._copies.values():
-            copy.close()
+        for sampler in self._samplers.values():
+            sampler.close()
 
     def join(self) -> None:
         """Wait, not for long, until no thread makes a call; after `stop`."""
@@ -176,8 +159,9 @@ class RolloutAhead:
 
     def _give_weights(self) -> None:
         versions = {role: model.version for role, model in self._models.items()}
-        for role, copy in self._copies.items():
-            copy.update(self._models[role].machine.weights(), versions[role])
+        for role, sampler in self._samplers.items():
+            if sampler is not self._models[role].external_sampler:  # which the model keeps up to date
+                sampler.update(self._models[role].machine, versions[role])
         with self._changed:
             self._versions = versions
 
@@ -237,18 +221,20 @@ class RolloutAhead:
                 self.staleness.drop(place)
 
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
-        """Make one call, on the copy where the graph means the policy."""
+        """Make one call, with the background sampler where the graph means the policy."""
         model = replace(self._models[rpc.model], version=version)
         owner = owner_of(self._experiment, rpc.model)
-        if owner not in self._copies:
+        if owner not in self._samplers:
             # an engine serves one caller at a time; a rule that has none may judge for several
             alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[owner]
             with alone, self._tallies[rpc.name].counting():
                 return self._make(rpc, model, batch)
-        sampler = _Sampler(rpc, self._copies[owner])
+        sampler = self._samplers[owner]
+        # A copy of the model in this process is an engine, too: it can score.
+        copy: Any = sampler
+        engine = copy if isinstance(copy, SharedEngine) else _SamplesOnly(rpc.model, owner, model.machine, sampler)
         with self._tallies[rpc.name].counting():
-            batch = self._make(rpc, replace(model, engine=sampler), batch)
-        return sampler.with_versions(batch, version)
+            return self._make(rpc, replace(model, engine=engine, external_sampler=sampler), batch)
 
     def _call_metrics(self) -> dict[str, float]:
         """Of the calls that ended since the last step: the mean of their times, and their tokens."""
@@ -261,47 +247,42 @@ class RolloutAhead:
         return found | {"rollout_tokens": tokens, "rollout_tokens_per_s": tokens / seconds}
 
 
-class _Sampler(SharedEngine):
-    """The copy of the policy, as one call sees it: what was sampled for it is kept in mind."""
+class _SamplesOnly(SharedEngine):
+    """The engine of a policy that trains meanwhile, as calls ahead of training see it: they may only sample."""
 
-    def __init__(self, rpc: RPC, copy: Any) -> None:
-        super().__init__(rpc.model, rpc.model, copy)
-        self._rpc = rpc
-        self._sampled: list[SequenceSample] = []
+    def __init__(self, name: str, of: str, engine: PipelinableEngine, sampler: Sampler) -> None:
+        super().__init__(name, of, engine)
+        self._sampler = sampler
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Raise an error: the engine trains meanwhile."""
+        raise ValueError(
+            f"models.{self.name}: {type(self._sampler).__name__} samples ahead of training and cannot score. Use "
+            "rollout=sync."
+        )
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PolicyCopy.generate`; without `versions` where the call does not write them."""
-        out = self.engine.generate(data, config, seed=seed)
-        self._sampled.append(out)
-        return out if "versions" in self._rpc.outputs else out.select(out.keys - {"versions"})
-
-    def with_versions(self, batch: SequenceSample, assigned: int) -> SequenceSample:
-        """`batch` with the versions that sampled its tokens, where an interface put `assigned` on all of them.
-
-        An interface that gave each token a version of its own knew it from the engine.
-        """
-        versions_T = batch.get("versions")
-        if versions_T is None or "versions" not in self._rpc.outputs or TOKENS not in batch:
-            return batch
-        if bool(((versions_T != assigned) & (versions_T != -1)).any()):
-            return batch
-        for out in self._sampled:
-            if out.ids == batch.ids and out.lengths[TOKENS] == batch.lengths[TOKENS]:
-                true_T = torch.where(versions_T >= 0, out["versions"].to(versions_T), versions_T)
-                return batch.with_tokens(versions=true_T)
-        return batch
+        """See `PipelinableEngine.generate`: the sampler samples, not the engine."""
+        return self._sampler.generate(data, config, seed=seed)
 
 
-def policy_copy(experiment: Experiment, rollout: Async, role: str) -> PolicyCopy:
-    """A copy of the model of a role, in this process."""
-    return load_copy(role, experiment.models[role], experiment.seed, recompute=rollout.recompute)
+def background_sampler(experiment: Experiment, rollout: Async, role: str) -> Sampler:
+    """A sampler of a copy of the role's model, in this process."""
+    return load_background_sampler(role, experiment.models[role], experiment.seed, recompute=rollout.recompute)
 
 
-def load_copy(role: str, spec: ModelSpec, seed: int, *, recompute: bool) -> PolicyCopy:
-    """What samples ahead for `role`: the model of its `spec` once more, see `StreamingEngine` for `recompute`."""
-    from realign.engines.streaming import StreamingEngine
+def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bool) -> Sampler:
+    """A sampler of a copy of the model of `spec`; see `SamplesInBackground`.
 
-    return StreamingEngine(role, spec.for_sampling().load(role, seed=seed).machine, recompute=recompute)
+    Raises:
+        ValueError: the spec cannot construct one.
+    """
+    if not isinstance(spec, SamplesInBackground):
+        raise ValueError(
+            f"models.{role}: {type(spec).__name__} has no background_sampler, which rollout=async needs. Use "
+            "rollout=sync, or a model such as realign.engines.TransformersModel."
+        )
+    return spec.background_sampler(role, seed=seed, recompute=recompute)
 
 
 def owner_of(experiment: Experiment, role: str) -> str:

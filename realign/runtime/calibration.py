@@ -120,4 +120,4 @@ class RewardCalibration(Settings):
         rows = batch_indices(len(prompts), self.samples // self.generation.n, draw, policy.seed, shuffle=True)
         for start in range(0, len(rows), self.batch_prompts):
             asked = prompts.sample(rows[start : start + self.batch_prompts]).select(["prompt_ids"])
-            yield policy.machine.generate(asked, self.generation, seed=policy.call_seed(f"{purpose}/{start}"))
+            yield policy.sampler.generate(asked, self.generation, seed=policy.call_seed(f"{purpose}/{start}"))

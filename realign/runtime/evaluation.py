@@ -124,7 +124,7 @@ class Evaluation(Evaluator):
     ) -> tuple[SequenceSample, Stats]:
         """The responses with their rewards, and what the further judges say."""
         seed = model.call_seed(f"evaluation/{number}")
-        answered = model.machine.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
+        answered = model.sampler.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
         answered = answered.merge(prompts.select(["row"]))
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
 

@@ -24,10 +24,11 @@ from realign.api import (
     stat_values,
 )
 from realign.api.interface import method_of
+from realign.api.sampler import Sampler
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.engines.ranks import current
-from realign.runtime.ahead import PolicyCopy, RolloutAhead, policy_copy, sampled_roles
+from realign.runtime.ahead import RolloutAhead, background_sampler, sampled_roles
 from realign.runtime.dynamic_sampling import Draw
 from realign.runtime.evaluation import sequence_stats
 from realign.runtime.experiment import Experiment
@@ -87,6 +88,7 @@ class LocalRuntime:
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
         self.held_out: Dataset | None = None
         self.counters = Counters()
+        self.models: dict[str, Model] = {}
         self.ahead: RolloutAhead | None = None
         """Samples and judges for the next steps, with rollout=async."""
         self.watch = Watch()
@@ -106,8 +108,8 @@ class LocalRuntime:
             check_positions(self.dataset, length, self.models, readers, "data", setting=setting)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             if isinstance(rollout := experiment.rollout, Async):
-                copies = self._policy_copies(rollout)
-                self.ahead = RolloutAhead(experiment, rollout, self.models, self.prompts, self._make, copies)
+                samplers = {role: self._background_sampler(rollout, role) for role in sampled_roles(experiment)}
+                self.ahead = RolloutAhead(experiment, rollout, self.models, self.prompts, self._make, samplers)
             if (calibration := experiment.calibration) is not None:
                 policy = self.models[calibration.policy]
                 self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
@@ -127,9 +129,9 @@ class LocalRuntime:
             self.close()
             raise
 
-    def _policy_copies(self, rollout: Async) -> dict[str, PolicyCopy]:
-        """What samples ahead, for each role whose model is trained meanwhile."""
-        return {role: policy_copy(self.experiment, rollout, role) for role in sampled_roles(self.experiment)}
+    def _background_sampler(self, rollout: Async, role: str) -> Sampler:
+        """What samples ahead for a role whose model is trained meanwhile: its external sampler, or else a copy."""
+        return self.models[role].external_sampler or background_sampler(self.experiment, rollout, role)
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Make a call ahead of its step; from any thread."""
@@ -300,8 +302,15 @@ class LocalRuntime:
                 stack.callback(self.ahead.join)
             for interface in used_interfaces(self.experiment).values():
                 stack.callback(interface.close)
+            for sampler in self._external_samplers():
+                stack.callback(sampler.close)
             if self.ahead is not None:
                 stack.callback(self.ahead.stop)
+
+    def _external_samplers(self) -> list[Sampler]:
+        """Each once, although roles may share one; none if loading failed."""
+        found = [m.external_sampler for m in self.models.values() if m.external_sampler is not None]
+        return list({id(sampler): sampler for sampler in found}.values())
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
         """Before its first update the policy is the sampler: their log-probs must agree.

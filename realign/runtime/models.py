@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from realign.api import RPC, Model, ModelInterface, ModelSpec
+from realign.api.sampler import ConfiguresSampler
 from realign.engines import SharedModel
 from realign.engines.folders import AVERAGED, refuse_link, write_state
 from realign.engines.ranks import current
@@ -38,6 +40,19 @@ def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, M
     used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
     check_optimizers(experiment)
     models = load({role: spec for role, spec in used.items() if not isinstance(spec, SharedModel)}, seed)
+    with ExitStack() as opened:  # closes what was opened, if anything below raises
+        for role, model in models.items():
+            open_sampler(used[role], model)
+            if model.external_sampler is not None:
+                opened.callback(model.external_sampler.close)
+        models = _completed(experiment, used, models)
+        opened.pop_all()
+    return {role: models[role] for role in experiment.roles}
+
+
+def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: dict[str, Model]) -> dict[str, Model]:
+    """All models of a run, given those of roles that have one of their own."""
+    seed = experiment.seed
     for role, spec in used.items():
         if isinstance(spec, SharedModel):
             models[role] = spec.load(role, seed=seed, loaded=models)
@@ -53,7 +68,23 @@ def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, M
         model.lead = current().lead
         if role in experiment.interfaces:  # an evaluated role may have none
             experiment.interfaces[role].adopt(model.saved)
-    return {role: models[role] for role in experiment.roles}
+    return models
+
+
+def open_sampler(spec: ModelSpec, model: Model) -> None:
+    """Give a model the external sampler that its spec configures, if any.
+
+    Raises:
+        ValueError: the sampler cannot be constructed, or the run has several processes under torchrun.
+    """
+    if not isinstance(spec, ConfiguresSampler) or not spec.sampler.external:
+        return
+    if current().size > 1:
+        raise ValueError(
+            f"models.{model.name}.sampler={type(spec.sampler).__name__}: external samplers do not work under torchrun. "
+            "Use one process, or runtime=ray."
+        )
+    model.external_sampler = spec.sampler.open(model.name, model.machine, model.tokenizer)
 
 
 def check_optimizers(experiment: Experiment) -> None:

@@ -100,7 +100,7 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
         if Part.counters not in skipped:
             model.version = state["version"]
         if model.engine is not None:
-            model.machine.start_step(model.version)
+            model.move_to(model.version)
 
 
 def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:

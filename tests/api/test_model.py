@@ -33,7 +33,6 @@ from realign.api.interface import METHODS, implements
         ({"top_p": 0.0}, r"top_p=0.0: must be above 0 and at most 1"),
         ({"top_p": 1.1}, r"top_p=1.1: must be above 0 and at most 1"),
         ({"top_p": math.nan}, "top_p=nan: must be above 0"),
-        ({"max_slots": 0}, "max_slots=0: must be at least 1, or null"),
         ({"stop_token_ids": [2, -1]}, r"stop_token_ids=\[2, -1\]: token ids must be at least 0"),
         ({"stop_strings": ["x", ""]}, "stop_strings: contains an empty string"),
     ],
@@ -48,7 +47,7 @@ def test_settings_are_checked_by_name(settings: dict[str, Any], message: str) ->
     [
         {},
         {"temperature": 0.01, "top_p": 1.0, "n": 1, "max_new_tokens": 1, "min_new_tokens": 1, "fixed_length": True},
-        {"stop_token_ids": [], "stop_strings": ["\n"], "max_slots": 1, "temperature": 2.0},
+        {"stop_token_ids": [], "stop_strings": ["\n"], "temperature": 2.0},
         {"stop_token_ids": [0], "fixed_length": True},
     ],
 )

@@ -32,8 +32,8 @@ KNOWN = {
 }
 
 
-def rollout(model, fused, **config):
-    config = GenerationConfig(**{"max_new_tokens": 24, "n": 3, "max_slots": 5, "temperature": 0.8} | config)
+def rollout(model, fused, max_slots=5, **config):
+    config = GenerationConfig(**{"max_new_tokens": 24, "n": 3, "temperature": 0.8} | config)
     return generate(
         model,
         read_head(model),
@@ -43,6 +43,7 @@ def rollout(model, fused, **config):
         eos_token_ids=range(2, 8),
         tokenizer=None,
         fusion=fused,
+        max_slots=max_slots,
     )
 
 

@@ -30,10 +30,19 @@ def sample_of(prompt_list):
     return SequenceSample.from_sequences(ids, {"prompt_ids": [[p] for p in prompt_list]})
 
 
-def rollout(model, prompt_list=None, *, seed=0, eos=(EOS,), tokenizer=None, **config):
+def rollout(model, prompt_list=None, *, seed=0, eos=(EOS,), tokenizer=None, max_slots=None, **config):
     data = sample_of(prompts() if prompt_list is None else prompt_list)
     config = GenerationConfig(**{"max_new_tokens": 24, **config})
-    return generate(model, read_head(model), data, config, seed=seed, eos_token_ids=eos, tokenizer=tokenizer)
+    return generate(
+        model,
+        read_head(model),
+        data,
+        config,
+        seed=seed,
+        eos_token_ids=eos,
+        tokenizer=tokenizer,
+        max_slots=max_slots,
+    )
 
 
 def responses(out):

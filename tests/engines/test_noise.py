@@ -60,11 +60,13 @@ def model():
     return tiny_model()
 
 
-def sampled(model, ids, **config):
+def sampled(model, ids, max_slots=None, **config):
     prompts = {i: [2 + i % 5, 3, 2 + (7 * i) % 11][: 1 + i % 3] for i in range(12)}
     data = SequenceSample.from_sequences(ids, {"prompt_ids": [[prompts[i]] for i in ids]})
     settings = GenerationConfig(n=3, max_new_tokens=20, **config)
-    out = generate(model, read_head(model), data, settings, seed=5, eos_token_ids=[1], tokenizer=None)
+    out = generate(
+        model, read_head(model), data, settings, seed=5, eos_token_ids=[1], tokenizer=None, max_slots=max_slots
+    )
     return {i: [x.tolist() for x in one.sequences()] for i, one in zip(ids, out.unpack(), strict=True)}
 
 

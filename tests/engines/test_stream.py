@@ -19,10 +19,10 @@ def prompt(i, length=3):
     return torch.tensor([2 + (i * 3 + k) % 11 for k in range(length + i % 4)])
 
 
-def stream_of(model, config=CONFIG, version=0):
+def stream_of(model, config=CONFIG, version=0, max_slots=None):
     head = read_head(model)
     stopping = Stopping(config, [EOS], None, len(head.weight_VH), torch.device("cpu"))
-    return Stream(ModuleTrunk(model), head, config, stopping, reach=128, version=version)
+    return Stream(ModuleTrunk(model), head, config, stopping, reach=128, version=version, max_slots=max_slots)
 
 
 def added(stream, ids, length=3):
@@ -86,8 +86,12 @@ def test_prompts_may_join_at_any_time_and_change_nothing_for_the_others(models):
 @torch.no_grad()
 @pytest.mark.parametrize("slots", [None, 5])
 def test_new_weights_take_effect_at_the_next_token(models, slots):
-    config = GenerationConfig(n=2, max_new_tokens=24, fixed_length=True, max_slots=slots)
-    stream = stream_of(models[0], config, version=3)
+    config = GenerationConfig(
+        n=2,
+        max_new_tokens=24,
+        fixed_length=True,
+    )
+    stream = stream_of(models[0], config, version=3, max_slots=slots)
     sequences_S = added(stream, range(6))
     for _ in range(8):
         stream.advance()

@@ -410,9 +410,10 @@ def test_turns_have_random_numbers_and_names_of_their_own():
     assert [sorted(c) for c in engine.contexts] == [["q/0/turn0", "q/1/turn0"], ["q/0/turn1", "q/1/turn1"]]
 
 
-def test_versions_of_the_engine_are_kept():
-    engine = Scripted({"q/0/turn0": "x.", "q/0/turn1": "y."}, versions=True)
-    out = hold(settings(), engine, batch({"q": {"script": [("7", 0.0, False, False, {}), WON]}}), version=3)
+def test_versions_of_the_sampler_are_kept():
+    sampler = Scripted({"q/0/turn0": "x.", "q/0/turn1": "y."}, versions=True)
+    row = batch({"q": {"script": [("7", 0.0, False, False, {}), WON]}})
+    out = hold(settings(), None, row, version=3, external_sampler=sampler)
     assert lists(out, "versions") == [[-1, -1, 40, 40, -1, 41, 41]]
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realign.api import RPC, GenerationConfig, ModelInterface, SequenceSample
+from realign.api import GenerationConfig, ModelInterface
 from realign.engines import TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.interfaces import decoupled_ppo, ppo
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, run, signals
-from realign.runtime.ahead import _Sampler
 from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout import Sync
 from realign.runtime.state import restore, run_state
@@ -282,35 +281,3 @@ def test_a_ratio_that_is_not_1_is_no_mistake_where_the_sampler_is_older(tmp_path
     text = [str(w.message) for w in caught]
     assert [t for t in text if "max_staleness=2" in t and "GRPOActorInterface" in t and "Decoupled PPO" in t]
     assert not [t for t in text if "before the first update" in t]
-
-
-class _Copy:
-    """Gives two sequences, the first of which was sampled by versions 3 and 4."""
-
-    def generate(self, data, config, *, seed):
-        out = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[5, 6, 7]], [[5, 8]]]})
-        mask = torch.tensor([False, True, True, False, True])
-        versions = torch.tensor([-1, 3, 4, -1, 4], dtype=torch.int32)
-        return out.with_tokens(loss_mask=mask, versions=versions)
-
-
-@pytest.mark.parametrize(
-    ("assigned", "want"),
-    [
-        ([-1, 3, 3, -1, 3], [-1, 3, 4, -1, 4]),  # an interface that knows one version: the true ones are put back
-        ([-1, 3, -1, -1, 3], [-1, 3, -1, -1, 4]),  # and leaves a token out
-        ([-1, 2, 3, -1, 3], [-1, 2, 3, -1, 3]),  # one that knows a version for each token
-    ],
-)
-def test_tokens_get_the_versions_that_sampled_them(assigned, want):
-    rpc = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=("input_ids", "versions"))
-    sampler = _Sampler(rpc, _Copy())
-    out = sampler.generate(SequenceSample(("a", "b")), GENERATION, seed=0)
-    batch = out.with_tokens(versions=torch.tensor(assigned, dtype=torch.int32))
-    found = sampler.with_versions(batch, 3)
-    assert found["versions"].tolist() == want
-    assert found["versions"].dtype == torch.int32
-    other = batch.take([1, 0])  # not what was sampled
-    assert sampler.with_versions(other, 3)["versions"].tolist() == other["versions"].tolist()
-    silent = replace(rpc, outputs=("input_ids",))
-    assert "versions" not in _Sampler(silent, _Copy()).generate(SequenceSample(("a", "b")), GENERATION, seed=0)

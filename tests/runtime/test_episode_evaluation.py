@@ -89,10 +89,10 @@ def experiment(tmp_path, *, flags=None, **changes) -> Experiment:
 
 def test_a_policy_learns_in_conversation_and_is_measured_in_it(tmp_path):
     measured = EpisodeEvaluation(Rows(5), every_steps=2, batch_prompts=3, episodes=episodes())
-    result = run(experiment(tmp_path, steps=8, evaluation=measured))
+    result = run(experiment(tmp_path, steps=20, evaluation=measured))
     rewards = result.series("eval/reward")
     assert rewards[-1] > rewards[0] + 0.4
-    assert result.series("turns") == [2.0] * 8
+    assert result.series("turns") == [2.0] * 20
     assert set(result.series("eval/turns")) == {2.0}
     assert {f"eval/{m}" for m in ("reward", "turns", "response_tokens")} <= measured.metric_names()
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
 from realign.api.model import LossFn, ModelSpec, PipelinableEngine, PostHook, measured
+from realign.api.sampler import Request, Sampler
 from realign.engines.offload import Offload
 from realign.engines.parts import whole
-from realign.runtime.ahead import PolicyCopy, load_copy
+from realign.runtime.ahead import load_background_sampler
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire import mapped
 
@@ -66,6 +67,21 @@ class Loaded:
     saved_views: Mapping[str, Mapping[str, Any]]
 
 
+@dataclass(frozen=True, eq=False)
+class _Received:
+    """Weights that another process sent. Implements `WeightSource`."""
+
+    received: Mapping[str, Tensor]
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """See `WeightSource.weights`."""
+        return self.received
+
+    def save(self, path: Path) -> None:
+        """Raise an error: config and tokenizer are in another process."""
+        raise NotImplementedError("weights that another process sent cannot be saved as a folder")
+
+
 class Host:
     """The models of a group, on one of its ranks. Each verb is a collective: all ranks are asked the same at once.
 
@@ -79,7 +95,7 @@ class Host:
         self._models: dict[str, Model] = {}
         self._references: dict[tuple[str, int | None], Callable[..., SequenceSample]] = {}
         self._away: dict[str, Offload] = {}
-        self._copies: dict[str, PolicyCopy] = {}
+        self._samplers: dict[str, Sampler] = {}
 
     def load(self, specs: Mapping[str, ModelSpec], seed: int, offload: frozenset[str]) -> dict[str, Loaded]:
         """Load the models of these roles; those of `offload` wait on the host until they are called."""
@@ -105,15 +121,38 @@ class Host:
     def load_copies(self, specs: Mapping[str, ModelSpec], seed: int, recompute: bool) -> None:
         """Load copies of the models of these roles, which `sample` for many callers at once (rollout=async)."""
         for role, spec in specs.items():
-            self._copies[role] = load_copy(role, spec, seed, recompute=recompute)
+            self._samplers[role] = load_background_sampler(role, spec, seed, recompute=recompute)
 
     def sample(self, role: str, data: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
-        """See `PolicyCopy.generate`; from any thread."""
-        return self._copies[role].generate(data, config, seed=seed)
+        """See `Sampler.generate`; from any thread."""
+        return self._samplers[role].generate(data, config, seed=seed)
+
+    def complete(
+        self, role: str, id: Hashable, response_index: int, prompt_ids: Tensor, config: GenerationConfig, seed: int
+    ) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """See `Sampler.submit`: ids, log-probs and versions of the response, and whether it was truncated."""
+        done = self._samplers[role].submit(Request(id, response_index, prompt_ids, config, seed)).result()
+        return done.ids, done.logprobs, done.versions, done.truncated
 
     def update(self, role: str, weights: Mapping[str, Tensor], version: int) -> None:
-        """See `PolicyCopy.update`."""
-        self._copies[role].update(weights, version)
+        """See `Sampler.update`."""
+        self._samplers[role].update(_Received(weights), version)
+
+    def pause(self, role: str) -> None:
+        """See `Sampler.pause`, also for the next three."""
+        self._samplers[role].pause()
+
+    def resume(self, role: str) -> None:
+        """See `Sampler.resume`."""
+        self._samplers[role].resume()
+
+    def sleep(self, role: str) -> None:
+        """See `Sampler.sleep`."""
+        self._samplers[role].sleep()
+
+    def wake(self, role: str) -> None:
+        """See `Sampler.wake`."""
+        self._samplers[role].wake()
 
     def ask(self, role: str, verb: str, arguments: tuple[Any, ...]) -> Any:
         """Call the method `verb` for a role."""

@@ -14,17 +14,18 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
-from realign.runtime.ahead import MOST_CALLS, PolicyCopy, sampled_roles
+from realign.api.sampler import Sampler, samples_externally
+from realign.runtime.ahead import MOST_CALLS, sampled_roles
 from realign.runtime.backend import Ray, WorkerLost
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
 from realign.runtime.placement import ROLLOUT, Group, plan_groups
-from realign.runtime.ray.copies import RemoteCopy
 from realign.runtime.ray.engine import RayEngine
 from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.hops import counted_hops
 from realign.runtime.ray.host import Loaded
+from realign.runtime.ray.sampler import RemoteSampler
 from realign.runtime.ray.worker import Setup
 from realign.runtime.rollout import Async
 
@@ -56,7 +57,9 @@ class RayRuntime(LocalRuntime):
         """Start a group for the roles that share processes, and have it load them; all groups at the same time."""
         ahead = sampled_roles(self.experiment)
         rollout = self.experiment.rollout
-        copied = {role: specs[role] for role in ahead} if isinstance(rollout, Async) else {}
+        copied: dict[str, ModelSpec] = {}
+        if isinstance(rollout, Async):
+            copied = {role: specs[role] for role in ahead if not samples_externally(specs[role])}
         groups: list[WorkerGroup] = []
         for group in plan_groups(self.experiment):
             if group.name != ROLLOUT:
@@ -76,9 +79,11 @@ class RayRuntime(LocalRuntime):
         models = {model.name: model for loaded in self._threads.map(load, groups) for model in loaded}
         return {role: models[role] for role in specs}
 
-    def _policy_copies(self, rollout: Async) -> dict[str, PolicyCopy]:
-        assert self._rollout is not None or not sampled_roles(self.experiment)
-        return {role: RemoteCopy(role, self._rollout) for role in sampled_roles(self.experiment) if self._rollout}
+    def _background_sampler(self, rollout: Async, role: str) -> Sampler:
+        if (external := self.models[role].external_sampler) is not None:
+            return external
+        assert self._rollout is not None
+        return RemoteSampler(role, self._rollout)
 
     def _started(self, group: Group, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
         """Processes for the models of `specs`, which are on their way."""

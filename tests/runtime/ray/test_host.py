@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, Request, SequenceSample, stat_values
 from realign.engines import TopLayers, TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.runtime.loss_evaluation import LOSS_SUM
@@ -81,3 +81,27 @@ def test_an_offloaded_role_is_on_its_device_during_its_calls_and_between_the_hal
     assert events == ["back"]
     host.ask("actor", "apply", (WEIGHT, False))
     assert events == ["back", "back", "leave"]
+
+
+def test_a_copy_samples_whole_batches_and_single_responses_and_stops_on_request(specs):
+    host = Host(0, 1)
+    host.load_copies(specs, 3, True)
+    sampler = host._samplers["actor"]
+    prompts = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[3, 4]]]})
+    config = GenerationConfig(n=2, max_new_tokens=5)
+    whole = host.ask("actor", "sample", (prompts, config, 1))
+    ids, logprobs, versions, truncated = host.ask("actor", "complete", ("a", 1, torch.tensor([3, 4]), config, 1))
+    assert ids.tolist() == whole.sequences()[1][2:].tolist()
+    assert torch.allclose(logprobs, whole.sequences("logprobs")[1][2:], atol=1e-5)
+    assert set(versions.tolist()) == {0}
+    assert truncated == bool(whole["truncated"][1])
+    for stop, go in (("pause", "resume"), ("sleep", "wake")):
+        host.ask("actor", stop, ())
+        handle = sampler.submit(Request("a", 0, torch.tensor([3, 4]), config, 1))
+        with pytest.raises(TimeoutError):
+            handle.result(0.05)
+        host.ask("actor", go, ())
+        handle.result(60)
+    host.ask("actor", "update", (sampler.weights(), 4))
+    assert set(host.ask("actor", "sample", (prompts, config, 1))["versions"].tolist()) == {-1, 4}
+    sampler.close()

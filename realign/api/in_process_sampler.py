@@ -1,0 +1,240 @@
+"""`InProcessSampler`: the sampler of a role whose engine samples by itself, between its other calls.
+
+Stands in `api` since `Model` constructs it for every engine, also for engines outside this project.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from realign.api.data import SequenceSample
+from realign.api.generation import GenerationConfig
+from realign.api.sampler import PROMPTS, Capabilities, Completion, FutureHandle, Request, WeightSource
+
+IN_PROCESS = Capabilities(bitwise=True, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)
+"""What an engine promises that samples by itself."""
+
+
+class GeneratingEngine(Protocol):
+    """The part of `PipelinableEngine` that samples."""
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `PipelinableEngine.generate`."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """See `PipelinableEngine.load_weights`."""
+        ...
+
+
+class _Deferred(FutureHandle):
+    """A request that is sampled when somebody waits for a result."""
+
+    def __init__(self, request: Request, sampler: InProcessSampler) -> None:
+        super().__init__(request)
+        self._sampler = sampler
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """See `Handle.result`; samples all requests that wait, in this thread. The time limit covers the wait only."""
+        if not self.future.done():
+            self._sampler.run(self, timeout_s)
+        return self.future.result()
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Requests of one call of the engine: equal sampling parameters and seed, one prompt per id."""
+
+    config: GenerationConfig
+    seed: int
+    prompts: dict[Hashable, Tensor] = field(default_factory=dict)
+    handles: list[_Deferred] = field(default_factory=list)
+
+    def takes(self, request: Request) -> bool:
+        """Whether the request can be part of it."""
+        known = self.prompts.get(request.id, request.prompt_ids)
+        same = known.shape == request.prompt_ids.shape and torch.equal(known, request.prompt_ids)
+        return same and self.config == replace(request.config, n=1) and self.seed == request.seed
+
+    def add(self, handle: _Deferred) -> None:
+        """Make it a part."""
+        self.prompts[handle.request.id] = handle.request.prompt_ids
+        self.handles.append(handle)
+
+
+class InProcessSampler:
+    """Samples with a role's own engine, whose weights are those of the training step. Implements `Sampler`.
+
+    `generate` is one call of the engine. `submit` collects requests: the first thread that waits for a result samples
+    all of them in one call of the engine. That call samples responses 0 to the highest index that was asked for, for
+    each prompt, since an engine samples whole groups.
+
+    All methods are safe to call from any thread, and one call of the engine is made at a time. The sampler does not
+    know about other calls of the engine (`train_batch`, `forward`): callers must not make them meanwhile. The engine
+    keeps no KV cache between two calls, so `sleep` has nothing to free.
+    """
+
+    def __init__(self, engine: GeneratingEngine, *, version: int = 0, capabilities: Capabilities = IN_PROCESS) -> None:
+        """Sample with an engine.
+
+        Args:
+            engine: the engine.
+            version: of its weights.
+            capabilities: what it promises.
+        """
+        self.engine = engine
+        self._version = version
+        self._capabilities = capabilities
+        self._turn = threading.Condition(threading.RLock())  # held while the engine samples; guards what follows
+        self._paused = False
+        self._asleep = False
+        self._guard = threading.Lock()  # guards what follows; never held while the engine samples
+        self._waiting: list[_Deferred] = []
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        """See `Sampler.version`."""
+        return self._version
+
+    def capabilities(self) -> Capabilities:
+        """See `Sampler.capabilities`."""
+        return self._capabilities
+
+    def submit(self, request: Request) -> FutureHandle:
+        """See `Sampler.submit`; nothing is sampled before somebody waits for a result."""
+        handle = _Deferred(request, self)
+        with self._guard:
+            self._check_open()
+            self._waiting.append(handle)
+        return handle
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `Sampler.generate`."""
+        with self._turn:
+            self._wait_for_turn(None)
+            out = self.engine.generate(data, config, seed=seed)
+            return out.with_tokens(versions=torch.where(out["loss_mask"], self._version, -1).int())
+
+    def run(self, handle: FutureHandle, timeout_s: float | None) -> None:
+        """Sample all requests that wait, unless another thread has sampled this one.
+
+        Args:
+            handle: of the request.
+            timeout_s: seconds to wait for other calls and for the end of a pause; None waits without limit.
+
+        Raises:
+            TimeoutError: the time is over, and nothing was sampled.
+            RuntimeError: the sampler was closed.
+        """
+        started = time.monotonic()
+        if not self._turn.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise TimeoutError(f"another call still samples after {timeout_s:g} s")
+        try:
+            if handle.done:
+                return
+            self._wait_for_turn(None if timeout_s is None else timeout_s - (time.monotonic() - started))
+            with self._guard:
+                waiting, self._waiting = self._waiting, []
+            for batch in _batches([h for h in waiting if h.future.set_running_or_notify_cancel()]):
+                self._sample(batch)
+        finally:
+            self._turn.release()
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """See `Sampler.update`; waits until nothing is being sampled. Of its own engine, only the version changes."""
+        with self._turn:
+            with self._guard:
+                self._check_open()
+            own: object = self.engine
+            if source is not own:
+                self.engine.load_weights(source.weights())
+            self._version = version
+
+    def pause(self) -> None:
+        """See `Sampler.pause`; waits until nothing is being sampled."""
+        with self._turn:
+            self._paused = True
+
+    def resume(self) -> None:
+        """See `Sampler.resume`."""
+        with self._turn:
+            self._paused = False
+            self._turn.notify_all()
+
+    def sleep(self) -> None:
+        """See `Sampler.sleep`; waits until nothing is being sampled."""
+        with self._turn:
+            self._asleep = True
+
+    def wake(self) -> None:
+        """See `Sampler.wake`."""
+        with self._turn:
+            self._asleep = False
+            self._turn.notify_all()
+
+    def close(self) -> None:
+        """See `Sampler.close`; waits until nothing is being sampled. The engine stays as it is."""
+        with self._guard:
+            self._closed = True
+            waiting, self._waiting = self._waiting, []
+        for handle in waiting:
+            if handle.future.set_running_or_notify_cancel():
+                handle.future.set_exception(_closed())
+        with self._turn:
+            self._turn.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+    def _wait_for_turn(self, timeout_s: float | None) -> None:
+        """Wait until neither paused nor asleep; the turn is held."""
+        if not self._turn.wait_for(lambda: self._closed or not (self._paused or self._asleep), timeout_s):
+            raise TimeoutError("the sampler is paused or asleep")
+        self._check_open()
+
+    def _sample(self, batch: _Batch) -> None:
+        """Sample the responses of a batch; an error of the engine is the result of each of them."""
+        n = 1 + max(handle.request.response_index for handle in batch.handles)
+        data = SequenceSample.from_sequences(list(batch.prompts), {PROMPTS: [[x] for x in batch.prompts.values()]})
+        try:
+            out = self.engine.generate(data, replace(batch.config, n=n), seed=batch.seed)
+        except BaseException as error:
+            for handle in batch.handles:
+                handle.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        place = {i: number * n for number, i in enumerate(batch.prompts)}
+        ids, logprobs, truncated = out.sequences("input_ids"), out.sequences("logprobs"), out["truncated"].tolist()
+        for handle in batch.handles:
+            s, first = place[handle.request.id] + handle.request.response_index, len(handle.request.prompt_ids)
+            versions_N = torch.full_like(ids[s][first:], self._version, dtype=torch.int32)
+            handle.future.set_result(Completion(ids[s][first:], logprobs[s][first:], versions_N, truncated[s]))
+
+
+def _batches(handles: list[_Deferred]) -> list[_Batch]:
+    """The calls of the engine that sample these requests, in the order in which they came."""
+    batches: list[_Batch] = []
+    for handle in handles:
+        batch = next((b for b in batches if b.takes(handle.request)), None)
+        if batch is None:
+            batch = _Batch(replace(handle.request.config, n=1), handle.request.seed)
+            batches.append(batch)
+        batch.add(handle)
+    return batches
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the sampler is closed")
+
+
+__all__ = ["GeneratingEngine", "InProcessSampler"]

@@ -1,0 +1,441 @@
+"""`Sampler`: the contract of whatever samples responses for a role, in this process or on a server.
+
+Interfaces, environments, evaluation, calibration and chat call `model.sampler`. A sampler receives token ids and
+returns token ids, never text, together with the log-prob and the policy version of every sampled token.
+
+Shapes: P tokens of a prompt, N tokens of a response, T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from realign.api.data import SequenceSample
+from realign.api.generation import GenerationConfig
+from realign.api.lengths import Lengths
+from realign.api.seeds import derive_seed
+from realign.settings import Settings
+
+PROMPTS = "prompt_ids"
+"""The key of the prompts that `Sampler.generate` reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One response to one prompt."""
+
+    id: Hashable
+    """Id of the prompt."""
+    response_index: int
+    """Index of the response among the responses to this prompt, from 0 on."""
+    prompt_ids: Tensor
+    """[P] int64, at least one token."""
+    config: GenerationConfig
+    """Sampling parameters. `n` is ignored: a request is one response."""
+    seed: int
+    """Seed of the call. The response's own seed derives from (seed, id, response_index)."""
+
+    @property
+    def response_seed(self) -> int:
+        """A 63-bit seed for this response alone, for samplers that accept one seed per request."""
+        return derive_seed(self.seed, "response", str(self.id), self.response_index)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Sampled tokens of one response, on the device of its prompt."""
+
+    ids: Tensor
+    """[N] int64."""
+    logprobs: Tensor
+    """[N] fp32, under the distribution that each token was drawn from."""
+    versions: Tensor
+    """[N] int32, the policy version that sampled each token."""
+
+    @classmethod
+    def none(cls, prompt_ids: Tensor) -> Tokens:
+        """The tokens of a response that has not begun.
+
+        Args:
+            prompt_ids: the prompt, whose device is used.
+        """
+        empty = prompt_ids.new_zeros(0)
+        return cls(empty, empty.float(), empty.int())
+
+
+@dataclass(frozen=True, eq=False)
+class Completion(Tokens):
+    """A finished response."""
+
+    truncated: bool
+    """Whether the length limit ended it. False for stop tokens, stop strings and `fixed_length`."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a sampler promises. The launch table lists the consequences of a missing `bitwise`."""
+
+    bitwise: bool
+    """Equal seeds and weights give equal tokens, whatever is sampled at the same time. Micro-batches, ranks, restarts
+    and staleness 0 are then invisible in the results."""
+    logprobs_at_temperature: bool
+    """Log-probs are those of the distribution at `temperature`, after all sampling parameters."""
+    stop_strings: bool
+    """`GenerationConfig.stop_strings` is supported."""
+    lora: bool
+    """`update` accepts a policy with LoRA adapters."""
+    abort: bool
+    """`Handle.cancel` frees the resources of a response that is being decoded, and `Handle.tokens` returns its tokens
+    while it is being decoded."""
+
+
+class Handle(Protocol):
+    """A response that was asked for. All methods may be called from any thread."""
+
+    @property
+    def request(self) -> Request:
+        """The request."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        ...
+
+    def tokens(self) -> Tokens:
+        """Return the tokens so far.
+
+        Returns:
+            A copy: all tokens of a finished response, those before the cancellation of a cancelled one, and none where
+            the sampler does not report tokens of unfinished responses (`Capabilities.abort`).
+        """
+        ...
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Wait for the response.
+
+        Args:
+            timeout_s: seconds to wait; None waits without limit.
+
+        Returns:
+            The finished response.
+
+        Raises:
+            concurrent.futures.CancelledError: it was cancelled.
+            TimeoutError: it did not finish within `timeout_s`; it is still being sampled.
+            RuntimeError: the sampler was closed or failed.
+            ValueError: the sampler cannot serve the request.
+        """
+        ...
+
+    def cancel(self) -> bool:
+        """Cancel the response; `result` then raises `CancelledError`. Other responses are not affected.
+
+        Returns:
+            Whether it was cancelled; False if it had finished, failed or been cancelled before.
+        """
+        ...
+
+
+class WeightSource(Protocol):
+    """Where a sampler gets weights from, by the transport that it supports. `PipelinableEngine` is one."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return all weights by name; see `PipelinableEngine.weights`."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder; see `PipelinableEngine.save`."""
+        ...
+
+
+class Sampler(Protocol):
+    """Samples responses. All methods may be called from any thread.
+
+    `realign.testing.check_sampler` checks an implementation against this contract.
+    """
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample the next token."""
+        ...
+
+    def submit(self, request: Request) -> Handle:
+        """Ask for one response, without waiting for it.
+
+        A sampler with `Capabilities.bitwise` returns the tokens that `generate` returns for this id and index.
+
+        Args:
+            request: the prompt, its sampling parameters and its seed.
+
+        Returns:
+            The handle of the response.
+
+        Raises:
+            RuntimeError: the sampler was closed or failed.
+            ValueError: the sampler cannot serve the request. `Handle.result` may raise this instead.
+        """
+        ...
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Sample `config.n` responses for each prompt and wait for all of them.
+
+        Equivalent to one `submit` per response with response indices 0 to n - 1.
+
+        Args:
+            data: key `prompt_ids`, one non-empty sequence per id.
+            config: sampling parameters.
+            seed: seed of this call.
+
+        Returns:
+            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` (0 on prompt tokens) and
+            `versions` int32 (-1 on prompt tokens) [T], and `truncated` [S] bool.
+
+        Raises:
+            RuntimeError: the sampler was closed or failed.
+            ValueError: a prompt or a sampling parameter is invalid.
+        """
+        ...
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """Sample with other weights, and return when they are in place.
+
+        Responses that are being sampled continue. Their earlier tokens keep their version.
+
+        Args:
+            source: has the weights.
+            version: of the weights.
+
+        Raises:
+            RuntimeError: the sampler was closed or failed.
+            ValueError: the weights do not fit the sampler's model; it keeps the weights that it has.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Sample no token until `resume`; return when none is being sampled.
+
+        Requests are accepted and wait, and so does `generate`. `update` works. Without effect if paused.
+        """
+        ...
+
+    def resume(self) -> None:
+        """End a pause. Without effect if not paused."""
+        ...
+
+    def sleep(self) -> None:
+        """Sample no token until `wake`, and free the memory of the KV cache where the sampler can.
+
+        Requests wait as in a pause, and `update` works. Without effect if asleep.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Allocate what `sleep` freed and continue, unless paused. Without effect if awake."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources. Waiting calls and unfinished handles raise RuntimeError. Closing twice is allowed."""
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """Return what the sampler promises; the same value every time."""
+        ...
+
+
+class FutureHandle:
+    """A `Handle` around a future that the sampler completes, for samplers without partial results."""
+
+    def __init__(self, request: Request) -> None:
+        """Create the handle of a request that has not begun.
+
+        Args:
+            request: the request.
+        """
+        self.request = request
+        self.future: Future[Completion] = Future()
+
+    @property
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self.future.done()
+
+    def tokens(self) -> Tokens:
+        """See `Handle.tokens`: none before the end."""
+        finished = self.future.done() and not self.future.cancelled() and self.future.exception() is None
+        return self.future.result() if finished else Tokens.none(self.request.prompt_ids)
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """See `Handle.result`."""
+        return self.future.result(timeout_s)
+
+    def cancel(self) -> bool:
+        """See `Handle.cancel`: False once the sampler has begun the request, unless a subclass can abort it."""
+        return not self.future.done() and self.future.cancel()
+
+
+@dataclass
+class SamplerSpec(Settings):
+    """What samples for a role (config node `models.ROLE.sampler`). Subclasses construct samplers outside the engine.
+
+    An external sampler serves synchronous and asynchronous rollouts, evaluation, calibration and chat alike. The model
+    calls its `update` after every change of the weights.
+    """
+
+    external: ClassVar[bool] = True
+    """Whether `open` returns a sampler; False: the role's engine samples."""
+
+    def check(self, where: str) -> None:
+        """Find configuration errors before any weights are loaded.
+
+        Args:
+            where: the key of this node, for messages.
+
+        Raises:
+            ValueError: names the key.
+        """
+
+    def capabilities(self) -> Capabilities:
+        """Return what the sampler will promise, for the launch table."""
+        raise NotImplementedError(f"{type(self).__name__} has no capabilities")
+
+    def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
+        """Construct the sampler with the weights of `source` as version 0.
+
+        Args:
+            name: the role, for messages.
+            source: the role's engine.
+            tokenizer: the role's tokenizer.
+
+        Raises:
+            ValueError: the sampler cannot be constructed; names the key.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no open")
+
+
+@runtime_checkable
+class ConfiguresSampler(Protocol):
+    """A model spec with a node `sampler`."""
+
+    @property
+    def sampler(self) -> SamplerSpec:
+        """What samples for the role."""
+        ...
+
+
+@runtime_checkable
+class SamplesInBackground(Protocol):
+    """A model spec that can construct a sampler which continues while the role's engine trains (rollout=async)."""
+
+    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
+        """Load the model once more and return a sampler of it.
+
+        Args:
+            name: the role, for messages.
+            seed: the run's root seed.
+            recompute: whether to recompute the KV cache of unfinished responses when the weights change.
+
+        Raises:
+            ValueError: the model cannot be loaded or cannot sample.
+        """
+        ...
+
+
+def samples_externally(spec: object) -> bool:
+    """Whether a sampler outside the engine samples for the role of this model spec."""
+    return isinstance(spec, ConfiguresSampler) and spec.sampler.external
+
+
+def requests_of(data: SequenceSample, config: GenerationConfig, seed: int) -> list[Request]:
+    """The requests of a `generate` call: `config.n` for each prompt, prompt after prompt.
+
+    Raises:
+        ValueError: an id does not have exactly one prompt, or an empty one.
+    """
+    for i, count in zip(data.ids, data.lengths[PROMPTS].counts.tolist(), strict=True):
+        if count != 1:
+            raise ValueError(f"id {i!r} has {count} sequences of {PROMPTS!r}. Give it exactly one.")
+    for i, length in zip(data.ids, data.lengths[PROMPTS].flat.tolist(), strict=True):
+        if not length:
+            raise ValueError(f"id {i!r} has an empty prompt. Give it at least one token.")
+    pairs = list(zip(data.ids, data.sequences(PROMPTS), strict=True))
+    return [Request(i, j, prompt, config, seed) for i, prompt in pairs for j in range(config.n)]
+
+
+def sample_of(data: SequenceSample, completions: Sequence[Completion], n: int) -> SequenceSample:
+    """Put responses together as `Sampler.generate` returns them.
+
+    Args:
+        data: the prompts.
+        completions: in the order of `requests_of`.
+        n: responses per prompt.
+    """
+    prompts = [prompt for prompt in data.sequences(PROMPTS) for _ in range(n)]
+    totals = [len(p) + len(c.ids) for p, c in zip(prompts, completions, strict=True)]
+    lengths = Lengths.of([totals[i : i + n] for i in range(0, len(totals), n)])
+    device = data[PROMPTS].device
+
+    def joined(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+        empty = torch.zeros(0, dtype=dtype, device=device)
+        return torch.cat([empty, *(x.to(device, dtype) for pair in parts for x in pair)])
+
+    pairs = list(zip(prompts, completions, strict=True))
+    sampled_T = joined([(torch.zeros_like(p), torch.ones_like(c.ids)) for p, c in pairs], torch.bool)
+    keys = {
+        "input_ids": joined([(p, c.ids) for p, c in pairs], torch.int64),
+        "prompt_mask": ~sampled_T,
+        "loss_mask": sampled_T,
+        "logprobs": joined([(torch.zeros_like(p), c.logprobs) for p, c in pairs], torch.float32),
+        "versions": joined([(torch.full_like(p, -1), c.versions) for p, c in pairs], torch.int32),
+    }
+    truncated_S = torch.tensor([c.truncated for c in completions], dtype=torch.bool, device=device)
+    return SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)
+
+
+def generate_by_requests(
+    submit: Callable[[Request], Handle], data: SequenceSample, config: GenerationConfig, *, seed: int
+) -> SequenceSample:
+    """`Sampler.generate` of a sampler that has `submit`. An error cancels the requests that are left.
+
+    Args:
+        submit: see `Sampler.submit`.
+        data: see `Sampler.generate`, also for the others.
+        config: sampling parameters.
+        seed: seed of the call.
+    """
+    handles: list[Handle] = []
+    try:
+        for request in requests_of(data, config, seed):
+            handles.append(submit(request))
+        completions = [handle.result() for handle in handles]
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+    return sample_of(data, completions, config.n)
+
+
+__all__ = [
+    "Capabilities",
+    "Completion",
+    "ConfiguresSampler",
+    "FutureHandle",
+    "Handle",
+    "Request",
+    "Sampler",
+    "SamplerSpec",
+    "SamplesInBackground",
+    "Tokens",
+    "WeightSource",
+    "generate_by_requests",
+    "requests_of",
+    "sample_of",
+    "samples_externally",
+]

@@ -1,0 +1,24 @@
+"""`InProcessSampling`: settings of sampling with a role's own engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from realign.api.in_process_sampler import IN_PROCESS
+from realign.api.sampler import Capabilities, SamplerSpec
+from realign.settings import Count
+
+
+@dataclass
+class InProcessSampling(SamplerSpec):
+    """The engine samples with the weights that it trains; with rollout=async, a copy of it in the same process."""
+
+    external: ClassVar[bool] = False
+
+    max_slots: Count | None = None
+    """Sequences decoded at once; null: as many as fit 1 GiB of KV cache."""
+
+    def capabilities(self) -> Capabilities:
+        """See `SamplerSpec.capabilities`."""
+        return IN_PROCESS

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, InProcessSampler, Request, SequenceSample
+from realign.api.sampler import requests_of
+from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
+from tests.api.test_sampler import CONFIG, prompts
+from tests.tiny import tiny_engine
+
+TEXT = GenerationConfig(n=3, max_new_tokens=8)
+
+
+def texts(ids=range(4)) -> SequenceSample:
+    return SequenceSample.from_sequences(
+        list(ids), {"prompt_ids": [[[2 + (3 * i + k) % 11 for k in range(3 + i)]] for i in ids]}
+    )
+
+
+@pytest.mark.parametrize("name", SAMPLER_CHECKS)
+def test_the_in_process_sampler_of_a_table_meets_the_contract(name):
+    check_sampler(lambda: InProcessSampler(BigramEngine()), prompts(), CONFIG, BigramEngine(seed=1), only=name)
+
+
+@pytest.mark.parametrize("name", SAMPLER_CHECKS)
+def test_the_in_process_sampler_of_a_transformer_meets_the_contract(name):
+    other = tiny_engine(model={"seed": 7})
+    check_sampler(lambda: InProcessSampler(tiny_engine()), texts(), TEXT, other, only=name)
+
+
+class Counting(BigramEngine):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.calls: list[tuple[tuple, int]] = []
+        self.goes, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def generate(self, data, config, *, seed):
+        self.calls.append((data.ids, config.n))
+        self.goes.set()
+        assert self.go.wait(60)
+        return super().generate(data, config, seed=seed)
+
+
+def test_generate_is_that_of_the_engine_with_the_samplers_version():
+    sampler = InProcessSampler(BigramEngine(), version=5)
+    out, want = sampler.generate(prompts(), CONFIG, seed=1), BigramEngine().generate(prompts(), CONFIG, seed=1)
+    assert all(torch.equal(out[key], want[key]) for key in want.keys)
+    assert torch.equal(out["versions"], torch.where(out["loss_mask"], 5, -1).int())
+
+
+def test_requests_that_wait_are_one_call_of_the_engine():
+    engine = Counting()
+    sampler = InProcessSampler(engine)
+    handles = [sampler.submit(r) for r in requests_of(prompts(), CONFIG, 1)]
+    assert engine.calls == []
+    handles[-1].result()
+    assert engine.calls == [(("a", "b", "c", "d"), 3)]
+    assert all(handle.done for handle in handles)
+
+
+def test_requests_of_other_seeds_settings_or_prompts_are_calls_of_their_own():
+    engine = Counting()
+    sampler = InProcessSampler(engine)
+    first = requests_of(prompts("a"), CONFIG, 1)[0]
+    others = [
+        replace(first, seed=2),
+        replace(first, config=GenerationConfig(max_new_tokens=6, temperature=0.5)),
+        replace(first, prompt_ids=torch.tensor([5])),
+        replace(first, config=replace(CONFIG, n=9), id="b"),  # n does not matter
+    ]
+    handles = [sampler.submit(r) for r in [first, *others]]
+    want = [InProcessSampler(BigramEngine()).submit(r).result() for r in [first, *others]]
+    assert [h.result().ids.tolist() for h in handles] == [w.ids.tolist() for w in want]
+    assert sorted(ids for ids, _ in engine.calls) == [("a",), ("a",), ("a",), ("a", "b")]
+
+
+def test_a_cancelled_request_is_not_sampled():
+    engine = Counting()
+    sampler = InProcessSampler(engine)
+    one, two = [sampler.submit(Request(i, 0, torch.tensor([1]), CONFIG, 0)) for i in "ab"]
+    assert one.cancel()
+    two.result()
+    assert engine.calls == [(("b",), 1)]
+
+
+def test_an_error_of_the_engine_is_the_result_of_the_requests_of_its_call():
+    sampler = InProcessSampler(tiny_engine())
+    good = sampler.submit(Request("a", 0, torch.tensor([3]), TEXT, 0))
+    bad = sampler.submit(Request("b", 0, torch.tensor([3]), replace(TEXT, stop_token_ids=[9999]), 0))
+    assert len(good.result().ids)
+    with pytest.raises(ValueError, match="stop token 9999"):
+        bad.result()
+
+
+def test_pause_update_and_timeouts_wait_for_the_engine():
+    engine = Counting()
+    engine.go.clear()
+    sampler = InProcessSampler(engine)
+    done: list[str] = []
+
+    def pause() -> None:
+        sampler.pause()
+        done.append("paused")
+
+    sampling = threading.Thread(target=sampler.generate, args=(prompts(), CONFIG), kwargs={"seed": 0})
+    sampling.start()
+    assert engine.goes.wait(60)
+    pausing = threading.Thread(target=pause)
+    pausing.start()
+    with pytest.raises(TimeoutError, match="another call still samples"):
+        sampler.submit(requests_of(prompts("a"), CONFIG, 0)[0]).result(0.05)
+    assert done == []
+    engine.go.set()
+    sampling.join()
+    pausing.join()
+    assert done == ["paused"]
+    sampler.update(engine, 3)  # its own weights: nothing to load
+    assert sampler.version == 3

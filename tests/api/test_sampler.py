@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, Model, Request, SequenceSample
+from realign.api.sampler import (
+    Completion,
+    FutureHandle,
+    SamplerSpec,
+    Tokens,
+    generate_by_requests,
+    requests_of,
+    sample_of,
+    samples_externally,
+)
+from realign.engines import InProcessSampling, TransformersModel
+from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
+from tests.samplers import TableSampler, TableSampling
+
+CONFIG = GenerationConfig(n=3, max_new_tokens=6)
+
+
+def prompts(ids="abcd") -> SequenceSample:
+    return SequenceSample.from_sequences(list(ids), {"prompt_ids": [[[1 + ord(i) % 7, 2]] for i in ids]})
+
+
+def table(**settings) -> TableSampler:
+    return TableSampler(BigramEngine(seed=0).logits_VV, **settings)
+
+
+@pytest.mark.parametrize("name", SAMPLER_CHECKS)
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_a_sampler_in_pure_python_meets_the_contract(name, bitwise):
+    check_sampler(lambda: table(bitwise=bitwise), prompts(), CONFIG, BigramEngine(seed=1), only=name)
+
+
+class NoVersions(TableSampler):
+    def generate(self, data, config, *, seed):
+        out = super().generate(data, config, seed=seed)
+        return out.select(out.keys - {"versions"})
+
+
+class ByOrder(TableSampler):
+    def submit(self, request):
+        self.count = getattr(self, "count", 0) + 1
+        return super().submit(Request(request.id, self.count, request.prompt_ids, request.config, request.seed))
+
+
+class NeverPauses(TableSampler):
+    def pause(self):
+        pass
+
+
+class ForgetsVersion(TableSampler):
+    def update(self, source, version):
+        super().update(source, 0)
+
+
+class KeepsWeights(TableSampler):
+    def update(self, source, version):
+        self.version = version
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (NoVersions, "generate returns keys"),
+        (ByOrder, "generate does not repeat itself"),
+        (NeverPauses, "an unfinished response cannot be cancelled|paused"),
+        (ForgetsVersion, "version does not follow update"),
+        (KeepsWeights, "an update changes no log-prob"),
+    ],
+)
+def test_a_sampler_that_breaks_the_contract_is_found(kind, message):
+    config = GenerationConfig(n=3, max_new_tokens=6, fixed_length=True)
+    with pytest.raises(AssertionError, match=message):
+        check_sampler(lambda: kind(BigramEngine(seed=0).logits_VV), prompts(), config, BigramEngine(seed=1))
+
+
+def test_the_seed_of_a_response_follows_from_seed_id_and_index():
+    ids = torch.tensor([1])
+    seeds = {
+        Request(i, j, ids, CONFIG, seed).response_seed for i in ("a", "b", 1) for j in range(3) for seed in range(2)
+    }
+    assert len(seeds) == 18
+    assert Request("1", 0, ids, CONFIG, 0).response_seed == Request(1, 0, ids, CONFIG, 0).response_seed
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_requests_are_the_responses_of_a_call_prompt_after_prompt():
+    found = requests_of(prompts("ab"), CONFIG, 7)
+    assert [(r.id, r.response_index, r.seed) for r in found] == [(i, j, 7) for i in "ab" for j in range(3)]
+    two = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[1], [2]]]})
+    with pytest.raises(ValueError, match="id 'a' has 2 sequences of 'prompt_ids'"):
+        requests_of(two, CONFIG, 0)
+    with pytest.raises(ValueError, match="id 'a' has an empty prompt"):
+        requests_of(SequenceSample.from_sequences(["a"], {"prompt_ids": [[[]]]}), CONFIG, 0)
+
+
+def completion(*ids: int, truncated: bool = False) -> Completion:
+    n = len(ids)
+    return Completion(torch.tensor(ids), torch.full((n,), -0.5), torch.full((n,), 4, dtype=torch.int32), truncated)
+
+
+def test_responses_are_put_behind_their_prompts():
+    data = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6]], [[7]]]})
+    out = sample_of(data, [completion(1), completion(2, 3, truncated=True), completion(4), completion(0)], 2)
+    assert [x.tolist() for x in out.sequences()] == [[5, 6, 1], [5, 6, 2, 3], [7, 4], [7, 0]]
+    assert out["versions"].tolist() == [-1, -1, 4, -1, -1, 4, 4, -1, 4, -1, 4]
+    assert out["logprobs"].tolist() == [0, 0, -0.5, 0, 0, -0.5, -0.5, 0, -0.5, 0, -0.5]
+    assert torch.equal(out["loss_mask"], out["versions"] == 4)
+    assert out["truncated"].tolist() == [False, True, False, False]
+    assert len(sample_of(data.take([]), [], 2)) == 0
+
+
+def test_an_error_of_one_request_cancels_the_others():
+    handles: list[FutureHandle] = []
+
+    def submit(request: Request) -> FutureHandle:
+        handles.append(FutureHandle(request))
+        if len(handles) == 2:
+            handles[0].future.set_exception(ValueError("no such token"))
+        return handles[-1]
+
+    with pytest.raises(ValueError, match="no such token"):
+        generate_by_requests(submit, prompts("a"), GenerationConfig(n=2), seed=0)
+    assert handles[1].future.cancelled()
+
+
+def test_a_handle_around_a_future_shows_tokens_at_the_end():
+    handle = FutureHandle(requests_of(prompts("a"), CONFIG, 0)[0])
+    assert (handle.done, len(handle.tokens().ids)) == (False, 0)
+    with pytest.raises(TimeoutError):
+        handle.result(0.01)
+    handle.future.set_result(completion(3))
+    assert (handle.done, handle.tokens().ids.tolist(), handle.cancel()) == (True, [3], False)
+    cancelled = FutureHandle(handle.request)
+    assert cancelled.cancel()
+    assert not cancelled.cancel()
+    assert len(cancelled.tokens().ids) == 0
+    with pytest.raises(CancelledError):
+        cancelled.result()
+
+
+def test_tokens_of_a_response_that_has_not_begun_are_empty_and_typed():
+    none = Tokens.none(torch.tensor([1, 2]))
+    assert (none.ids.dtype, none.logprobs.dtype, none.versions.dtype) == (torch.int64, torch.float32, torch.int32)
+
+
+def test_which_model_specs_sample_outside_their_engine():
+    assert not samples_externally(object())
+    assert not samples_externally(TransformersModel("x", sampler=InProcessSampling(max_slots=3)))
+    assert samples_externally(TransformersModel("x", sampler=TableSampling()))
+    with pytest.raises(NotImplementedError, match="SamplerSpec has no open"):
+        SamplerSpec().open("actor", BigramEngine(), None)
+
+
+def test_a_model_samples_with_its_engine_at_its_version_or_with_its_external_sampler():
+    model = Model("actor", BigramEngine(), version=7)
+    out = model.sampler.generate(prompts(), CONFIG, seed=0)
+    assert set(out["versions"].tolist()) == {-1, 7}
+    model.advance()
+    assert model.sampler.version == 8
+    sampler = table()
+    model.external_sampler = sampler
+    assert model.sampler is sampler
+    model.machine.logits_VV.zero_()
+    model.move_to(11)
+    assert (sampler.version, sampler.updates) == (11, [11])
+    assert not sampler.logits_VV.any()
+    sampler.close()
+    with pytest.raises(ValueError, match="role 'rule' has no model"):
+        _ = Model("rule", None).sampler
+
+
+def test_many_threads_of_one_handle_get_one_result():
+    sampler = table()
+    handle = sampler.submit(requests_of(prompts("a"), CONFIG, 0)[0])
+    found: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: found.append(handle.result(60).ids.tolist())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sampler.close()
+    assert len(found) == 8
+    assert all(ids == found[0] for ids in found)

@@ -1,0 +1,192 @@
+"""Runs whose responses come from a sampler outside the engine, as from a server."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from realign.api import Model, SamplerSpec, SequenceSample
+from realign.engines import InProcessSampling, SharedModel
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.runtime import CheckpointSpec, RolloutSpec, run
+from realign.runtime import models as loading
+from realign.runtime.local import LocalRuntime
+from realign.runtime.models import load_models
+from realign.runtime.rollout import RolloutMode
+from realign.runtime.state import restore, run_state
+from realign.testing import BigramEngine
+from tests.runtime.test_local import GENERATION, Digits
+from tests.runtime.test_local import experiment as toy
+from tests.samplers import TableSampling
+
+
+class TrainsOnly(BigramEngine):
+    """An engine that must not be asked for samples."""
+
+    def generate(self, data, config, *, seed):
+        raise AssertionError("the engine was asked for samples")
+
+
+@dataclass
+class Served:
+    """A model whose responses come from a table with the weights that it trains."""
+
+    sampler: SamplerSpec = field(default_factory=lambda: TableSampling(bitwise=True))
+
+    def load(self, name: str, *, seed: int) -> Model:
+        engine = TrainsOnly(seed=seed) if self.sampler.external else BigramEngine(seed=seed)
+        return Model(name, engine, Digits(), seed)
+
+
+@pytest.fixture(autouse=True)
+def opened():
+    TableSampling.opened.clear()
+    yield TableSampling.opened
+    assert all("closed" in sampler.stopped for sampler in TableSampling.opened)
+
+
+def experiment(tmp_path, *, external: bool = True, **changes):
+    models = {"actor": Served() if external else Served(InProcessSampling())}
+    return toy(tmp_path, **({"models": models} | changes))
+
+
+def ahead(max_staleness: int) -> RolloutSpec:
+    return RolloutSpec(mode=RolloutMode.async_, max_staleness=max_staleness)
+
+
+METRICS = ("loss", "reward", "grad_norm", "eval/reward", "rollout_tokens")
+
+
+def series(tmp_path, name: str, **changes) -> dict[str, list[float]]:
+    result = run(experiment(tmp_path, output_dir=tmp_path / name, strict_ratio=True, **changes))
+    return {key: result.series(key) for key in METRICS}
+
+
+def tables(tmp_path, *names: str) -> list[str]:
+    return [sorted((tmp_path / name / "final" / "actor").iterdir())[0].read_bytes().hex() for name in names]
+
+
+@pytest.mark.parametrize("rollout", [RolloutSpec(), ahead(0)], ids=["sync", "async"])
+def test_a_run_with_evaluation_is_that_of_the_in_process_sampler(tmp_path, opened, rollout):
+    want = series(tmp_path, "in_process", external=False)
+    assert series(tmp_path, "external", rollout=rollout) == want
+    first, second = tables(tmp_path, "in_process", "external")
+    assert first == second
+    assert len(opened) == 1
+    assert opened[0].updates == [1, 2, 3]
+
+
+@dataclass
+class Recording(GRPOActorInterface):
+    """Notes how old the tokens are that each step trains on."""
+
+    ages: list[int] = field(default_factory=list)
+
+    def train_step(self, model, data, mb_spec):
+        self.ages += (model.version - self.versions(data)).unique().tolist()
+        return super().train_step(model, data, mb_spec)
+
+    def versions(self, data: SequenceSample) -> torch.Tensor:
+        assert torch.equal(data["versions"] >= 0, data["loss_mask"])
+        return data["versions"][data["versions"] >= 0]
+
+
+def test_responses_are_sampled_ahead_of_training_and_carry_the_versions_of_the_sampler(tmp_path, opened):
+    actor = Recording(generation=GENERATION)
+    plain = experiment(tmp_path)
+    rpcs = [replace(r, inputs=(*r.inputs, "versions")) if r.method == "train_step" else r for r in plain.graph.rpcs]
+    graph = replace(plain.graph, rpcs=tuple(rpcs), results=("truncated",))
+    interfaces = plain.interfaces | {"actor": actor}
+    with pytest.warns(UserWarning, match="max_staleness=2"):
+        run(experiment(tmp_path, steps=6, rollout=ahead(2), graph=graph, interfaces=interfaces, overwrite=True))
+    assert max(actor.ages) <= 2
+    assert min(actor.ages) >= 0
+    assert opened[0].updates == list(range(1, 7))
+
+
+def test_a_restored_run_gives_the_sampler_the_weights_of_the_checkpoint(tmp_path, opened):
+    through = LocalRuntime(experiment(tmp_path))
+    for step in (1, 2):
+        through.step(step)
+    state = deepcopy(run_state(through, {}))
+    values, _ = through.step(3)
+    resumed = LocalRuntime(experiment(tmp_path, output_dir=tmp_path / "resumed"))
+    restore(resumed, state)
+    assert (opened[1].version, opened[1].updates) == (2, [2])
+    again, _ = resumed.step(3)
+    assert again["loss"] == values["loss"]
+    assert torch.equal(resumed.models["actor"].machine.logits_VV, through.models["actor"].machine.logits_VV)
+    through.close()
+    resumed.close()
+
+
+def test_a_killed_run_continues_with_the_same_samples(tmp_path):
+    every = {"checkpoint": CheckpointSpec(every_steps=1), "resume": "auto", "evaluation": None}
+    run(experiment(tmp_path, steps=2, **every))
+    continued = run(experiment(tmp_path, steps=4, **every))
+    whole = run(experiment(tmp_path, steps=4, output_dir=tmp_path / "whole", evaluation=None))
+    assert continued.series("loss") == whole.series("loss")
+
+
+def test_a_role_that_shares_the_model_shares_the_sampler(tmp_path, opened):
+    plain = experiment(tmp_path)
+    shared = replace(plain, models=plain.models | {"ref": SharedModel("actor")})
+    models = load_models(shared)
+    found = SharedModel("actor").load("view", seed=0, loaded=models)
+    assert found.sampler is models["actor"].sampler is opened[0]
+    models["actor"].move_to(4)
+    assert (found.version, opened[0].version) == (4, 4)
+    opened[0].close()
+
+
+def test_a_sampler_is_closed_when_the_other_models_cannot_be_loaded(tmp_path, opened):
+    plain = experiment(tmp_path)
+    broken = SharedModel("nobody")
+    graph = replace(
+        plain.graph, rpcs=(*plain.graph.rpcs, replace(plain.graph.rpcs[0], name="x", model="other", outputs=()))
+    )
+    with pytest.raises(ValueError, match="nobody"):
+        load_models(SimpleExperiment(plain, graph, {"other": broken}))
+    assert "closed" in opened[0].stopped
+
+
+class SimpleExperiment:
+    """An experiment with a role that cannot be loaded, which `Experiment` itself would refuse."""
+
+    def __init__(self, plain, graph, more):
+        self.seed, self.graph, self.interfaces = plain.seed, graph, plain.interfaces
+        self.models = plain.models | more
+        self.roles = (*plain.roles, *more)
+
+
+def test_a_model_that_cannot_sample_in_the_background_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"models.actor: Served has no background_sampler, which rollout=async needs"):
+        LocalRuntime(experiment(tmp_path, external=False, rollout=ahead(1)))
+
+
+def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
+    class Two:
+        size = 2
+
+    monkeypatch.setattr(loading, "current", Two)
+    with pytest.raises(ValueError, match=r"models.actor.sampler=TableSampling: external samplers .* torchrun"):
+        loading.open_sampler(Served(), Model("actor", BigramEngine()))
+
+
+def test_what_samples_ahead_outside_the_engine_cannot_score(tmp_path):
+    from realign.api import MicroBatchSpec
+    from realign.runtime.ahead import _SamplesOnly
+
+    sampler = TableSampling(bitwise=True).open("actor", BigramEngine(), None)
+    engine = _SamplesOnly("actor", "actor", TrainsOnly(), sampler)
+    data = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[1]]]})
+    assert torch.equal(
+        engine.generate(data, GENERATION, seed=0)["input_ids"],
+        BigramEngine().generate(data, GENERATION, seed=0)["input_ids"],
+    )
+    with pytest.raises(ValueError, match="TableSampler samples ahead of training and cannot score"):
+        engine.forward(data, MicroBatchSpec(), lambda output, part: part)
+    sampler.close()
