@@ -61,7 +61,7 @@ class Side:
             shuffle=False,
             data=PromptData(str(folder / "prompts.jsonl")),
             microbatch=MicroBatchSpec(max_tokens_per_microbatch=budget),
-            ratio_tolerance=float("inf"),  # forced end tokens are no draws of the policy
+            ratio_tolerance=1e9,  # forced end tokens are not drawn from the policy
             **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder, options.get("device", "cpu")),
         )
         self.runtime = LocalRuntime(experiment)
