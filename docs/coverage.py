@@ -27,7 +27,7 @@ departures in the last column. `in part`: the last column says what is missing. 
 This page is written by `python docs/coverage.py` from `docs/coverage.yaml`. `tests/docs/test_coverage.py` fails if a
 row is missing, or if an option, an experiment, a command or a test that the page names does not exist.
 
-Options are fields of these classes, and in a config the keys at the places where the classes stand:
+Options are fields of these classes. In a config they are keys of the places that the classes are used in:
 
 {roots}
 

@@ -27,9 +27,9 @@ from realign.data import PromptData, SupervisedData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.optim import OptimizerSpec
-from realign.interfaces import environment, sft
+from realign.interfaces import sft
 from realign.interfaces.environment import EnvironmentInterface
-from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
 from realign.runtime.curves import draw_curves
 
@@ -109,13 +109,14 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         return EnvironmentInterface(f"{__file__}:Calculator", generation=sampler, max_turns=3, max_episode_tokens=48)
 
     sampler = GenerationConfig(n=8, max_new_tokens=10)
+    interfaces = {"actor": GRPOActorInterface(generation=sampler), "agent": agent(sampler)}
     learn = Experiment(
         name="calculator_agent",
         steps=steps,
         batch_prompts=16,
         seed=seed,
-        graph=environment.dataflow(),
-        interfaces={"actor": GRPOActorInterface(generation=sampler), "agent": agent(sampler)},
+        graph=dataflow(interfaces),
+        interfaces=interfaces,
         models={
             "actor": TransformersModel(str(folder / "sft" / "final" / "actor"), optimizer=OptimizerSpec(lr=2e-4)),
             "agent": SharedModel(of="actor"),

@@ -25,10 +25,11 @@ from realign.data import PromptData, SupervisedData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.optim import OptimizerSpec
-from realign.functional import Normalization, Scope
-from realign.interfaces import environment, sft
+from realign.functional import Scope
+from realign.interfaces import sft
+from realign.interfaces.components import Normalization
 from realign.interfaces.environment import EnvironmentInterface
-from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
 from realign.runtime.curves import draw_curves
 
@@ -111,16 +112,17 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
             f"{__file__}:GuessingGame", generation=one_turn, max_turns=GUESSES, max_episode_tokens=3 * GUESSES
         )
 
+    interfaces = {
+        "actor": GRPOActorInterface(generation=sampler, adv_norm=over_batch, entropy_coef=0.04),
+        "agent": player(sampler.n),
+    }
     learn = Experiment(
         name="guessing_game",
         steps=steps,
         batch_prompts=NUMBERS,
         seed=seed,
-        graph=environment.dataflow(),
-        interfaces={
-            "actor": GRPOActorInterface(generation=sampler, adv_norm=over_batch, entropy_coef=0.04),
-            "agent": player(sampler.n),
-        },
+        graph=dataflow(interfaces),
+        interfaces=interfaces,
         models={
             "actor": TransformersModel(str(folder / "sft" / "final" / "actor"), optimizer=OptimizerSpec(lr=7e-4)),
             "agent": SharedModel(of="actor"),

@@ -1,8 +1,8 @@
-"""An algorithm of one's own, in one file: GRPO on the ranks of rewards, so that their scale does not matter.
+"""A custom advantage estimator in one file: GRPO on the ranks of rewards, so that their scale does not matter.
 
-Run it from the folder above, with nothing registered and nothing edited:
+Run it from the folder above. Nothing is registered and no file of the package changes:
 
-    realign experiment=grpo_arithmetic interfaces.actor._target_=examples.rank_grpo.RankGRPOActorInterface
+    realign experiment=grpo_arithmetic interfaces.actor.advantage._target_=examples.rank_grpo.RankRelative
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from realign.api import Model, SequenceSample
-from realign.interfaces.grpo import GRPOActorInterface
+from realign.api import SequenceSample
+from realign.functional import Reduce, segment_sum
+from realign.interfaces.components import GroupRelative, Rewards
 
 
 @dataclass
-class RankGRPOActorInterface(GRPOActorInterface):
-    """GRPO whose rewards are first replaced by their ranks within the group."""
+class RankRelative(GroupRelative):
+    """The rank of a response's reward in its group, from -1 (lowest) to 1 (highest); equal rewards share a rank."""
 
-    spread: float = 1.0
-    """Ranks lie between -spread and +spread; equal rewards share a rank. Shows with adv_norm.std=none only."""
-
-    def compute_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Rank the rewards of each group, then let GRPO normalise the ranks."""
-        ranks_S = torch.full_like(data["rewards"], torch.nan)
-        for group in data.group_index().unique():
-            here_S = (data.group_index() == group) & data["rewards"].isfinite()
-            rewards_G = data["rewards"][here_S]
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Tensor:
+        """See `AdvantageEstimator`: the rank [S] among the responses of the group that are trained."""
+        group_S, ranks_S = data.group_index(), torch.zeros_like(rewards.per_sequence)
+        trained_S = rewards.per_sequence.isfinite() & (segment_sum(rewards.mask_T, rewards.cu_seqlens) > 0)
+        for group in group_S.unique():
+            here_S = trained_S & (group_S == group)
+            rewards_G = rewards.per_sequence[here_S]
             above_G = (rewards_G[:, None] > rewards_G).sum(1) - (rewards_G[:, None] < rewards_G).sum(1)
-            ranks_S[here_S] = self.spread * above_G.to(rewards_G) / max(1, len(rewards_G) - 1)
-        ranked = super().compute_advantages(model, data.with_sequences(rewards=ranks_S))
-        return ranked.with_sequences(rewards=data["rewards"])
+            ranks_S[here_S] = above_G.to(ranks_S) / max(1, len(rewards_G) - 1)
+        return ranks_S

@@ -55,7 +55,7 @@ Examples
   realign experiment=grpo_arithmetic
   realign experiment=grpo_arithmetic interfaces.actor.adv_norm.std=none seed=1
   realign experiment=grpo_arithmetic algorithm=rloo
-  realign graph experiment=grpo_arithmetic graph.kl=true --format svg --out graph.svg
+  realign graph experiment=grpo_arithmetic interfaces.actor.kl.place=loss --format svg --out graph.svg
 """
 
 

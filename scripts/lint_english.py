@@ -32,7 +32,9 @@ def phrases() -> list[tuple[re.Pattern[str], str]]:
         if line.strip() and not line.startswith("#"):
             phrase, _, instead = line.partition("->")
             words = r"\s+".join(map(re.escape, phrase.split()))
-            found.append((re.compile(rf"(?<![\w-]){words}(?![\w-])", re.IGNORECASE), f"{phrase.strip()!r}: {instead.strip()}"))
+            found.append(
+                (re.compile(rf"(?<![\w-]){words}(?![\w-])", re.IGNORECASE), f"{phrase.strip()!r}: {instead.strip()}")
+            )
     return found
 
 

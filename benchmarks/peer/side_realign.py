@@ -23,9 +23,11 @@ from realign.engines.decoding import Rollout
 from realign.engines.loading import DType
 from realign.engines.network import Network
 from realign.engines.stepping import Stepper
+from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import CriticPlace, KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Experiment
@@ -59,7 +61,7 @@ class Side:
             shuffle=False,
             data=PromptData(str(folder / "prompts.jsonl")),
             microbatch=MicroBatchSpec(max_tokens_per_microbatch=budget),
-            ratio_tolerance=float("inf"),  # forced end tokens are no draws of the policy
+            ratio_tolerance=1e9,  # forced end tokens are not drawn from the policy
             **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder, options.get("device", "cpu")),
         )
         self.runtime = LocalRuntime(experiment)
@@ -140,13 +142,14 @@ def actor(folder: Path, device: str) -> TransformersModel:
 def grpo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     """GRPO with a rule as the reward, called in this process as TRL calls it."""
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+    interfaces = {
+        "actor": GRPOActorInterface(generation=generation),
+        "reward": RuleRewardInterface("benchmarks.peer.side_realign:score", workers=0),
+    }
     return {
-        "graph": dataflow(),
+        "graph": dataflow(interfaces),
         "models": {"actor": actor(folder, device)},
-        "interfaces": {
-            "actor": GRPOActorInterface(generation=generation),
-            "reward": RuleRewardInterface("benchmarks.peer.side_realign:score", workers=0),
-        },
+        "interfaces": interfaces,
     }
 
 
@@ -155,22 +158,26 @@ def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     policy = actor(folder, device)
     learned = replace(policy, path=str(folder / "reward"))
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+    interfaces = {
+        "actor": PPOActorInterface(
+            generation=generation,
+            epochs=scenario.epochs,
+            critic=Critic.own,
+            kl=KLPenalty(KLPlace.reward, coef=0.05),
+        ),
+        "ref": ReferenceInterface(),
+        "reward": RewardModelInterface(),
+        "critic": PPOCriticInterface(epochs=scenario.epochs),
+    }
     return {
-        "graph": dataflow(kl=True, critic=CriticPlace.own),
+        "graph": dataflow(interfaces),
         "models": {
             "actor": policy,
             "ref": replace(policy, optimizer=None),
             "reward": replace(learned, head=Score(), optimizer=None),
             "critic": replace(learned, head=Value()),
         },
-        "interfaces": {
-            "actor": PPOActorInterface(
-                generation=generation, epochs=scenario.epochs, kl=KLPenalty(KLPlace.reward, coef=0.05)
-            ),
-            "ref": ReferenceInterface(),
-            "reward": RewardModelInterface(),
-            "critic": PPOCriticInterface(epochs=scenario.epochs),
-        },
+        "interfaces": interfaces,
     }
 
 

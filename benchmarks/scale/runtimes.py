@@ -24,8 +24,7 @@ def runtime_words(task: Path, steps: int) -> list[str]:
         "models.actor.optimizer.lr=1e-3",
         f"batch_prompts={PROMPTS}",
         f"interfaces.actor.generation.n={GROUP}",
-        "graph.kl=true",
-        "interfaces.actor.kl={place: loss, estimator: k3}",
+        "interfaces.actor.kl.place=loss",
         "interfaces.reward.workers=0",
     ]
 

@@ -78,6 +78,31 @@ def commands(text: str) -> Iterator[list[str]]:
                 yield words
 
 
+def tables(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The words of each `realign` command that a `table` block follows, and the rows that the block states.
+
+    Raises:
+        ValueError: a `table` block is empty, or is not right after a `bash` block with exactly one `realign` command.
+    """
+    found, lines = blocks(text), text.splitlines()
+    for before, block in zip([None, *found], found, strict=False):
+        if block.language != "table":
+            continue
+        rows = [line.strip() for line in block.code.splitlines() if line.strip()]
+        if not rows or before is None or before.language != "bash" or not _adjacent(before, block, lines):
+            raise ValueError(f"line {block.line}: a `table` block states rows, right after a `bash` block")
+        words = list(commands(f"```bash\n{before.code}```\n"))
+        if len(words) != 1 or words[0][0].rsplit("/", 1)[-1] != "realign":
+            raise ValueError(f"line {block.line}: a `table` block follows one `realign` command, found {len(words)}")
+        yield words[0], rows
+
+
+def _adjacent(before: Block, block: Block, lines: list[str]) -> bool:
+    """Whether there are only empty lines between two blocks."""
+    end = before.line + before.code.count("\n")  # of the closing fence, from 1
+    return not any(line.strip() for line in lines[end : block.line - 2])
+
+
 def links(text: str) -> list[str]:
     """Targets of the links and pictures of a page that lie in the repository."""
     prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import inspect
 import re
 import shlex
 import types
@@ -58,9 +57,6 @@ def check_option(option: str) -> None:
         return
     place = imported(DATA["roots"][name])
     for field in fields:
-        if inspect.isfunction(place):
-            assert field in inspect.signature(place).parameters, f"{option}: no argument {field}"
-            return
         assert place is not None, f"{option}: {field} is no field of a dataclass"
         assert field in {f.name for f in dataclasses.fields(place)}, f"{option}: {place.__name__} has no {field}"
         place = dataclass_in(get_type_hints(place)[field])
@@ -115,7 +111,7 @@ def test_experiments_and_commands_exist(row, use):
 
 
 def test_names_that_do_not_exist_are_found():
-    for option in ("actor.nothing", "actor.epochs.more", "graph.nothing"):
+    for option in ("actor.nothing", "actor.epochs.more", "actor.advantage.gamma"):
         with pytest.raises(AssertionError):
             check_option(option)
     with pytest.raises(AttributeError):

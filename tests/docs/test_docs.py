@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from realign.chat import chat_of
 from realign.config import build_experiment, compose
+from realign.derived import derived_rows
 from realign.runtime import run
 from tests.docs import pages
 
@@ -76,6 +77,30 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
         build_experiment(compose(overrides))
 
 
+def stated_tables() -> list[tuple[str, list[str], list[str]]]:
+    """The pages that state rows of a launch table, with the arguments of the command and the rows."""
+    return [
+        (name_of(page), words[1:], rows)
+        for page in PAGES
+        for words, rows in pages.tables(page.read_text(encoding="utf-8"))
+    ]
+
+
+def wrong_rows(stated: list[str], rows: list[tuple[str, str]]) -> list[str]:
+    """The stated rows that a launch table does not have, each with the row of that name."""
+    shown = {f"{name}: {value}": name for name, value in rows}
+    wrong = [line for line in stated if line not in shown]
+    found = {line: [row for row, name in shown.items() if line.startswith(f"{name}: ")] for line in wrong}
+    return [f"{line!r}, but the table has {(same[0] if same else 'no such row')!r}" for line, same in found.items()]
+
+
+@pytest.mark.parametrize(("page", "arguments", "stated"), stated_tables())
+def test_stated_rows_are_in_the_launch_table_of_their_command(page, arguments, stated, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    (overrides,) = compositions(arguments)
+    assert wrong_rows(stated, derived_rows(build_experiment(compose(overrides)))) == []
+
+
 def flags() -> list[str]:
     """The code in the first column of the README's table of flags; not what needs an extra, nor a sweep."""
     rows = re.findall(r"^\| (`.+?`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -133,6 +158,38 @@ def test_broken_links_are_found_and_code_is_no_link(tmp_path):
 def test_commands_are_read_from_bash_and_console_blocks():
     text = "```bash\n# why\nrealign a=1 \\\n  b='x y'\n```\n```console\n$ make test\nok\n```\n```text\n$ no\n```\n"
     assert list(pages.commands(text)) == [["realign", "a=1", "b=x y"], ["make", "test"]]
+
+
+def test_a_table_belongs_to_the_command_right_before_it():
+    text = "```bash\nrealign a=1 \\\n  b=2\n```\n\n```table\nKL to reference: in the loss\n\nsteps: 3\n```\n"
+    assert list(pages.tables(text)) == [(["realign", "a=1", "b=2"], ["KL to reference: in the loss", "steps: 3"])]
+    assert list(pages.tables("```bash\nrealign a=1\n```\n")) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("```\n```table", "```\ntext\n```table"),
+        ("realign a=1", "make test"),
+        ("realign a=1", "realign a=1\nrealign b=2"),
+        ("```bash", "```console"),
+        ("steps: 3\n", ""),
+        ("```bash\nrealign a=1\n```\n", ""),
+    ],
+    ids=["apart", "another program", "two commands", "another block", "empty", "no command"],
+)
+def test_a_table_without_its_command_is_found(old, new):
+    text = "```bash\nrealign a=1\n```\n```table\nsteps: 3\n```\n"
+    assert len(list(pages.tables(text))) == 1
+    with pytest.raises(ValueError, match="a `table` block"):
+        list(pages.tables(text.replace(old, new)))
+
+
+def test_a_row_that_is_stated_and_not_in_the_table_is_found():
+    rows = [("steps", "3"), ("actor: KL to reference", "in the loss, k3")]
+    assert wrong_rows(["steps: 3", "actor: KL to reference: in the loss, k3"], rows) == []
+    assert wrong_rows(["steps: 4"], rows) == ["'steps: 4', but the table has 'steps: 3'"]
+    assert wrong_rows(["epochs: 1"], rows) == ["'epochs: 1', but the table has 'no such row'"]
 
 
 def test_a_sweep_is_composed_run_by_run():

@@ -13,7 +13,8 @@ from realign.api import GenerationConfig, MicroBatchSpec, stat_values
 from realign.engines.optim import OptimizerSpec
 from realign.engines.stepping import REASONS
 from realign.interfaces import grpo, reward_model, sft
-from realign.interfaces.ppo import KLPenalty, KLPlace, ReferenceInterface
+from realign.interfaces.components import KLPenalty, KLPlace
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import DynamicSampling, Evaluation, Experiment, LossEvaluation, RewardCalibration, run
 from realign.testing import random_batch, random_preferences, train_once
 from tests.config_parts import Bigram, CountThrees, Prompts
@@ -26,7 +27,7 @@ PAGE = ROOT / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
-SAME_METRICS = {"adv_norm", "reward_norm", "aggregation", "aggregation_constant"}
+SAME_METRICS = {"adv_norm", "aggregation"}
 """Settings with many values, none of which adds a metric."""
 GENERATION = GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)
 
@@ -66,12 +67,13 @@ def test_every_metric_of_an_algorithm_under_any_setting_is_on_the_page(cls):
 
 def experiment(tmp_path: Path, **changes) -> Experiment:
     actor = grpo.GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.reward, 0.1))
+    interfaces = {"actor": actor, "ref": ReferenceInterface(), "reward": CountThrees()}
     settings = {
         "name": "metrics",
         "steps": 1,
         "batch_prompts": 4,
-        "graph": grpo.dataflow(kl=True),
-        "interfaces": {"actor": actor, "ref": ReferenceInterface(), "reward": CountThrees()},
+        "graph": grpo.dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {"actor": Bigram(), "ref": Bigram()},
         "data": Prompts(8),
         "output_dir": tmp_path / "run",
