@@ -10,6 +10,7 @@ import pkgutil
 from enum import Enum
 
 import pytest
+from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 
 import realign.interfaces
 from realign.api import GenerationConfig, ModelInterface
@@ -30,7 +31,6 @@ from realign.interfaces.critic import ValueNormalization, ValueObjective, ValueS
 from realign.interfaces.decoupled_ppo import Denominator, RatioRange
 from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace
 from realign.interfaces.reward_model import RewardLoss
-from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 from realign.testing import check_train_step, random_preferences
 
 # Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
