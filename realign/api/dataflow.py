@@ -311,7 +311,6 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
     read = {key for rpc in rpcs for key in rpc.inputs}
     results = dict.fromkeys(["versions", "truncated", *(key for key in rpcs[0].outputs if key not in read)])
-    results.pop("prompt_mask", None)
     return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row", *text), results=tuple(results))
 
 

@@ -101,7 +101,8 @@ def test_an_agent_takes_the_place_of_sampling_and_reward(flags):
     kept = [rpc for rpc in old.rpcs if rpc.name not in ("actor_gen", "reward_inf")]
     assert new.rpcs == (generate, *kept)
     assert new.dataset_keys == old.dataset_keys
-    assert set(new.results) == {"versions", "truncated", "turns"}
+    assert new.results == ("versions", "truncated", "prompt_mask", "turns")
+    assert not {*new.unread()} - {"values", "bootstrap_values"}
 
 
 @pytest.mark.parametrize("build", [ppo.dataflow, grpo.dataflow, decoupled_ppo.dataflow])
