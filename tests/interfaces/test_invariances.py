@@ -259,13 +259,13 @@ def named(found):
         yield pytest.param(actor, chosen, id=f"{actor.__name__}-{kinds}-{i}")
 
 
-@pytest.mark.parametrize(("actor", "chosen"), named(grid()))
+@pytest.mark.parametrize(("actor", "chosen"), list(named(grid())))
 def test_any_advantage_works_with_any_objective_and_correction(actor, chosen):
     interface = actor(**chosen)
     check_train_step(interface, actor_inputs(interface)[0])
 
 
-@pytest.mark.parametrize(("actor", "chosen"), named(each_component()))
+@pytest.mark.parametrize(("actor", "chosen"), list(named(each_component())))
 def test_every_component_is_invariant(actor, chosen):
     interface = actor(**chosen)
     check_train_step(interface, actor_inputs(interface)[1])
