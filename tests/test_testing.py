@@ -1,4 +1,4 @@
-"""The conformance kit finds each kind of mistake that it is there for."""
+"""The conformance kit reports each kind of broken invariance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ INPUTS = ("input_ids", "loss_mask", "logprobs", "rewards")
 
 
 class LaterCountsMore(GRPOActorInterface):
-    def compute_advantages(self, model, data):
-        out = super().compute_advantages(model, data)
+    def estimate_advantages(self, model, data):
+        out = super().estimate_advantages(model, data)
         return out.with_tokens(advantages=out["advantages"] * torch.arange(len(out["advantages"])))
 
 
 class ReadsPrompts(GRPOActorInterface):
-    def compute_advantages(self, model, data):
-        out = super().compute_advantages(model, data)
+    def estimate_advantages(self, model, data):
+        out = super().estimate_advantages(model, data)
         return out.with_tokens(advantages=out["advantages"] + data["logprobs"].sum())
 
 

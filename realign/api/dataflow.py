@@ -271,48 +271,51 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
         raise ValueError(
             f"interfaces.actor is missing: the graph trains the role 'actor'{nearest('actor', interfaces)}"
         )
-    needs = interfaces["actor"].keys("train_step")
+    train = interfaces["actor"].keys("train_step")
+    needs = dict(train.needs)
+    if "advantages" in needs:  # then `credit` is a call that needs keys of its own
+        needs = {**interfaces["actor"].keys("credit").needs, **needs}
     rpcs, rewards = _sampling_calls(interfaces)
     scored = ("input_ids", "loss_mask")
     keys = [*scored, "logprobs", "truncated", *rewards]
-    if "baseline_rewards" in needs.needs:
+    if "baseline_rewards" in needs:
         if rpcs[0].model != "actor":
             raise ValueError(
-                f"interfaces.actor.{needs.needs['baseline_rewards']}: role {rpcs[0].model!r} rewards whole "
+                f"interfaces.actor.{needs['baseline_rewards']}: role {rpcs[0].model!r} rewards whole "
                 "conversations, so there is no reward of a greedy response. Set reward.baseline=none"
             )
         rpcs += _baseline_calls()
         keys.append("baseline_rewards")
-    scorers = {key.removesuffix("_logprobs"): key for key in needs.needs if key.endswith("_logprobs")}
+    scorers = {key.removesuffix("_logprobs"): key for key in needs if key.endswith("_logprobs")}
     scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
         rpcs.append(RPC(f"{role}_inf", role, "inference", scored, (key,), rename={"logprobs": key}))
         keys.append(key)
-    if "values" in needs.needs:
+    if "values" in needs:
         rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
         keys += ["values", "bootstrap_values"]
     training, masked = keys, {}
-    if "advantages" in needs.needs:
+    if "advantages" in needs:
         masked = {"loss_mask": "train_mask"}
         credited = ("advantages", "returns", "train_mask")
         rpcs.append(RPC("actor_credit", "actor", "credit", tuple(keys), credited, rename=masked))
         training = [key for key in keys if key != "loss_mask"] + [*credited]
         learned = ("input_ids", "train_mask", "values", "returns")
         rpcs.append(RPC("critic_train", "critic", "train_step", learned, rename=masked))
-    text = [key for key in needs.needs if key.startswith("ptx_")]
-    training = [*training, *text, *(key for key in ("versions",) if key in needs.uses)]
+    text = [key for key in needs if key.startswith("ptx_")]
+    training = [*training, *text, *(key for key in ("versions",) if key in train.uses)]
     rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
     read = {key for rpc in rpcs for key in rpc.inputs}
     results = dict.fromkeys(["versions", "truncated", *(key for key in rpcs[0].outputs if key not in read)])
-    results.pop("prompt_mask", None)
     return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row", *text), results=tuple(results))
 
 
 def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC], list[str]]:
     """The calls that sample and reward, and the keys of the rewards."""
     for role, interface in interfaces.items():
-        written = interface.keys("generate").writes or frozenset()
-        if role != "actor" and "rewards" in written:
+        samples = role != "actor" and implements(type(interface), "generate")
+        written = interface.keys("generate").writes or frozenset() if samples else frozenset()
+        if "rewards" in written:
             outputs = (*SAMPLED, *sorted(written - set(SAMPLED)))
             rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
             return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards

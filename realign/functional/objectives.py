@@ -136,9 +136,10 @@ def gmpo_loss(
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] mean over the masked tokens of each sequence, at all of its positions; `x_T` must be 0 off the mask."""
+    """[T] mean over the masked tokens of each sequence, at all of its positions; values off the mask are ignored."""
+    check_shapes(mask_T, x_T=x_T)
     count_S = segment_sum(mask_T, cu_seqlens).clamp(min=1)
-    return broadcast_to_tokens(segment_sum(x_T, cu_seqlens) / count_S, cu_seqlens)
+    return broadcast_to_tokens(segment_sum(torch.where(mask_T, x_T, 0), cu_seqlens) / count_S, cu_seqlens)
 
 
 def _advantages(advantages_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import Lengths, MicroBatchSpec, SequenceSample, part_sizes
-from realign.functional.normalization import Level, Normalization, Scope, normalize
+from realign.functional.normalization import Scope, normalize
 
 DTYPES = {
     "input_ids": torch.int64,
@@ -290,12 +290,12 @@ def test_trap_e6_the_order_of_prompts_does_not_matter(naive: Naive, data: st.Dat
     naive.data["prompt_ids"] = [[[1, 2]] for _ in naive.ids]
     sample = naive.sample()
     order = data.draw(st.permutations(range(len(naive.ids))))
-    spec = Normalization(mean=Scope.group, std=Scope.group, level=Level.sequence)
 
     def advantages(batch: SequenceSample) -> dict[str, Groups]:
         rewards_S = batch["rewards"]
         mask_S = torch.ones_like(rewards_S, dtype=torch.bool)
-        scored = batch.with_sequences(adv=normalize(rewards_S, batch.group_index(), mask_S, spec))
+        normal_S = normalize(rewards_S, batch.group_index(), mask_S, mean=Scope.group, std=Scope.group)
+        scored = batch.with_sequences(adv=normal_S)
         return dict(zip(batch.ids, content(scored, "adv"), strict=True))
 
     assert advantages(sample.take(order)) == advantages(sample)

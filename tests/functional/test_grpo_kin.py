@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.functional.advantages import discounted_returns, token_rewards
-from realign.functional.aggregation import Aggregation, aggregate, aggregation_weight
-from realign.functional.normalization import Normalization, Scope, degenerate_rescale, normalize
-from realign.functional.objectives import PolicyObjective, policy_objective
+from realign.functional.aggregation import AggregationMode, aggregate, aggregation_weight
+from realign.functional.normalization import Scope, degenerate_rescale, normalize
+from realign.functional.objectives import reinforce_loss
 from realign.functional.packed import cu_seqlens_of, sequence_index
-from tests.functional.test_normalization import over_ranks
+from tests.functional.test_normalization import flags, over_ranks
 
 
 class Rollout:
@@ -38,11 +38,11 @@ class Rollout:
 
     def normalized(self, spec, x=None):
         x_S = torch.tensor(self.rewards if x is None else x)
-        return normalize(x_S, torch.tensor(self.groups), torch.ones(len(x_S), dtype=torch.bool), spec).numpy()
+        return normalize(x_S, torch.tensor(self.groups), torch.ones(len(x_S), dtype=torch.bool), **spec).numpy()
 
     def normalized_tokens(self, spec, x_T):
         group_T = torch.tensor(self.groups)[sequence_index(self.cu_seqlens)]
-        return normalize(torch.as_tensor(x_T), group_T, torch.tensor(self.mask), spec).numpy()
+        return normalize(torch.as_tensor(x_T), group_T, torch.tensor(self.mask), **spec).numpy()
 
     def by_group(self, formula):
         """`formula(rewards, trained tokens)` of each group, put back in its places."""
@@ -78,10 +78,10 @@ def opo(r, tokens):
 
 
 BY_GROUP = {
-    grpo_of_verl: Normalization(Scope.group, Scope.group, unbiased=True, eps=1e-6),
-    grpo_of_trl: Normalization(Scope.group, Scope.group, unbiased=True, eps=1e-4),
-    dr_grpo: Normalization(Scope.group, Scope.none),
-    rloo: Normalization(Scope.group, Scope.none, leave_one_out=True),
+    grpo_of_verl: flags(Scope.group, Scope.group, unbiased=True, eps=1e-6),
+    grpo_of_trl: flags(Scope.group, Scope.group, unbiased=True, eps=1e-4),
+    dr_grpo: flags(Scope.group, Scope.none),
+    rloo: flags(Scope.group, Scope.none, leave_one_out=True),
 }
 
 
@@ -96,7 +96,7 @@ def test_one_number_per_response(formula, spec, rollout):
 @given(ANY_ROLLOUT)
 def test_lite_ppo_takes_the_mean_of_the_group_and_the_deviation_of_the_batch(rollout):
     """arXiv:2508.08221; as TRL's `scale_rewards="batch"`, the deviation is that of the rewards, not of what is left."""
-    spec = Normalization(Scope.group, Scope.batch, unbiased=True, eps=1e-4)
+    spec = flags(Scope.group, Scope.batch, unbiased=True, eps=1e-4)
     expected = rollout.by_group(dr_grpo) / (rollout.rewards.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(rollout.normalized(spec), expected, rtol=1e-9, atol=1e-12)
 
@@ -105,9 +105,7 @@ def test_lite_ppo_takes_the_mean_of_the_group_and_the_deviation_of_the_batch(rol
 @given(ANY_ROLLOUT)
 def test_opo_is_the_group_mean_at_token_level(rollout):
     """arXiv:2505.23585: the baseline is sum(length * reward) / sum(length), the mean of rewards given to each token."""
-    got = rollout.normalized_tokens(
-        Normalization(Scope.group, Scope.none, level="token"), rollout.rewards[rollout.sequence]
-    )
+    got = rollout.normalized_tokens(flags(Scope.group, Scope.none), rollout.rewards[rollout.sequence])
     expected = rollout.by_group(opo)[rollout.sequence] * rollout.mask
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
 
@@ -118,7 +116,7 @@ def whitened(x, mask):
     return np.where(mask, (x - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8), 0)
 
 
-WHITENING = Normalization(Scope.batch, Scope.batch, unbiased=True, eps=1e-8, eps_inside_sqrt=True, level="token")
+WHITENING = flags(Scope.batch, Scope.batch, unbiased=True, eps=1e-8, eps_inside_sqrt=True)
 
 
 @every_rollout
@@ -146,7 +144,7 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens_over_the_batch(rollou
 @given(ANY_ROLLOUT)
 def test_reinforce_plus_plus_baseline_is_two_normalisations_in_a_row(rollout):
     """arXiv:2501.03262: rewards less their group's mean, then whitened over the tokens of the batch."""
-    first = rollout.normalized(Normalization(Scope.group, Scope.none))
+    first = rollout.normalized(flags(Scope.group, Scope.none))
     got = rollout.normalized_tokens(WHITENING, first[rollout.sequence])
     expected = whitened(rollout.by_group(dr_grpo)[rollout.sequence], rollout.mask)
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-10)
@@ -167,7 +165,7 @@ def test_gpg_makes_up_for_groups_that_say_nothing(seed):
     everyone = torch.ones(len(rollout.groups), dtype=torch.bool)
     rescale = degenerate_rescale(torch.tensor(rollout.rewards), torch.tensor(rollout.groups), everyone)
     assert rescale.item() == pytest.approx(alpha)
-    got = rescale.item() * rollout.normalized(Normalization(Scope.group, Scope.none))
+    got = rescale.item() * rollout.normalized(flags(Scope.group, Scope.none))
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -181,9 +179,8 @@ def test_the_loss_of_gpg_and_that_rescaling_is_leaving_constant_groups_out(seed)
 
     def loss(per_response, kept_T):
         advantages_T = torch.tensor(per_response[rollout.sequence])
-        args = (torch.tensor(logprobs), torch.zeros(len(mask_T)), advantages_T, kept_T, cu_seqlens)
-        out = policy_objective(*args, objective=PolicyObjective.reinforce, clip_low=None, clip_high=None)
-        mode = Aggregation.seq_mean_token_mean
+        out = reinforce_loss(torch.tensor(logprobs), torch.zeros(len(mask_T)), advantages_T, kept_T)
+        mode = AggregationMode.seq_mean_token_mean
         return (aggregate(out.loss_T, kept_T, cu_seqlens, mode) / aggregation_weight(kept_T, cu_seqlens, mode)).item()
 
     per_response = [logprobs[(rollout.sequence == s) & rollout.mask].mean() for s in range(len(constant))]

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from realign.functional.aggregation import Aggregation, aggregation_weight
+from realign.functional.aggregation import AggregationMode, aggregation_weight
 from realign.functional.kl import LOG_RATIO_LIMIT
 from realign.functional.losses import (
     CapMode,
     ImportanceLevel,
     ValueLoss,
-    behaviour_weights,
+    behavior_weights,
     nll_loss,
     policy_loss,
     value_loss,
@@ -91,64 +91,66 @@ def test_trap_b10_an_extreme_ratio_is_finite_and_counted(difference, advantage):
     assert out.loss_T.isfinite().all()
     assert logprobs_T.grad.isfinite().all()
     assert out.clamped_T.tolist() == [True, False]
-    weight_T, _ = behaviour_weights(logprobs_T, torch.zeros(2), ones(2), cu_seqlens_of([2]))
+    weight_T, _ = behavior_weights(logprobs_T, torch.zeros(2), ones(2), cu_seqlens_of([2]))
     assert weight_T.isfinite().all()
     assert weight_T.max() <= math.exp(LOG_RATIO_LIMIT) * (1 + 1e-6)
 
 
 def decoupled_inputs(n=12):
     generator = torch.Generator().manual_seed(3)
-    current, proximal, behaviour, advantages = torch.randn(4, n, generator=generator, dtype=torch.float64)
-    return current * 0.3, proximal * 0.3, behaviour * 0.3, advantages
+    current, proximal, behavior, advantages = torch.randn(4, n, generator=generator, dtype=torch.float64)
+    return current * 0.3, proximal * 0.3, behavior * 0.3, advantages
 
 
 def test_trap_f1_the_importance_weight_carries_no_gradient():
-    current, proximal, behaviour, advantages = decoupled_inputs()
-    leaves = [x.clone().requires_grad_() for x in (current, proximal, behaviour)]
-    weight_T, _ = behaviour_weights(leaves[1], leaves[2], ones(12), cu_seqlens_of([5, 7]))
-    policy_loss(leaves[0], leaves[1], advantages, ones(12), weight_T=weight_T).loss_T.sum().backward()
+    _, proximal, behavior, _ = decoupled_inputs()
+    leaves = [x.clone().requires_grad_() for x in (proximal, behavior)]
+    weight_T, _ = behavior_weights(*leaves, ones(12), cu_seqlens_of([5, 7]))
+    assert not weight_T.requires_grad
+    torch.testing.assert_close(weight_T, (proximal - behavior).exp(), rtol=1e-12, atol=0)
+
+
+def test_trap_f1_only_the_current_log_probs_carry_a_gradient():
+    leaves = [x.clone().requires_grad_() for x in decoupled_inputs()[:2]]
+    advantages_T = decoupled_inputs()[3].requires_grad_()
+    policy_loss(*leaves, advantages_T, ones(12)).loss_T.sum().backward()
+    assert leaves[0].grad is not None
     assert leaves[1].grad is None
-    assert leaves[2].grad is None
-    plain = current.clone().requires_grad_()
-    policy_loss(plain, proximal, advantages, ones(12)).loss_T.sum().backward()
-    torch.testing.assert_close(leaves[0].grad, (proximal - behaviour).exp() * plain.grad, rtol=1e-12, atol=0)
-    learned = torch.rand(12, requires_grad=True)
-    policy_loss(leaves[0], proximal, advantages, ones(12), weight_T=learned).loss_T.sum().backward()
-    assert learned.grad is None
+    assert advantages_T.grad is None
 
 
 def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():
     log_weights_T = torch.tensor([0.0, 2.0, -1.0, 3.0])
     mask_T, cu_seqlens = torch.tensor([True, True, True, False]), cu_seqlens_of([4])
     args = (log_weights_T, torch.zeros(4), mask_T, cu_seqlens)
-    weight_T, keep_T = behaviour_weights(*args, cap=2.0, mode=CapMode.mask)
+    weight_T, keep_T = behavior_weights(*args, cap=2.0, mode=CapMode.mask)
     assert keep_T.tolist() == [True, False, True, False]
     assert weight_T.tolist() == pytest.approx([1.0, 0.0, math.exp(-1), 0.0])
-    assert aggregation_weight(keep_T, cu_seqlens, Aggregation.token_mean) == 2
-    weight_T, keep_T = behaviour_weights(*args, cap=2.0, mode=CapMode.truncate)
+    assert aggregation_weight(keep_T, cu_seqlens, AggregationMode.token_mean) == 2
+    weight_T, keep_T = behavior_weights(*args, cap=2.0, mode=CapMode.truncate)
     assert keep_T.tolist() == mask_T.tolist()
     assert weight_T.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0])
-    weight_T, keep_T = behaviour_weights(*args)
+    weight_T, keep_T = behavior_weights(*args)
     assert keep_T.tolist() == mask_T.tolist()
     assert weight_T.tolist() == pytest.approx([1.0, math.exp(2), math.exp(-1), 0.0])
 
 
 def test_a_floor_is_the_other_end_of_the_cap():
     args = (torch.tensor([0.0, 2.0, -1.0]), torch.zeros(3), ones(3), cu_seqlens_of([3]))
-    weight_T, keep_T = behaviour_weights(*args, floor=0.5, cap=2.0, mode=CapMode.mask)  # IcePop
+    weight_T, keep_T = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.mask)  # IcePop
     assert keep_T.tolist() == [True, False, False]
     assert weight_T.tolist() == [1, 0, 0]
-    weight_T, keep_T = behaviour_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS on both sides
+    weight_T, keep_T = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS on both sides
     assert keep_T.tolist() == [True] * 3
     assert weight_T.tolist() == [1, 2, 0.5]
-    weight_T, keep_T = behaviour_weights(*args, floor=0.5)
+    weight_T, keep_T = behavior_weights(*args, floor=0.5)
     assert keep_T.tolist() == [True, True, False]
     assert weight_T.tolist() == pytest.approx([1, math.exp(2), 0])
 
 
 def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
     proximal_T = torch.tensor([0.5, -0.25, 0.75, 0.1, -0.2])
-    weight_T, keep_T = behaviour_weights(
+    weight_T, keep_T = behavior_weights(
         proximal_T, torch.zeros(5), ones(5), cu_seqlens_of([3, 2]), cap=1.5, level=ImportanceLevel.sequence
     )
     assert keep_T.tolist() == [False, False, False, True, True]
@@ -161,27 +163,21 @@ def test_trap_f6_sequence_ratios_equal_a_padded_reference(level):
     lengths = [3, 0, 5, 1]
     rows = [(rng.normal(size=n) * 0.2, rng.normal(size=n) * 0.2, rng.random(n) < 0.7) for n in lengths]
     padded = np.zeros((4, 5))
-    for row, (proximal, behaviour, mask) in zip(padded, rows, strict=True):
-        row[: len(mask)] = (proximal - behaviour) * mask
+    for row, (proximal, behavior, mask) in zip(padded, rows, strict=True):
+        row[: len(mask)] = (proximal - behavior) * mask
     tokens = [max(1, row[2].sum()) if level is ImportanceLevel.geometric else 1 for row in rows]
     expected = np.concatenate([np.exp(padded.sum(1) / tokens)[s] * rows[s][2] for s in range(4)])
     packed = [torch.tensor(np.concatenate(column)) for column in zip(*rows, strict=True)]
-    weight_T, keep_T = behaviour_weights(*packed, cu_seqlens_of(lengths), level=level)
+    weight_T, keep_T = behavior_weights(*packed, cu_seqlens_of(lengths), level=level)
     np.testing.assert_allclose(weight_T.numpy(), expected, rtol=1e-12)
     assert torch.equal(keep_T, packed[2])
 
 
-def test_trap_f10_decoupled_ppo_is_ppo_when_the_proximal_policy_is_the_behaviour():
-    current, proximal, _, advantages = decoupled_inputs()
-    gradients = []
-    for weighted in (False, True):
-        leaf = current.clone().requires_grad_()
-        weight_T, keep_T = behaviour_weights(proximal, proximal, ones(12), cu_seqlens_of([5, 7]), cap=5.0)
-        out = policy_loss(leaf, proximal, advantages, keep_T, weight_T=weight_T if weighted else None)
-        out.loss_T.sum().backward()
-        gradients.append((out.loss_T.detach(), leaf.grad))
-    for a, b in zip(*gradients, strict=True):
-        assert torch.equal(a, b)
+def test_trap_f10_every_weight_is_1_when_the_proximal_policy_is_the_behavior_policy():
+    _, proximal, _, _ = decoupled_inputs()
+    weight_T, keep_T = behavior_weights(proximal, proximal, ones(12), cu_seqlens_of([5, 7]), cap=5.0)
+    assert torch.equal(weight_T, torch.ones_like(weight_T))
+    assert keep_T.all()
 
 
 # value, old value, return, loss, d loss / d value, clipped (clip 0.2)
@@ -264,11 +260,11 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"dual_clip must be above 1 .* found 1.0"):
         policy_loss(x, x, x, ones(2), dual_clip=1.0)
     with pytest.raises(ValueError, match="cap"):
-        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), cap=0.0)
+        behavior_weights(x, x, ones(2), cu_seqlens_of([2]), cap=0.0)
     with pytest.raises(ValueError, match=r"floor must be positive and at most the cap 2.0 .* found 3.0"):
-        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), floor=3.0, cap=2.0)
+        behavior_weights(x, x, ones(2), cu_seqlens_of([2]), floor=3.0, cap=2.0)
     with pytest.raises(ValueError, match="floor must be positive"):
-        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), floor=0.0)
+        behavior_weights(x, x, ones(2), cu_seqlens_of([2]), floor=0.0)
     with pytest.raises(ValueError, match="clip and huber_delta"):
         value_loss(x, x, x, ones(2), clip=-0.2)
     with pytest.raises(ValueError, match="advantages_T has shape"):
@@ -276,4 +272,4 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="mask_T has dtype"):
         nll_loss(x, torch.ones(2))
     with pytest.raises(ValueError, match="'seq'"):
-        behaviour_weights(x, x, ones(2), cu_seqlens_of([2]), level="seq")
+        behavior_weights(x, x, ones(2), cu_seqlens_of([2]), level="seq")

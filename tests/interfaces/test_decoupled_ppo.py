@@ -8,23 +8,41 @@ import numpy as np
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.functional import (
-    Aggregation,
-    ImportanceLevel,
-    KLEstimator,
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, rl_graph, stat_values
+from realign.functional import ImportanceLevel, Scope
+from realign.interfaces.components import (
+    GAE,
+    Cispo,
+    Clip,
+    Gmpo,
+    GroupRelative,
+    Gspo,
+    ImportanceCorrection,
+    KLPenalty,
+    KLPlace,
     Normalization,
-    PolicyObjective,
-    Scope,
-    policy_objective,
+    PolicyTokens,
+    RatioRange,
+    Reinforce,
+    Sapo,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    TokenMean,
 )
-from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface, Denominator, RatioRange, dataflow
+from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
 from realign.testing import BigramEngine, check_train_step, random_batch, train_once
 
 TOKEN, SEQUENCE, GEOMETRIC = ImportanceLevel.token, ImportanceLevel.sequence, ImportanceLevel.geometric
 RAW = Normalization(Scope.none, Scope.none)
+OBJECTIVES = [Clip(), Gspo(), Cispo(), Sapo(), Gmpo(), Reinforce()]
+
+
+def decoupled(weight=None, rejection=None, keep_in_divisor=False, **settings) -> DecoupledPPOActorInterface:
+    """Decoupled PPO with these ranges."""
+    correction = ImportanceCorrection(weight or RatioRange(), rejection, keep_in_divisor)
+    return DecoupledPPOActorInterface(correction=correction, **settings)
 
 
 def token_values(rows: list[list[float]]) -> torch.Tensor:
@@ -33,15 +51,15 @@ def token_values(rows: list[list[float]]) -> torch.Tensor:
 
 
 def batch(log_weights: list[list[float]], advantages: list[list[float]] | None = None) -> SequenceSample:
-    """Sequences of a prompt token and sampled ones, with these log-ratios of proximal to behaviour policy."""
+    """Sequences of a prompt token and sampled ones, with these log-ratios of proximal to behavior policy."""
     data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, *range(2, 2 + len(x))] for x in log_weights]]})
     sampled = torch.cat([torch.arange(1 + len(x)) > 0 for x in log_weights])
-    behaviour = torch.full((len(sampled),), -2.0, dtype=torch.float64)
+    behavior = torch.full((len(sampled),), -2.0, dtype=torch.float64)
     gains = advantages or [[1.0] * len(x) for x in log_weights]
     return data.with_tokens(
         loss_mask=sampled,
-        logprobs=behaviour,
-        prox_logprobs=behaviour + token_values(log_weights),
+        logprobs=behavior,
+        prox_logprobs=behavior + token_values(log_weights),
         advantages=token_values(gains),
     )
 
@@ -76,30 +94,31 @@ def ratios(log_ratios: list[float], level: ImportanceLevel) -> list[float]:
 
 def reference(interface: DecoupledPPOActorInterface, data: SequenceSample, table: np.ndarray):
     """Loss and gradient by the table of logits."""
-    w, r = interface.behaviour_weight, interface.rejection
+    correction, clip = interface.correction, interface.objective
+    w, r = correction.weight, correction.rejection or RatioRange()
     loss, divisor, grad = 0.0, 0.0, np.zeros_like(table)
     keys = ("input_ids", "loss_mask", "logprobs", "prox_logprobs", "advantages")
-    for ids, mask, behaviour, proximal, advantage in zip(*(data.sequences(k) for k in keys), strict=True):
+    for ids, mask, behavior, proximal, advantage in zip(*(data.sequences(k) for k in keys), strict=True):
         where = [t for t in range(len(ids)) if mask[t]]
-        log_ratios = [float(proximal[t] - behaviour[t]) for t in where]
+        log_ratios = [float(proximal[t] - behavior[t]) for t in where]
         weights = [min(max(x, w.floor or 0), w.cap or math.inf) for x in ratios(log_ratios, w.level)]
         keep = [(r.floor or 0) <= x <= (r.cap or math.inf) for x in ratios(log_ratios, r.level)]
-        counted = sum(keep) if interface.denominator is Denominator.kept else len(where)
+        counted = len(where) if correction.keep_in_divisor else sum(keep)
         if not counted:
             continue
-        per_token = interface.aggregation is Aggregation.token_mean
+        per_token = interface.aggregation == TokenMean()
         divisor += counted if per_token else 1
-        share = 1 / counted if interface.aggregation is Aggregation.seq_mean_token_mean else 1
+        share = 1 / counted if interface.aggregation == SeqMeanTokenMean() else 1
         for t, weight, kept in zip(where, weights, keep, strict=True):
             if not kept:
                 continue
             before, token, a = int(ids[t - 1]), int(ids[t]), float(advantage[t])
             logp = table[before] - np.log(np.exp(table[before]).sum())
             ratio = math.exp(logp[token] - float(proximal[t]))
-            held = min(max(ratio, 1 - interface.clip_low), 1 + interface.clip_high)
+            held = min(max(ratio, 1 - clip.low), 1 + clip.high)
             value, slope = max((-a * ratio, -a * ratio), (-a * held, 0.0), key=lambda pair: pair[0])
-            if interface.dual_clip and a < 0 and value > -a * interface.dual_clip:
-                value, slope = -a * interface.dual_clip, 0.0
+            if clip.dual and a < 0 and value > -a * clip.dual:
+                value, slope = -a * clip.dual, 0.0
             loss += share * weight * value
             grad[before] += share * weight * slope * (np.eye(len(table))[token] - np.exp(logp))
     return loss / divisor, grad / divisor
@@ -108,24 +127,20 @@ def reference(interface: DecoupledPPOActorInterface, data: SequenceSample, table
 RANGES = [
     (level, *ends) for level in ImportanceLevel for ends in ((None, None), (None, 1.05), (0.95, None), (0.9, 1.1))
 ]
-UNBOUNDED = [x for x in RANGES if x[0] is not TOKEN and x[1:] == (None, None)]
+REJECTIONS = [None, *(RatioRange(*x) for x in RANGES if x[1:] != (None, None))]
 
 
-@pytest.mark.parametrize("aggregation", [a for a in Aggregation if a is not Aggregation.constant])
-@pytest.mark.parametrize("denominator", Denominator)
-@pytest.mark.parametrize("rejection", [x for x in RANGES if x not in UNBOUNDED], ids=str)
-def test_loss_and_gradient_agree_with_a_plain_reference(rejection, denominator, aggregation):
-    if denominator is Denominator.all and rejection == (TOKEN, None, None):
-        return  # refused, as a test below shows
+@pytest.mark.parametrize("aggregation", [TokenMean(), SeqMeanTokenMean(), SeqMeanTokenSum()], ids=str)
+@pytest.mark.parametrize(
+    ("rejection", "keep_in_divisor"),
+    [(rejection, keep) for rejection in REJECTIONS for keep in (False, True) if rejection or not keep],
+    ids=str,
+)
+def test_loss_and_gradient_agree_with_a_plain_reference(rejection, keep_in_divisor, aggregation):
     data = random_batch(2)
     for weight in RANGES:
-        interface = DecoupledPPOActorInterface(
-            behaviour_weight=RatioRange(*weight),
-            rejection=RatioRange(*rejection),
-            denominator=denominator,
-            aggregation=aggregation,
-            clip_low=0.1,
-            dual_clip=1.5,
+        interface = decoupled(
+            RatioRange(*weight), rejection, keep_in_divisor, aggregation=aggregation, objective=Clip(low=0.1, dual=1.5)
         )
         engine = BigramEngine(seed=4, lr=1.0)
         before = engine.logits_VV.clone().numpy()
@@ -136,7 +151,7 @@ def test_loss_and_gradient_agree_with_a_plain_reference(rejection, denominator, 
         np.testing.assert_allclose(before - engine.logits_VV.numpy(), grad, rtol=0, atol=1e-9)
 
 
-def test_trap_f1_the_behaviour_weight_is_a_constant():
+def test_trap_f1_the_behavior_weight_is_a_constant():
     data = random_batch(1)
     logprobs_T = data["prox_logprobs"] + 0.05
     leaves = {k: data[k].clone().requires_grad_() for k in ("prox_logprobs", "logprobs")}
@@ -148,22 +163,13 @@ def test_trap_f1_the_behaviour_weight_is_a_constant():
     assert plain_T.any()
 
 
-@pytest.mark.parametrize("objective", PolicyObjective)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 def test_the_weight_multiplies_the_loss_of_a_token_under_every_objective(objective):
     data = random_batch(1)
     interface = DecoupledPPOActorInterface(objective=objective)
     output = Output(data["prox_logprobs"] + 0.3 * data["advantages"])
-    want = policy_objective(
-        output.logprobs_T,
-        data["prox_logprobs"],
-        data["advantages"],
-        data["loss_mask"],
-        data.cu_seqlens(),
-        objective=objective,
-        clip_low=interface.clip_low,
-        clip_high=interface.clip_high,
-        weight_T=(data["prox_logprobs"] - data["logprobs"]).exp(),
-    ).loss_T.sum()
+    loss_T = objective.loss(PolicyTokens.of(output.logprobs_T, data["prox_logprobs"], data)).loss_T
+    want = (loss_T * (data["prox_logprobs"] - data["logprobs"]).exp()).sum()
     loss, _ = interface.loss(output, data)
     assert loss.item() == pytest.approx(want.item(), rel=1e-12)
     found, expected = (torch.autograd.grad(x, output.logprobs_T)[0] for x in (loss, want))
@@ -173,9 +179,7 @@ def test_the_weight_multiplies_the_loss_of_a_token_under_every_objective(objecti
 def test_trap_f2_what_is_rejected_leaves_the_divisor_unless_it_is_asked_to_stay():
     data = batch([[0.0, 2.0, -1.0], [0.0, 3.0, 3.0]])
     cap = RatioRange(cap=2.0)
-    kept = DecoupledPPOActorInterface(rejection=cap)
-    truncated = DecoupledPPOActorInterface(behaviour_weight=cap)
-    everything = DecoupledPPOActorInterface(rejection=cap, denominator=Denominator.all)
+    kept, truncated, everything = decoupled(rejection=cap), decoupled(cap), decoupled(None, cap, True)
     assert [float(x.loss_weight(data)) for x in (kept, truncated, everything)] == [3, 6, 6]
     now_T = data["prox_logprobs"]  # ratio 1: a token's gradient is minus its weight, divided
     e = math.exp(-1)
@@ -188,96 +192,92 @@ def test_trap_f2_what_is_rejected_leaves_the_divisor_unless_it_is_asked_to_stay(
 
 def test_trap_f2_sequences_that_lost_a_token_are_averaged_over_the_others():
     data = batch([[0.0, 2.0, 0.0], [3.0]])
-    mode = Aggregation.seq_mean_token_mean
-    kept = DecoupledPPOActorInterface(rejection=RatioRange(cap=2.0), aggregation=mode)
+    mode = SeqMeanTokenMean()
+    kept = decoupled(rejection=RatioRange(cap=2.0), aggregation=mode)
     assert gradient(kept, data, data["prox_logprobs"]).tolist() == pytest.approx([0, -0.5, 0, -0.5, 0, 0])
-    everything = DecoupledPPOActorInterface(
-        rejection=RatioRange(cap=2.0), aggregation=mode, denominator=Denominator.all
-    )
+    everything = decoupled(None, RatioRange(cap=2.0), True, aggregation=mode)
     assert gradient(everything, data, data["prox_logprobs"]).tolist() == pytest.approx([0, -1 / 6, 0, -1 / 6, 0, 0])
 
 
 def test_trap_f3_metrics_of_the_weights_exist_where_both_policies_are_known_and_only_there():
     data = random_batch(1)
-    assert not [k for k in train_once(PPOActorInterface(), data, MicroBatchSpec()).metrics if "behaviour" in k]
-    interface = DecoupledPPOActorInterface(
-        behaviour_weight=RatioRange(cap=1.1), rejection=RatioRange(SEQUENCE, cap=1.05)
-    )
-    assert "prox_logprobs" in interface.keys("train_step").needs
+    assert not [k for k in train_once(PPOActorInterface(), data, MicroBatchSpec()).metrics if "behavior" in k]
+    interface, model = decoupled(RatioRange(cap=1.1), RatioRange(SEQUENCE, cap=1.05)), Model("actor", BigramEngine())
+    assert interface.keys("train_step").needs["prox_logprobs"] == "correction"
+    assert "versions" in interface.keys("train_step").uses
     assert "prox_logprobs" not in interface.keys("generate").needs
-    metrics = stat_values(interface.batch_stats(data))
+    metrics = stat_values(interface.batch_stats(model, data))
     ratio, truncated, rejected, kept = [], 0, 0, []
-    for mask, behaviour, proximal in zip(
+    for mask, behavior, proximal in zip(
         *(data.sequences(k) for k in ("loss_mask", "logprobs", "prox_logprobs")), strict=True
     ):
-        mine = ratios((proximal - behaviour)[mask].tolist(), TOKEN)
+        mine = ratios((proximal - behavior)[mask].tolist(), TOKEN)
         out = math.prod(mine) > 1.05
         ratio += mine
         truncated += sum(x > 1.1 for x in mine)
         rejected += len(mine) * out
         kept += [] if out else [min(x, 1.1) for x in mine]
     want = {
-        "behaviour_kl": np.mean([x - 1 - math.log(x) for x in ratio]),
-        "behaviour_weight_mean": np.mean(kept),
-        "behaviour_weight_max": max(kept),
-        "behaviour_truncated_fraction": truncated / len(ratio),
-        "behaviour_rejected_fraction": rejected / len(ratio),
+        "behavior_kl": np.mean([x - 1 - math.log(x) for x in ratio]),
+        "behavior_weight_mean": np.mean(kept),
+        "behavior_weight_max": max(kept),
+        "behavior_truncated_fraction": truncated / len(ratio),
+        "behavior_rejected_fraction": rejected / len(ratio),
     }
-    assert 0 < want["behaviour_truncated_fraction"] < 1
-    assert 0 < want["behaviour_rejected_fraction"] < 1
+    assert 0 < want["behavior_truncated_fraction"] < 1
+    assert 0 < want["behavior_rejected_fraction"] < 1
     assert {k: metrics[k] for k in want} == pytest.approx(want, rel=1e-5)
-    assert "behaviour_rejected_fraction" not in stat_values(DecoupledPPOActorInterface().batch_stats(data))
+    assert "behavior_rejected_fraction" not in stat_values(decoupled().batch_stats(model, data))
 
 
 def test_trap_f4_a_response_is_rejected_as_a_whole_whatever_its_tokens_say():
     """The second token's own ratio and advantage are harmless, but its response is out."""
     data = batch([[0.5, -0.25, 0.75], [0.1, -0.2]], [[-0.5, 0.25, -0.25], [1.0, 1.0]])
     for level, cap in ((SEQUENCE, 1.5), (GEOMETRIC, 1.2)):
-        interface = DecoupledPPOActorInterface(rejection=RatioRange(level, cap=cap))
-        assert interface.corrected(data)["loss_mask"].tolist() == [False] * 5 + [True] * 2
+        interface = decoupled(rejection=RatioRange(level, cap=cap))
+        assert interface.correction.correct(data).mask_T.tolist() == [False] * 5 + [True] * 2
         assert float(interface.loss_weight(data)) == 2
-    token = DecoupledPPOActorInterface(rejection=RatioRange(TOKEN, cap=1.5))
-    assert token.corrected(data)["loss_mask"].tolist() == [False, False, True, False, False, True, True]
+    token = ImportanceCorrection(rejection=RatioRange(TOKEN, cap=1.5))
+    assert token.correct(data).mask_T.tolist() == [False, False, True, False, False, True, True]
 
 
-@pytest.mark.parametrize("denominator", Denominator)
+@pytest.mark.parametrize("keep_in_divisor", [False, True])
 @pytest.mark.parametrize("level", ImportanceLevel)
-def test_trap_f5_what_is_rejected_has_no_gradient(level, denominator):
+def test_trap_f5_what_is_rejected_has_no_gradient(level, keep_in_divisor):
     data = batch([[1.0, 1.0], [0.0, 0.0]])
-    interface = DecoupledPPOActorInterface(rejection=RatioRange(level, cap=1.5), denominator=denominator)
+    interface = decoupled(None, RatioRange(level, cap=1.5), keep_in_divisor)
     grad_T = gradient(interface, data, data["prox_logprobs"] + 0.1)
     assert not grad_T[:3].any()
     assert grad_T[4:].all()
 
 
-@pytest.mark.parametrize("objective", PolicyObjective)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 def test_trap_f5_what_is_rejected_has_no_gradient_under_any_objective(objective):
     data = batch([[1.0, 0.0, 0.1], [0.0, 0.2]], [[1.0, -1.0, 1.0], [-1.0, 1.0]])
-    interface = DecoupledPPOActorInterface(rejection=RatioRange(cap=1.5), objective=objective)
+    interface = decoupled(rejection=RatioRange(cap=1.5), objective=objective)
     grad_T = gradient(interface, data, data["prox_logprobs"] + 0.05)
     assert grad_T.bool().tolist() == [False, False, True, True, False, True, True]
 
 
-@pytest.mark.parametrize("denominator", Denominator)
-def test_trap_f5_a_batch_that_is_rejected_whole_makes_no_update(denominator):
+@pytest.mark.parametrize("keep_in_divisor", [False, True])
+def test_trap_f5_a_batch_that_is_rejected_whole_makes_no_update(keep_in_divisor):
     data = random_batch(0)
-    interface = DecoupledPPOActorInterface(rejection=RatioRange(cap=1e-6), denominator=denominator)
+    interface = decoupled(None, RatioRange(cap=1e-6), keep_in_divisor)
     trained = train_once(interface, data, MicroBatchSpec())
     for p, q in zip(trained.parameters, BigramEngine().parameters, strict=True):
         assert torch.equal(p, q)
-    assert trained.metrics["behaviour_rejected_fraction"] == 1
+    assert trained.metrics["behavior_rejected_fraction"] == 1
 
 
 def test_trap_f6_a_response_has_one_weight_in_a_packed_batch():
     data = random_batch(3)
     for level in (SEQUENCE, GEOMETRIC):
-        corrected = DecoupledPPOActorInterface(behaviour_weight=RatioRange(level)).corrected(data)
-        keys = ("loss_mask", "logprobs", "prox_logprobs", "advantages")
-        for mask, behaviour, proximal, gain, weighted in zip(
-            *(data.sequences(k) for k in keys), corrected.sequences("advantages"), strict=True
-        ):
-            want = ratios((proximal - behaviour)[mask].tolist(), level)
-            assert (weighted / gain)[mask].tolist() == pytest.approx(want, rel=1e-9)
+        weight_T = ImportanceCorrection(RatioRange(level)).correct(data).weight_T
+        found = data.with_tokens(weight=weight_T).sequences("weight")
+        keys = ("loss_mask", "logprobs", "prox_logprobs")
+        for mask, behavior, proximal, weight in zip(*(data.sequences(k) for k in keys), found, strict=True):
+            want = ratios((proximal - behavior)[mask].tolist(), level)
+            assert weight[mask].tolist() == pytest.approx(want, rel=1e-9)
 
 
 # ratio, advantage, loss per unit of weight (clip 0.2 below, 0.3 above, dual clip at 3)
@@ -287,7 +287,7 @@ TABLE = [(1.2, 2.0, -2.4), (1.5, 2.0, -2.6), (0.5, 2.0, -1.0), (0.5, -2.0, 1.6),
 @pytest.mark.parametrize(("ratio", "advantage", "loss"), TABLE)
 def test_trap_f9_the_clip_is_around_the_proximal_policy_and_the_weight_multiplies_what_is_left(ratio, advantage, loss):
     data = batch([[math.log(0.5)]], [[advantage]])
-    interface = DecoupledPPOActorInterface(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    interface = decoupled(objective=Clip(0.2, 0.3, dual=3.0))
     output = Output(data["prox_logprobs"] + math.log(ratio))
     total, stats = interface.loss(output, data)
     assert total.item() == pytest.approx(0.5 * loss)
@@ -298,24 +298,23 @@ def test_trap_f9_the_clip_is_around_the_proximal_policy_and_the_weight_multiplie
 def test_trap_f10_with_the_sampler_as_proximal_policy_it_is_ppo(level):
     data = random_batch(4)
     data = data.select(["input_ids", "loss_mask", "logprobs", "rewards", "ref_logprobs"])
-    kl = KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3)
-    settings = {"epochs": 2, "n_minibatches": 2, "kl": kl, "entropy_coef": 0.1, "dual_clip": 3.0}
+    kl = KLPenalty(KLPlace.loss, 0.1)
+    settings = {"epochs": 2, "n_minibatches": 2, "kl": kl, "entropy_coef": 0.1, "objective": Clip(dual=3.0)}
     plain = train_once(PPOActorInterface(**settings), data, MicroBatchSpec())
-    bounds = {"behaviour_weight": RatioRange(level, 0.5, 2.0), "rejection": RatioRange(level, 0.5, 2.0)}
+    bounds = RatioRange(level, 0.5, 2.0), RatioRange(level, 0.5, 2.0)
     same = data.with_tokens(prox_logprobs=data["logprobs"])
-    decoupled = train_once(DecoupledPPOActorInterface(**settings, **bounds), same, MicroBatchSpec())
-    for p, q in zip(plain.parameters, decoupled.parameters, strict=True):
+    corrected = train_once(decoupled(*bounds, **settings), same, MicroBatchSpec())
+    for p, q in zip(plain.parameters, corrected.parameters, strict=True):
         assert torch.equal(p, q)
-    assert decoupled.metrics["behaviour_weight_mean"] == 1
-    assert {k: decoupled.metrics[k] for k in plain.metrics} == plain.metrics
+    assert corrected.metrics["behavior_weight_mean"] == 1
+    assert {k: corrected.metrics[k] for k in plain.metrics} == plain.metrics
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_rejected_does_not_depend_on_how_the_batch_is_cut(seed):
-    interface = DecoupledPPOActorInterface(
-        behaviour_weight=RatioRange(TOKEN, 0.9, 1.1), rejection=RatioRange(SEQUENCE, 0.8, 1.2), n_minibatches=2
-    )
-    inputs = next(r for r in dataflow(kl=True).rpcs if r.name == "actor_train").inputs
+    ranges = RatioRange(TOKEN, 0.9, 1.1), RatioRange(SEQUENCE, 0.8, 1.2)
+    interface = decoupled(*ranges, n_minibatches=2, kl=KLPenalty(KLPlace.loss))
+    inputs = next(r for r in rl_graph({"actor": interface}).rpcs if r.name == "actor_train").inputs
     check_train_step(interface, inputs, seed=seed)
 
 
@@ -337,83 +336,50 @@ def test_staleness_is_that_of_the_oldest_and_of_the_newest_token_of_a_response()
     assert not [k for k in unknown if "staleness" in k]
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"denominator": Denominator.all}, "denominator=all has no effect"),
-        ({"rejection": RatioRange(SEQUENCE)}, "rejection.level=sequence has no effect"),
-        (
-            {"denominator": Denominator.all, "rejection": RatioRange(cap=2.0), "entropy_coef": 0.1},
-            "would still train on them",
-        ),
-        (
-            {
-                "denominator": Denominator.all,
-                "rejection": RatioRange(cap=2.0),
-                "kl": KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3),
-            },
-            "would still train on them",
-        ),
-        *(
-            (
-                {"denominator": Denominator.all, "rejection": RatioRange(cap=2.0), "objective": objective},
-                f"the mean that objective={objective.value} takes",
-            )
-            for objective in (PolicyObjective.gspo, PolicyObjective.gmpo)
-        ),
-    ],
-)
-def test_settings_without_effect_or_with_two_meanings_are_refused(settings, text):
-    with pytest.raises(ValueError, match=text):
-        DecoupledPPOActorInterface(**settings)
+def test_rejected_tokens_have_no_entropy_bonus_and_no_kl_but_stay_in_the_divisor():
+    data = batch([[0.0, 3.0], [3.0, 0.0]])
+    data = data.with_tokens(ref_logprobs=data["prox_logprobs"] - 0.5)
+    terms = {"kl": KLPenalty(KLPlace.loss, 0.5), "entropy_coef": 0.1}
+    output = BigramEngine().output(data)
+    cap = RatioRange(cap=2.0)
+    kept, everything = decoupled(None, cap, False, **terms), decoupled(None, cap, True, **terms)
+    assert everything.loss(output, data)[0].item() == kept.loss(output, data)[0].item()
+    alone = data.with_tokens(loss_mask=ImportanceCorrection(rejection=cap).correct(data).mask_T)
+    assert kept.loss(output, data)[0].item() == decoupled(**terms).loss(output, alone)[0].item()
+    assert (float(kept.loss_weight(data)), float(everything.loss_weight(data))) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"cap": 0.0}, "cap must be positive, or null, found 0"),
-        ({"cap": math.nan}, "cap must be positive"),
-        ({"floor": 0.0}, "floor must be above 0 and at most cap=None, or null, found 0"),
-        ({"floor": 3.0, "cap": 2.0}, "floor must be above 0 and at most cap=2.0, or null, found 3"),
-    ],
-)
-def test_a_range_that_holds_nothing_is_refused(settings, text):
-    with pytest.raises(ValueError, match=text):
-        RatioRange(**settings)
-
-
-def test_the_launch_table_says_what_is_bounded():
-    plain = DecoupledPPOActorInterface().describe(4)
-    assert plain["behaviour weight"] == "token ratio, unbounded"
-    assert "kept in the loss" not in plain
-    both = DecoupledPPOActorInterface(
-        behaviour_weight=RatioRange(TOKEN, 0.5, 5.0), rejection=RatioRange(GEOMETRIC, 0.9)
+def test_the_launch_table_lists_the_ranges():
+    row = "importance correction"
+    assert DecoupledPPOActorInterface().describe(4)[row] == "weight: token ratio, unbounded"
+    assert DecoupledPPOActorInterface(correction=None).describe(4)[row] == ""
+    both = decoupled(RatioRange(TOKEN, 0.5, 5.0), RatioRange(GEOMETRIC, 0.9))
+    assert both.describe(4)[row] == (
+        "weight: token ratio in [0.5, 5]; kept: geometric ratio in [0.9, inf]; divided by kept tokens"
     )
-    assert both.describe(4)["behaviour weight"] == "token ratio in [0.5, 5]"
-    assert both.describe(4)["kept in the loss"] == "geometric ratio in [0.9, inf]; divided by kept"
 
 
-def test_the_graph_scores_what_was_sampled_before_it_trains():
-    order = [r.name for r in dataflow().order]
-    assert order.index("actor_gen") < order.index("actor_inf") < order.index("actor_train")
-    train = next(r for r in dataflow(kl=True).rpcs if r.name == "actor_train")
-    assert {"logprobs", "prox_logprobs", "versions", "ref_logprobs"} <= set(train.inputs)
+def test_the_plan_says_that_staleness_is_corrected_for():
+    assert DecoupledPPOActorInterface().plan().corrects_staleness
+    assert not DecoupledPPOActorInterface(correction=None).plan().corrects_staleness
+    assert not PPOActorInterface().plan().corrects_staleness
 
 
-def test_with_rewards_normalised_in_groups_it_takes_the_credit_of_grpo():
+def test_with_rewards_normalized_in_groups_it_has_the_advantages_of_grpo():
     data = random_batch(5).select(["input_ids", "loss_mask", "logprobs", "rewards"])
     in_groups = Normalization(Scope.group, Scope.group)
     sampler = GenerationConfig(n=4)
-    decoupled = DecoupledPPOActorInterface(generation=sampler, lam=1.0, reward_norm=in_groups, adv_norm=RAW)
-    grpo = GRPOActorInterface(adv_norm=in_groups, min_group_size=1)
+    gae = GAE(lam=1.0, reward_norm=in_groups)
+    ours = DecoupledPPOActorInterface(generation=sampler, advantage=gae, adv_norm=RAW)
+    grpo = GRPOActorInterface(adv_norm=in_groups, advantage=GroupRelative(min_group_size=1))
     model = Model("actor", BigramEngine())
-    found, want = (x.compute_advantages(model, x.prepare(model, data)) for x in (decoupled, grpo))
+    found, want = (x.estimate_advantages(model, x.score(model, data)) for x in (ours, grpo))
     torch.testing.assert_close(found["advantages"], want["advantages"], rtol=0, atol=1e-6)
     assert want["advantages"].any()
 
 
 def learn(interface: DecoupledPPOActorInterface, *, staleness: int, shuffle: bool, steps: int = 16) -> list[float]:
-    """Mean reward (the share of token 3) of each step, of responses that a policy `staleness` steps old sampled."""
+    """Mean reward (the fraction of token 3) of each step, of responses that a policy `staleness` steps old sampled."""
     engine = BigramEngine(lr=4.0)
     model = Model("actor", engine)
     older = deque([deepcopy(engine)], maxlen=staleness + 1)
@@ -440,11 +406,11 @@ def learn(interface: DecoupledPPOActorInterface, *, staleness: int, shuffle: boo
     return history
 
 
-@pytest.mark.parametrize("bounds", [{}, {"rejection": RatioRange(cap=2.0)}])
+@pytest.mark.parametrize("bounds", [{}, {"rejection": RatioRange(cap=2.0)}], ids=str)
 def test_trap_g9_it_learns_from_an_older_policy_and_not_from_shuffled_rewards(bounds):
-    interface = DecoupledPPOActorInterface(
+    interface = decoupled(
         generation=GenerationConfig(n=8, max_new_tokens=6, fixed_length=True),
-        lam=1.0,
+        advantage=GAE(lam=1.0),
         epochs=2,
         n_minibatches=2,
         **bounds,

@@ -9,9 +9,17 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines import SharedModel
-from realign.functional import Aggregation, Normalization, PolicyObjective, Scope
+from realign.interfaces.components import (
+    GAE,
+    KLPenalty,
+    Normalization,
+    Reinforce,
+    RewardShaping,
+    SeqMeanTokenSum,
+)
 from realign.interfaces.greedy import GreedyInterface
-from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine
@@ -70,8 +78,8 @@ class Seen(PPOActorInterface):
 
     credited: list[SequenceSample] = field(default_factory=list)
 
-    def compute_advantages(self, model, data):
-        self.credited.append(super().compute_advantages(model, data))
+    def estimate_advantages(self, model, data):
+        self.credited.append(super().estimate_advantages(model, data))
         return self.credited[-1]
 
 
@@ -95,20 +103,22 @@ class Judge(CountToken):
 def remax(tmp_path, *, judge=None, lr=0.5, kl=None, **changes):
     actor = Seen(
         generation=SAMPLER,
-        objective=PolicyObjective.reinforce,
-        lam=1.0,
-        adv_norm=Normalization(mean=Scope.none, std=Scope.none),
-        aggregation=Aggregation.seq_mean_token_sum,
+        objective=Reinforce(),
+        advantage=GAE(lam=1.0),
+        adv_norm=Normalization("none", "none"),
+        aggregation=SeqMeanTokenSum(),
+        reward=RewardShaping(baseline="greedy"),
         kl=kl or KLPenalty(),
     )
+    interfaces = {
+        "actor": actor,
+        "baseline": GreedyInterface(SAMPLER),
+        "reward": judge or CountToken(),
+        "ref": ReferenceInterface(),
+    }
     settings = {
-        "graph": dataflow(greedy_baseline=True, kl=kl is not None),
-        "interfaces": {
-            "actor": actor,
-            "baseline": GreedyInterface(SAMPLER),
-            "reward": judge or CountToken(),
-            "ref": ReferenceInterface(),
-        },
+        "graph": dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {"actor": BigramModel(lr=lr), "baseline": SharedModel("actor"), "ref": BigramModel(lr=0.0)},
         "evaluation": None,
     }
@@ -141,7 +151,7 @@ def test_the_advantage_of_every_token_is_reward_minus_baseline(tmp_path):
 
 
 def test_the_kl_penalty_of_the_tokens_from_t_on_is_part_of_the_advantage_at_t(tmp_path):
-    runtime = LocalRuntime(remax(tmp_path, kl=KLPenalty(KLPlace.reward, 0.3)))
+    runtime = LocalRuntime(remax(tmp_path, kl=KLPenalty("reward", 0.3)))
     runtime.step(1)
     _, batch = runtime.step(2)  # the policy has left the reference
     credited = runtime.interfaces["actor"].credited[-1]

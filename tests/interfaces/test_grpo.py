@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from realign.api import GenerationConfig, Model, ModelInterface, SequenceSample, stat_values
-from realign.functional import Aggregation, Level, Normalization, Scope
-from realign.interfaces.grpo import GRPOActorInterface, dataflow
-from realign.interfaces.ppo import KLPenalty, KLPlace, PPOActorInterface
-from realign.runtime.contract import check_keys
+from realign.api import GenerationConfig, Model, SequenceSample, stat_values
+from realign.errors import SettingsError
+from realign.functional import Scope
+from realign.interfaces.components import GAE, Constant, GroupRelative, KLPenalty, KLPlace, Normalization, RewardShaping
+from realign.interfaces.grpo import GRPOActorInterface
 from realign.testing import BigramEngine, random_batch
 
 
@@ -25,7 +25,7 @@ def batch(rewards: list[list[float]], tokens: int = 3) -> SequenceSample:
 
 def advantages(data: SequenceSample, **settings) -> list[float]:
     """The advantage of each sequence's last token."""
-    out = GRPOActorInterface(**settings).compute_advantages(Model("actor", BigramEngine()), data)
+    out = GRPOActorInterface(**settings).estimate_advantages(Model("actor", BigramEngine()), data)
     return [float(x[-1]) for x in out.sequences("advantages")]
 
 
@@ -36,15 +36,15 @@ def test_rewards_are_normalised_within_each_group():
 
 def test_every_sampled_token_gets_its_responses_advantage_and_prompts_get_none():
     data = batch([[1.0, 0.0]])
-    out = GRPOActorInterface().compute_advantages(Model("actor", BigramEngine()), data)
+    out = GRPOActorInterface().estimate_advantages(Model("actor", BigramEngine()), data)
     assert out["advantages"].tolist() == pytest.approx([0, 1, 1, 0, -1, -1], abs=1e-6)
 
 
 def test_trap_e1_a_group_of_equal_rewards_teaches_exactly_nothing():
     data = batch([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0]])
     assert advantages(data)[:4] == [0.0] * 4
-    interface = GRPOActorInterface()
-    stats = interface.batch_stats(interface.compute_advantages(Model("actor", BigramEngine()), data))
+    model, interface = Model("actor", BigramEngine()), GRPOActorInterface()
+    stats = interface.batch_stats(model, interface.estimate_advantages(model, data))
     assert stat_values(stats)["zero_std_fraction"] == 0.5
 
 
@@ -54,16 +54,20 @@ def test_trap_e4_ragged_groups_are_found_by_id():
     )
 
 
-def test_trap_e5_a_group_of_one_is_refused_in_the_config_and_silent_in_the_data():
-    with pytest.raises(ValueError, match=r"generation\.n=1: a group of one response"):
+def test_trap_e5_a_group_of_one_raises_in_the_config_and_gives_0_in_the_data():
+    message = r"generation\.n=1: adv_norm compares the responses to a prompt"
+    with pytest.raises(SettingsError, match=message):
         GRPOActorInterface(generation=GenerationConfig(n=1))
-    divided = Normalization(Scope.batch, Scope.group)  # the deviation of one response is 0: every advantage would be
-    with pytest.raises(ValueError, match=r"generation\.n=1: a group of one response"):
-        GRPOActorInterface(generation=GenerationConfig(n=1), adv_norm=divided, min_group_size=1)
-    with pytest.raises(ValueError, match=r"min_group_size must be from 1 to generation\.n=4, found 5"):
-        GRPOActorInterface(generation=GenerationConfig(n=4), min_group_size=5)
+    divided = Normalization(Scope.batch, Scope.group)  # the std of one response is 0, so every advantage would be 0
+    with pytest.raises(SettingsError, match=message):
+        GRPOActorInterface(
+            generation=GenerationConfig(n=1), adv_norm=divided, advantage=GroupRelative(min_group_size=1)
+        )
+    with pytest.raises(SettingsError, match=r"min_group_size=5: must be at most generation\.n=4"):
+        GRPOActorInterface(generation=GenerationConfig(n=4), advantage=GroupRelative(min_group_size=5))
+    one = GroupRelative(min_group_size=1)
     for spec in (Normalization(Scope.group, Scope.group), Normalization(Scope.group, Scope.none, leave_one_out=True)):
-        assert advantages(batch([[3.0], [1.0, 0.0]]), adv_norm=spec, min_group_size=1)[0] == 0.0
+        assert advantages(batch([[3.0], [1.0, 0.0]]), adv_norm=spec, advantage=one)[0] == 0.0
 
 
 def test_trap_e6_order_and_equal_texts_do_not_matter():
@@ -99,28 +103,33 @@ def test_trap_e9_a_missing_reward_leaves_the_loss_and_its_siblings_statistics():
     assert [found[0], found[2], found[3]] == advantages(without)
     model = Model("actor", BigramEngine())
     interface = GRPOActorInterface()
-    out = interface.compute_advantages(model, with_missing)
+    out = interface.estimate_advantages(model, with_missing)
     assert interface.loss_weight(out) == 6  # three responses of two sampled tokens
 
 
 def test_a_group_with_too_few_rewards_is_left_out():
     data = batch([[1.0, math.nan, math.nan], [1.0, 0.0, 0.5]])
-    interface = GRPOActorInterface(min_group_size=2)
-    out = interface.compute_advantages(Model("actor", BigramEngine()), data)
+    interface = GRPOActorInterface(advantage=GroupRelative(min_group_size=2))
+    out = interface.estimate_advantages(Model("actor", BigramEngine()), data)
     assert interface.loss_weight(out) == 6
     assert out["loss_mask"][:9].sum() == 0
 
 
 def test_rescaling_makes_up_for_groups_of_equal_rewards():
     rewards = [[1.0, 1.0, 1.0], [1.0, 0.0], [0.0, math.nan, 0.0], [5.0]]
-    spec = Normalization(Scope.group, Scope.none)
-    interface = GRPOActorInterface(adv_norm=spec, rescale_degenerate=True)
+    settings = {
+        "adv_norm": Normalization(Scope.group, Scope.none),
+        "advantage": GroupRelative(rescale_degenerate=True),
+    }
+    interface = GRPOActorInterface(**settings)
     factor = 7 / 2  # the group of one is left out; of 3 + 2 + 2 responses two are told apart
     expected = [0, 0, 0, 0.5 * factor, -0.5 * factor, 0, 0, 0, 0]
-    assert advantages(batch(rewards), adv_norm=spec, rescale_degenerate=True) == pytest.approx(expected)
-    assert interface.describe(4)["advantage normalisation"] == "A - mean(group) per sequence, times B / (B - M)"
-    with pytest.raises(ValueError, match=r"with adv_norm\.mean=batch there are none; set adv_norm\.mean=group"):
-        GRPOActorInterface(adv_norm=Normalization(Scope.batch, Scope.none), rescale_degenerate=True)
+    assert advantages(batch(rewards), **settings) == pytest.approx(expected)
+    assert interface.describe(4)["advantage"].endswith("times B / (B - M)")
+    with pytest.raises(SettingsError, match=r"adv_norm\.mean=batch\. Set adv_norm\.mean=group"):
+        GRPOActorInterface(
+            adv_norm=Normalization(Scope.batch, Scope.none), advantage=GroupRelative(rescale_degenerate=True)
+        )
 
 
 def test_kl_in_the_reward_is_taken_off_before_the_group_is_compared():
@@ -130,27 +139,23 @@ def test_kl_in_the_reward_is_taken_off_before_the_group_is_compared():
     assert advantages(data, kl=kl, adv_norm=none) == pytest.approx([-0.05, 0.05], abs=1e-6)
 
 
-def test_token_level_weighs_a_response_by_its_length():
+def test_length_weighted_statistics_weight_a_response_by_its_length():
     lengths = [[[1, 1, 1, 1], [1, 1]]]
     data = SequenceSample.from_sequences(["p"], {"input_ids": lengths})
     data = data.with_tokens(loss_mask=torch.tensor([False, True, True, True, False, True]), logprobs=torch.zeros(6))
     data = data.with_sequences(rewards=torch.tensor([1.0, 0.0]))
-    spec = Normalization(Scope.group, Scope.none, level=Level.token)
-    assert advantages(data, adv_norm=spec) == pytest.approx([0.25, -0.75])
+    spec, weighted = Normalization(Scope.group, Scope.none), GroupRelative(length_weighted=True)
+    assert advantages(data, adv_norm=spec, advantage=weighted) == pytest.approx([0.25, -0.75])
 
 
-@pytest.mark.parametrize(
-    ("interface", "level"),
-    [(GRPOActorInterface, Level.sequence), (GRPOActorInterface, Level.token), (PPOActorInterface, Level.token)],
-)
-def test_statistics_of_the_batch_are_added_up_over_the_ranks(interface, level):
+@pytest.mark.parametrize("advantage", [GroupRelative(), GroupRelative(length_weighted=True), GAE(lam=1.0)], ids=str)
+def test_statistics_of_the_batch_are_added_up_over_the_ranks(advantage):
     """A second rank whose rewards are all 0 pulls the mean down; statistics of a group stay where the group is."""
     own, other = batch([[4.0, 2.0], [2.0, 0.0]]), batch([[0.0, 0.0], [0.0, 0.0]])
-    spec = Normalization(Scope.batch, Scope.none, level=level)
-    more = {"lam": 1.0} if interface is PPOActorInterface else {}
+    interface = GRPOActorInterface(adv_norm=Normalization(Scope.batch, Scope.none), advantage=advantage)
 
     def credit(data: SequenceSample, engine: BigramEngine) -> torch.Tensor:
-        return interface(adv_norm=spec, **more).compute_advantages(Model("actor", engine), data)["advantages"]
+        return interface.estimate_advantages(Model("actor", engine), data)["advantages"]
 
     sums: list[torch.Tensor] = []
 
@@ -184,38 +189,29 @@ def test_trap_e12_agrees_with_a_plain_reference_on_random_groups(seed):
 
 
 def advantages_per_sequence(data: SequenceSample) -> list[float | None]:
-    out = GRPOActorInterface().compute_advantages(Model("actor", BigramEngine()), data)
+    out = GRPOActorInterface().estimate_advantages(Model("actor", BigramEngine()), data)
     pairs = zip(out.sequences("advantages"), out.sequences("loss_mask"), strict=True)
     return [float(a[m][0]) if m.any() else None for a, m in pairs]
-
-
-@pytest.mark.parametrize("setting", [{"gamma": 0.9}, {"lam": 0.5}])
-def test_settings_without_effect_are_refused(setting):
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* has no effect"):
-        GRPOActorInterface(**setting)
 
 
 def test_dr_grpo_by_flags():
     interface = GRPOActorInterface(
         adv_norm=Normalization(Scope.group, Scope.none),
-        aggregation=Aggregation.constant,
-        aggregation_constant=10.0,
+        aggregation=Constant(10.0),
     )
-    out = interface.compute_advantages(Model("actor", BigramEngine()), batch([[1.0, 0.0]]))
+    out = interface.estimate_advantages(Model("actor", BigramEngine()), batch([[1.0, 0.0]]))
     assert out["advantages"].tolist() == pytest.approx([0, 0.5, 0.5, 0, -0.5, -0.5])
     assert interface.loss_weight(out) == 20
 
 
-@pytest.mark.parametrize(
-    ("flags", "key"),
-    [({"critic": "shared"}, "values"), ({"greedy_baseline": True}, "baseline_rewards")],
-)
-def test_keys_of_a_graph_that_grpo_would_not_read_are_refused(flags, key):
-    roles = ("actor", "reward", "critic", "baseline")
-    interfaces = {role: ModelInterface() for role in roles} | {"actor": GRPOActorInterface()}
-    with pytest.raises(ValueError, match=f"RPC 'actor_train' has input '{key}', .* no component .* reads"):
-        check_keys(dataflow(**flags), interfaces)
+@pytest.mark.parametrize("critic", ["own", "shared"])
+def test_a_critic_raises_since_group_advantages_give_it_no_returns(critic):
+    with pytest.raises(SettingsError, match=f"critic={critic}: advantage=GroupRelative computes no returns"):
+        GRPOActorInterface(critic=critic)
 
 
-def test_lambda_and_gamma_of_1_are_what_grpo_does():
-    GRPOActorInterface(lam=1.0, gamma=1.0)
+def test_a_greedy_baseline_raises_where_the_mean_of_the_group_would_cancel_it():
+    greedy = RewardShaping(baseline="greedy")
+    with pytest.raises(SettingsError, match=r"reward\.baseline=greedy: .* adv_norm\.mean=group cancels"):
+        GRPOActorInterface(reward=greedy)
+    assert GRPOActorInterface(reward=greedy, adv_norm=Normalization(Scope.none, Scope.none)).reward.has_baseline

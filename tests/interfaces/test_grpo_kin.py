@@ -21,7 +21,7 @@ from realign.config import build_experiment, compose
 from realign.config.folders import list_algorithms
 from realign.engines import SharedModel
 from realign.interfaces.greedy import GreedyInterface
-from realign.interfaces.ppo import ReferenceInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch
 from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment

@@ -1,4 +1,4 @@
-"""Every algorithm that ships, found by looking, is blind to cut, order and masked slots; none can escape."""
+"""Every algorithm and every component that ships, found by introspection, passes the conformance kit."""
 
 from __future__ import annotations
 
@@ -10,106 +10,105 @@ import pkgutil
 from enum import Enum
 
 import pytest
-from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 
 import realign.interfaces
-from realign.api import GenerationConfig, ModelInterface
+from realign.api import GenerationConfig, ModelInterface, rl_graph
 from realign.api.interface import implements
-from realign.functional import (
-    Aggregation,
-    DPOLoss,
-    ImportanceLevel,
-    KLEstimator,
-    Level,
-    Normalization,
-    PolicyObjective,
-    Scope,
-    ValueLoss,
-)
-from realign.interfaces import ppo
-from realign.interfaces.critic import ValueNormalization, ValueObjective, ValueScale
-from realign.interfaces.decoupled_ppo import Denominator, RatioRange
-from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace
+from realign.functional import DPOLoss, ImportanceLevel, KLEstimator, Scope, ValueLoss
+from realign.interfaces import components as c
+from realign.interfaces.critic import ValueNormalization, ValueScale
+from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss
 from realign.testing import check_train_step, random_preferences
 
-# Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
-NORMALIZATIONS = {
-    level: [
-        {"adv_norm": Normalization(mean, std, leave_one_out=loo, level=level)}
-        for mean, std, loo in itertools.product(Scope, Scope, (False, True))
-        if not (loo and mean is Scope.none)
-    ]
-    for level in Level
-}
-PPO_SETTINGS = [
-    *NORMALIZATIONS[Level.token],
-    {"epochs": 2, "n_minibatches": 2},
-    {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3},
-    {"entropy_coef": 0.1},
-    *({"kl": KLPenalty(KLPlace.loss, 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
-    *({"kl": KLPenalty(KLPlace.reward, 0.1, e)} for e in KLEstimator),
-    {"kl": KLPenalty(KLPlace.reward, 0.1, target=0.5, horizon=100)},
-    *({"objective": objective} for objective in PolicyObjective),
-    *({"objective": o, "clip_low": None, "clip_high": 0.4} for o in (PolicyObjective.cispo, PolicyObjective.gmpo)),
-    {"reward": RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale=RewardScale.running)},
-    {"reward": RewardShaping(scale=RewardScale.ref)},
-    *(
-        {"truncation": Truncation(reward=reward, penalty=penalty)}
-        for reward, penalty in [
-            (TruncatedReward.zero, None),
-            (TruncatedReward.add, -0.5),
-            (TruncatedReward.set, -1.0),
-        ]
-    ),
-    {"truncation": Truncation(mask=True)},
-    {"truncation": Truncation(overlong_buffer=3), "generation": GenerationConfig(n=4, max_new_tokens=8)},
-    {"min_response_tokens": 2},
-    {"keep_best": 1, "generation": GenerationConfig(n=4)},
-    {"ptx_coef": 0.5, "n_minibatches": 2},
-    {"early_stop": EarlyStop(kl=1e-6), "epochs": 2},
-    {"early_stop": EarlyStop(ratio=5.0), "epochs": 2},
-    {"credit_per_minibatch": True, "n_minibatches": 2},
+NORMALIZATIONS = [
+    {"adv_norm": c.Normalization(mean, std, leave_one_out=loo)}
+    for mean, std, loo in itertools.product(Scope, Scope, (False, True))
+    if not (loo and mean is Scope.none)
 ]
-GRPO_ONLY = NORMALIZATIONS[Level.sequence]
-PPO_ONLY = [
-    {"gamma": 0.9, "lam": 0.5},
-    {"reward": RewardShaping(whiten=True)},
-    {"reward_norm": Normalization(Scope.group, Scope.none), "generation": GenerationConfig(n=4)},
-    {"truncation": Truncation(bootstrap=True)},
-    {"value": ValueObjective(coef=0.1), "epochs": 2},
-    {"value": ValueObjective(clip=None, kind=ValueLoss.huber, huber_delta=0.5), "credit_per_minibatch": True},
-]
-IN_GROUPS = Normalization(Scope.group, Scope.group)
-SETTINGS: dict[str, list[dict]] = {
-    "DecoupledPPOActorInterface": [
-        {"epochs": 2, "n_minibatches": 2},
-        *({"behaviour_weight": RatioRange(level, 0.9, 1.1)} for level in ImportanceLevel),
-        *({"rejection": RatioRange(level, 0.9, 1.1)} for level in ImportanceLevel),
-        {"rejection": RatioRange(cap=1.1), "denominator": Denominator.all, "dual_clip": 3.0},
-        {"rejection": RatioRange(cap=1.1), "entropy_coef": 0.1, "kl": KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3)},
-        {
-            "rejection": RatioRange(cap=1.1),
-            "reward_norm": IN_GROUPS,
-            "adv_norm": Normalization(Scope.none, Scope.none),
-            "generation": GenerationConfig(n=4),
-        },
-        {"rejection": RatioRange(cap=1.1), "value": ValueObjective(coef=0.1), "credit_per_minibatch": True},
-        {"rejection": RatioRange(cap=1.1), "ptx_coef": 0.5, "n_minibatches": 2},
-        *({"objective": o, "behaviour_weight": RatioRange(cap=1.1)} for o in PolicyObjective),
+LIMITS = c.RatioRange(cap=1.1)
+CENTERED = c.Normalization(Scope.group, Scope.none)
+# Settings of every component class, under which it is checked; a class that is not here fails a test.
+COMPONENTS: dict[type, list] = {
+    c.Clip: [c.Clip(), c.Clip(0.1, 0.3, dual=3.0)],
+    c.Gspo: [c.Gspo(), c.Gspo(0.1, 0.1, dual=1.5)],
+    c.Cispo: [c.Cispo(), c.Cispo(0.2, 0.4)],
+    c.Sapo: [c.Sapo(), c.Sapo(0.5, 2.0)],
+    c.Gmpo: [c.Gmpo(), c.Gmpo(None, 0.1)],
+    c.Reinforce: [c.Reinforce()],
+    c.GAE: [c.GAE(), c.GAE(0.9, 0.5, CENTERED, whiten_rewards=True, bootstrap=True)],
+    c.GroupRelative: [c.GroupRelative(), c.GroupRelative(1, length_weighted=True, rescale_degenerate=True)],
+    c.ImportanceCorrection: [
+        c.ImportanceCorrection(),
+        *(c.ImportanceCorrection(c.RatioRange(level, 0.9, 1.1)) for level in ImportanceLevel),
+        *(c.ImportanceCorrection(rejection=c.RatioRange(level, 0.9, 1.1)) for level in ImportanceLevel),
+        c.ImportanceCorrection(LIMITS, LIMITS, keep_in_divisor=True),
     ],
+    c.TokenMean: [c.TokenMean()],
+    c.SeqMeanTokenMean: [c.SeqMeanTokenMean()],
+    c.SeqMeanTokenSum: [c.SeqMeanTokenSum()],
+    c.Constant: [c.Constant(8.0)],
+}
+BASES = {
+    "advantage": c.AdvantageEstimator,
+    "objective": c.Objective,
+    "correction": c.Correction,
+    "aggregation": c.Aggregation,
+}
+GROUPS = GenerationConfig(n=4)
+PPO_SETTINGS = [
+    *NORMALIZATIONS,
+    {"epochs": 2, "n_minibatches": 2},
+    {"entropy_coef": 0.1},
+    *({"kl": c.KLPenalty("loss", 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
+    *({"kl": c.KLPenalty("reward", 0.1, e)} for e in KLEstimator),
+    {"kl": c.KLPenalty("reward", 0.1, target=0.5, horizon=100)},
+    {"reward": c.RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale="running")},
+    {"reward": c.RewardShaping(scale="ref")},
+    *(
+        {"truncation": c.Truncation(reward, penalty)}
+        for reward, penalty in [("zero", None), ("add", -0.5), ("set", -1.0)]
+    ),
+    {"truncation": c.Truncation(mask=True)},
+    {"truncation": c.Truncation(overlong_buffer=3), "generation": GenerationConfig(n=4, max_new_tokens=8)},
+    {"min_response_tokens": 2},
+    {"keep_best": 1, "generation": GROUPS},
+    {"recompute": True},
+    {"ptx_coef": 0.5, "n_minibatches": 2},
+    {"early_stop": c.EarlyStop(kl=1e-6), "epochs": 2},
+    {"early_stop": c.EarlyStop(ratio=5.0), "epochs": 2},
+    {"credit_per_minibatch": True, "n_minibatches": 2},
+    {"correction": c.ImportanceCorrection(rejection=LIMITS), "entropy_coef": 0.1, "kl": c.KLPenalty("loss", 0.1)},
+    {"correction": c.ImportanceCorrection(rejection=LIMITS), "ptx_coef": 0.5, "n_minibatches": 2},
+]
+GAE_ONLY = [
+    {"reward": c.RewardShaping(baseline="greedy")},
+    {"critic": "own"},
+    {"critic": "shared", "value": c.ValueObjective(coef=0.1), "epochs": 2},
+    {
+        "critic": "shared",
+        "value": c.ValueObjective(clip=None, kind=ValueLoss.huber, huber_delta=0.5),
+        "credit_per_minibatch": True,
+    },
+    {"critic": "shared", "correction": c.ImportanceCorrection(rejection=LIMITS), "credit_per_minibatch": True},
+]
+# Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
+SETTINGS: dict[str, list[dict]] = {
+    "DecoupledPPOActorInterface": [{"epochs": 2, "n_minibatches": 2}, {"critic": "own"}, {"correction": None}],
     "DPOInterface": [
         {"n_minibatches": 2},
         {"kind": DPOLoss.ipo, "beta": 0.3},
         {"label_smoothing": 0.2, "temperature": 0.7},
         {"length_normalized": True, "sft_coef": 0.5},
     ],
-    "GRPOActorInterface": [*PPO_SETTINGS, *GRPO_ONLY, {"rescale_degenerate": True}],
-    "PPOActorInterface": [*PPO_SETTINGS, *PPO_ONLY],
+    "GRPOActorInterface": PPO_SETTINGS,
+    "PPOActorInterface": [*PPO_SETTINGS, *GAE_ONLY],
     "PPOCriticInterface": [
         {"epochs": 2, "n_minibatches": 2},
-        {"objective": ValueObjective(clip=None)},
-        {"objective": ValueObjective(kind=ValueLoss.huber, huber_delta=0.5)},
+        {"objective": c.ValueObjective(clip=None)},
+        {"objective": c.ValueObjective(kind=ValueLoss.huber, huber_delta=0.5)},
         *({"normalization": ValueNormalization(scale)} for scale in ValueScale),
     ],
     "RAFTActorInterface": [
@@ -133,10 +132,8 @@ SETTINGS: dict[str, list[dict]] = {
 
 
 def modules():
-    return [
-        importlib.import_module(f"realign.interfaces.{m.name}")
-        for m in pkgutil.iter_modules(realign.interfaces.__path__)
-    ]
+    found = pkgutil.walk_packages(realign.interfaces.__path__, "realign.interfaces.")
+    return [importlib.import_module(m.name) for m in found]
 
 
 def trainers() -> list[type[ModelInterface]]:
@@ -153,58 +150,98 @@ def trainers() -> list[type[ModelInterface]]:
 
 
 def graphs(dataflow):
-    """The graph without flags, with each value of each flag alone, and with all of them at their last value."""
+    """The graph without flags, and with each value of each flag alone."""
     choices = {}
     for name, parameter in inspect.signature(dataflow).parameters.items():
         kind = type(parameter.default)
         assert kind is bool or issubclass(kind, Enum), f"flag {name} of {dataflow.__module__}: say what its values are"
         choices[name] = (False, True) if kind is bool else tuple(kind)
-    alone = [{name: value} for name, values in choices.items() for value in values]
-    together = [{name: values[-1 - back] for name, values in choices.items()} for back in (0, 1)]
-    mixed = [{**together[0], name: value} for name, values in choices.items() if len(values) > 2 for value in values]
-    for flags in ({}, *alone, together[0], *mixed):
+    for flags in ({}, *({name: value} for name, values in choices.items() for value in values)):
         yield dataflow(**flags)
-
-
-def input_sets(cls: type[ModelInterface]) -> list[tuple[str, ...]]:
-    """What the train_step RPCs of the class's own file read, by the interface's names of the keys.
-
-    The role's name stands in the class's name. The critic is wired by the graph of PPO.
-    """
-    dataflow = getattr(importlib.import_module(cls.__module__), "dataflow", ppo.dataflow)
-    rpcs = [r for graph in graphs(dataflow) for r in graph.rpcs if r.method == "train_step"]
-    mine = [r for r in rpcs if r.model in cls.__name__.lower()] or rpcs
-    assert mine, f"{dataflow.__module__}.dataflow declares no train_step for {cls.__name__}"
-    return sorted({tuple(interface_names(r)) for r in mine})
 
 
 def interface_names(rpc):
     ours = {graph: interface for interface, graph in rpc.rename.items()}
-    return (ours.get(key, key) for key in rpc.inputs)
+    return tuple(ours.get(key, key) for key in rpc.inputs)
+
+
+def actor_inputs(interface: PPOActorInterface) -> list[tuple[str, ...]]:
+    """What its train_step reads: what its settings need, and all that it knows, without and with advantages."""
+    (train,) = (rpc for rpc in rl_graph({"actor": interface}).rpcs if rpc.name == "actor_train")
+    known, uses = interface_names(train), interface.keys("train_step").uses
+    least = [key for key in known if key in interface.keys("train_step").needs]
+    credited = {"advantages", "returns"}
+    full = dict.fromkeys([*known, *sorted(uses - credited)])
+    found = [tuple(least), tuple(full)]
+    if not interface.credit_per_minibatch and interface.advantage.gives_returns:
+        found.append(tuple(dict.fromkeys([*full, *sorted(credited)])))
+    return found
+
+
+def critic_inputs() -> list[tuple[str, ...]]:
+    graph = rl_graph({"actor": PPOActorInterface(critic="own")})
+    return [interface_names(rpc) for rpc in graph.rpcs if rpc.name == "critic_train"]
+
+
+def input_sets(interface: ModelInterface) -> list[tuple[str, ...]]:
+    """What the train_step RPCs of the class's own file read, by the interface's names of the keys."""
+    if isinstance(interface, PPOActorInterface):
+        return actor_inputs(interface)
+    module = importlib.import_module(type(interface).__module__)
+    if not hasattr(module, "dataflow"):
+        return critic_inputs()
+    if "interfaces" in inspect.signature(module.dataflow).parameters:
+        built = [module.dataflow({"actor": interface, "reward": interface})]
+    else:
+        built = list(graphs(module.dataflow))
+    found = {interface_names(rpc) for graph in built for rpc in graph.rpcs if rpc.method == "train_step"}
+    assert found, f"{module.__name__}.dataflow declares no train_step for {type(interface).__name__}"
+    return sorted(found)
 
 
 def settings(cls: type[ModelInterface]) -> list[dict]:
-    listed = next((SETTINGS[c.__name__] for c in cls.__mro__ if c.__name__ in SETTINGS), None)
+    listed = next((SETTINGS[k.__name__] for k in cls.__mro__ if k.__name__ in SETTINGS), None)
     assert listed is not None, f"list settings for {cls.__name__} in tests/interfaces/test_invariances.py"
     aggregations = []
     if "aggregation" in {f.name for f in dataclasses.fields(cls)}:
-        aggregations = [{"aggregation": a} for a in Aggregation if a is not Aggregation.constant]
-        if "aggregation_constant" in {f.name for f in dataclasses.fields(cls)}:
-            aggregations.append({"aggregation": Aggregation.constant, "aggregation_constant": 8.0})
+        aggregations = [{"aggregation": a} for kind in subclasses(c.Aggregation) for a in COMPONENTS[kind]]
     return [{}, *aggregations, *listed]
 
 
 def cases():
-    """The defaults on every set of inputs, and every setting on the richest ones: with credit assigned and without."""
+    """Every class with its settings, on every set of inputs."""
     for cls in trainers():
-        input_list = sorted(input_sets(cls), key=len)
-        credited = [inputs for inputs in input_list if "advantages" in inputs]
-        crediting = [inputs for inputs in input_list if "advantages" not in inputs]
         for kwargs in settings(cls):
-            per_minibatch = kwargs.get("credit_per_minibatch")  # then no call of the graph may assign it
-            richest = [*crediting[-1:], *([] if per_minibatch else credited[-1:])]
-            for inputs in input_list if not kwargs else richest:
+            for inputs in input_sets(cls(**kwargs)):
                 yield cls, kwargs, inputs
+
+
+def subclasses(base: type) -> list[type]:
+    """Every class of the package below `base` that can be built, in whichever module of the package it is."""
+    found = {base}
+    while more := {sub for cls in found for sub in cls.__subclasses__()} - found:
+        found |= more
+    ours = [cls for cls in found if cls.__module__.startswith("realign.") and not inspect.isabstract(cls)]
+    return sorted(ours, key=lambda cls: cls.__name__)
+
+
+def grid():
+    """Any advantage with any objective, with each correction or none, on both actors."""
+    objectives = [x for kind in subclasses(c.Objective) for x in COMPONENTS[kind]]
+    advantages = [x for kind in subclasses(c.AdvantageEstimator) for x in COMPONENTS[kind]]
+    corrections = [None, c.ImportanceCorrection(LIMITS, c.RatioRange("sequence", 0.5, 2.0))]
+    for actor in (PPOActorInterface, GRPOActorInterface):
+        for advantage, objective, correction in itertools.product(advantages, objectives, corrections):
+            chosen = {"advantage": advantage, "objective": objective, "correction": correction}
+            yield actor, chosen | {"generation": GROUPS, "adv_norm": CENTERED}
+
+
+def each_component():
+    """Every component in every setting, on both actors."""
+    for actor, (place, base) in itertools.product((PPOActorInterface, GRPOActorInterface), BASES.items()):
+        for kind in subclasses(base):
+            for component in COMPONENTS[kind]:
+                yield actor, {place: component, "generation": GROUPS, "kl": c.KLPenalty("loss", 0.1)}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +251,47 @@ def cases():
 def test_trap_d13_every_interface_is_invariant(cls, kwargs, inputs):
     judged = "labels" in inputs
     check_train_step(cls(**kwargs), inputs, data=random_preferences() if judged else None, whole_groups=judged)
+
+
+def named(found):
+    for i, (actor, chosen) in enumerate(found):
+        kinds = "-".join(type(x).__name__ for name, x in chosen.items() if name in BASES and x is not None)
+        yield pytest.param(actor, chosen, id=f"{actor.__name__}-{kinds}-{i}")
+
+
+@pytest.mark.parametrize(("actor", "chosen"), list(named(grid())))
+def test_any_advantage_works_with_any_objective_and_correction(actor, chosen):
+    interface = actor(**chosen)
+    check_train_step(interface, actor_inputs(interface)[0])
+
+
+@pytest.mark.parametrize(("actor", "chosen"), list(named(each_component())))
+def test_every_component_is_invariant(actor, chosen):
+    interface = actor(**chosen)
+    check_train_step(interface, actor_inputs(interface)[1])
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=lambda base: base.__name__)
+def test_no_component_of_the_package_escapes(base):
+    assert modules()  # all are imported, so that all subclasses are known
+    found = subclasses(base)
+    assert found
+    for cls in found:
+        assert {type(x) for x in COMPONENTS.get(cls, [])} == {cls}, f"list settings for {cls.__name__} in COMPONENTS"
+        fields = {f.name for f in dataclasses.fields(cls) if f.init}
+        changed = {name for x in COMPONENTS[cls] for name in fields if getattr(x, name) != _default(cls, name)}
+        assert changed == fields, f"no setting of {cls.__name__} in COMPONENTS changes {sorted(fields - changed)}"
+
+
+def _default(cls, name):
+    field = next(f for f in dataclasses.fields(cls) if f.name == name)
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def test_decoupled_ppo_is_in_the_grid_by_its_correction():
+    interface = DecoupledPPOActorInterface()
+    assert isinstance(interface.correction, c.ImportanceCorrection)
+    assert type(interface).train_step is PPOActorInterface.train_step
 
 
 def test_every_file_declares_its_graph_and_its_train_steps_are_found():

@@ -5,20 +5,25 @@ import math
 import numpy as np
 import pytest
 import torch
-from realign.interfaces.shaping import Truncation
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.functional import Aggregation, KLEstimator, Normalization, PolicyObjective, Scope, aggregate, kl_estimate
-from realign.interfaces.critic import trained
-from realign.interfaces.ppo import (
-    CriticPlace,
+from realign.api.interface import is_component_key
+from realign.errors import SettingsError
+from realign.functional import AggregationMode, KLEstimator, Scope, aggregate, kl_estimate
+from realign.interfaces.components import (
+    GAE,
+    Clip,
+    Critic,
     KLPenalty,
     KLPlace,
-    PPOActorInterface,
-    ReferenceInterface,
-    dataflow,
-    normalization_formula,
+    Normalization,
+    SeqMeanTokenMean,
+    TokenMean,
+    ValueObjective,
+    trained,
 )
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.testing import BigramEngine, random_batch, train_once
 
 RAW = Normalization(Scope.none, Scope.none)
@@ -69,8 +74,8 @@ def test_trap_a4_everything_about_token_t_stands_at_index_t():
         .with_sequences(rewards=torch.tensor([1.0], dtype=torch.float64))
     )
     engine = BigramEngine()
-    interface = PPOActorInterface(gamma=1.0, lam=1.0, adv_norm=RAW)
-    out = interface.compute_advantages(Model("actor", engine), data)
+    interface = PPOActorInterface(advantage=GAE(gamma=1.0, lam=1.0), adv_norm=RAW)
+    out = interface.estimate_advantages(Model("actor", engine), data)
     assert out["returns"].tolist() == [0, 0, 1, 1, 1]
     assert out["advantages"].tolist() == [0, 0, 0.5, 0.75, 0.875]
     scored = interface.inference(Model("actor", engine), data, MicroBatchSpec())
@@ -80,8 +85,8 @@ def test_trap_a4_everything_about_token_t_stands_at_index_t():
 
 def test_trap_a10_credit_adds_up_to_score_minus_kl_and_stands_on_trained_tokens_only():
     data = random_batch(1).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
-    interface = PPOActorInterface(gamma=1.0, lam=1.0, adv_norm=RAW, kl=KLPenalty(KLPlace.reward, 0.3))
-    out = interface.compute_advantages(Model("actor", BigramEngine()), data)
+    interface = PPOActorInterface(advantage=GAE(gamma=1.0, lam=1.0), adv_norm=RAW, kl=KLPenalty(KLPlace.reward, 0.3))
+    out = interface.estimate_advantages(Model("actor", BigramEngine()), data)
     for x, mask, logp, ref, score in zip(
         *(out.sequences(k) for k in ("returns", "loss_mask", "logprobs", "ref_logprobs")), out["rewards"], strict=True
     ):
@@ -117,7 +122,7 @@ def test_the_step_equals_a_plain_reference():
     data = random_batch(3).select(["input_ids", "loss_mask", "logprobs", "rewards"])
     engine = BigramEngine(seed=5, lr=1.0)
     before = engine.logits_VV.clone().numpy()
-    interface = PPOActorInterface(clip_low=0.1, clip_high=0.3, lam=0.8)
+    interface = PPOActorInterface(objective=Clip(0.1, 0.3), advantage=GAE(lam=0.8))
     interface.train_step(Model("actor", engine), data, MicroBatchSpec(n_microbatches=3))
     want = reference_step(data, before, low=0.1, high=0.3, lam=0.8)
     np.testing.assert_allclose(before - engine.logits_VV.numpy(), want, rtol=0, atol=1e-9)
@@ -130,8 +135,8 @@ def test_trap_a11_tool_tokens_are_read_but_neither_credited_nor_trained():
     data = SequenceSample.from_sequences(["q"], {"input_ids": [[ids]]})
     data = data.with_tokens(loss_mask=sampled, logprobs=torch.zeros(9)).with_sequences(rewards=torch.tensor([1.0]))
     engine = BigramEngine()
-    interface = PPOActorInterface(gamma=0.5, lam=1.0, adv_norm=RAW)
-    out = interface.compute_advantages(Model("actor", engine), data)
+    interface = PPOActorInterface(advantage=GAE(gamma=0.5, lam=1.0), adv_norm=RAW)
+    out = interface.estimate_advantages(Model("actor", engine), data)
     assert out["returns"].tolist() == [0, 0, 0.25, 0, 0, 0, 0, 0.5, 1]
     before = engine.logits_VV.clone()
     interface.train_step(Model("actor", engine), data, MicroBatchSpec())
@@ -157,14 +162,17 @@ def test_trap_d8_statistics_of_the_batch_are_taken_before_it_is_cut():
 def test_trap_d15_every_term_of_the_loss_is_weighed_alike():
     data = random_batch(2)
     output = BigramEngine().output(data)
-    for mode in (Aggregation.token_mean, Aggregation.seq_mean_token_mean):
+    for mode, weighing in (
+        (AggregationMode.token_mean, TokenMean()),
+        (AggregationMode.seq_mean_token_mean, SeqMeanTokenMean()),
+    ):
         mask, cu = data["loss_mask"], data.cu_seqlens()
-        plain = PPOActorInterface(aggregation=mode).loss(output, data)[0]
-        with_entropy = PPOActorInterface(aggregation=mode, entropy_coef=0.3).loss(output, data)[0]
+        plain = PPOActorInterface(aggregation=weighing).loss(output, data)[0]
+        with_entropy = PPOActorInterface(aggregation=weighing, entropy_coef=0.3).loss(output, data)[0]
         _, entropy = output.logprobs_and_entropy(where_T=mask)
         assert float(plain - with_entropy) == pytest.approx(0.3 * float(aggregate(entropy, mask, cu, mode)))
         kl = KLPenalty(KLPlace.loss, 0.7, KLEstimator.k3)
-        with_kl = PPOActorInterface(aggregation=mode, kl=kl).loss(output, data)[0]
+        with_kl = PPOActorInterface(aggregation=weighing, kl=kl).loss(output, data)[0]
         values = kl_estimate(output.logprobs(where_T=mask), data["ref_logprobs"], mask, KLEstimator.k3)
         assert float(with_kl - plain) == pytest.approx(0.7 * float(aggregate(values, mask, cu, mode)))
 
@@ -175,7 +183,7 @@ def test_metrics_of_a_step_are_the_plain_means_they_are_named_after():
     engine = BigramEngine()
     metrics = train_once(PPOActorInterface(), data, MicroBatchSpec(n_microbatches=2)).metrics
     model, interface = Model("actor", engine), PPOActorInterface()
-    credited = interface.compute_advantages(model, interface.prepare(model, data))
+    credited = interface.estimate_advantages(model, interface.score(model, data))
     mask = credited["loss_mask"]
     now = engine.output(data).logprobs(where_T=mask)[mask]
     old, gain = credited["logprobs"][mask], credited["advantages"][mask]
@@ -225,7 +233,7 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_can_cost():
     engine = BigramEngine()
     sampled = engine.output(data).logprobs() - math.log(4)  # every ratio is 4
     far = data.select(["input_ids", "loss_mask"]).with_tokens(logprobs=sampled, advantages=-torch.ones_like(sampled))
-    loss, stats = PPOActorInterface(dual_clip=3.0).loss(engine.output(far), far)
+    loss, stats = PPOActorInterface(objective=Clip(dual=3.0)).loss(engine.output(far), far)
     trained = int(far["loss_mask"].sum())
     assert float(loss) == pytest.approx(3.0 * trained)
     assert stat_values(stats)["dual_clip_fraction"] == 1
@@ -239,10 +247,10 @@ def test_trap_c2_a_cut_response_takes_the_value_of_the_state_where_it_was_cut():
     data = data.with_sequences(
         rewards=torch.ones(2), truncated=torch.tensor([False, True]), bootstrap_values=torch.tensor([0.4, 0.6])
     )
-    model, setting = Model("actor", BigramEngine()), {"gamma": 0.5, "lam": 1.0, "adv_norm": RAW}
-    on = PPOActorInterface(truncation=Truncation(bootstrap=True), **setting).compute_advantages(model, data)
+    model = Model("actor", BigramEngine())
+    on = PPOActorInterface(advantage=GAE(0.5, 1.0, bootstrap=True), adv_norm=RAW).estimate_advantages(model, data)
     assert on["returns"].tolist() == pytest.approx([0, 0.5, 1, 0, 0.65, 1.3])
-    off = PPOActorInterface(**setting).compute_advantages(model, data)
+    off = PPOActorInterface(advantage=GAE(0.5, 1.0), adv_norm=RAW).estimate_advantages(model, data)
     assert off["returns"].tolist() == pytest.approx([0, 0.5, 1, 0, 0.5, 1])
 
 
@@ -305,15 +313,17 @@ def exact_kl(engine: BigramEngine, ref: torch.Tensor) -> float:
     return float((logp.exp() * (logp - ref)).sum(-1).mean())
 
 
+def component_needs(interface: PPOActorInterface, method: str = "train_step") -> dict[str, str]:
+    """The needed keys that exist only for a component, with the settings that ask for them."""
+    return {key: setting for key, setting in interface.keys(method).needs.items() if is_component_key(key)}
+
+
 def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
-    assert [p.value for p in KLPlace] == ["none", "reward", "loss"]  # one choice: both cannot be asked for
-    with pytest.raises(ValueError, match="k1 in the loss"):
-        KLPenalty(KLPlace.loss, 0.1, KLEstimator.k1)
     for place in (KLPlace.reward, KLPlace.loss):
         interface = PPOActorInterface(kl=KLPenalty(place, estimator=KLEstimator.k2))
-        assert interface.keys("train_step").needs["ref_logprobs"] == f"kl.place={place.value}"
-        assert "ref_logprobs" not in interface.keys("generate").needs
-    assert "ref_logprobs" not in PPOActorInterface().keys("train_step").needs
+        assert component_needs(interface) == {"ref_logprobs": f"kl.place={place.value}"}
+        assert component_needs(interface, "generate") == {}
+    assert component_needs(PPOActorInterface()) == {}
 
 
 def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
@@ -337,75 +347,34 @@ def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ({"epochs": 0}, "epochs must be at least 1, found 0"),
-        ({"n_minibatches": 0}, "n_minibatches must be at least 1, found 0"),
-        (
-            {"reward_norm": Normalization(Scope.group, Scope.none)},
-            r"generation\.n=1: the score of the only response .* 0",
-        ),
-        ({"clip_low": 1.5}, "clip_low must be from 0 to 1, found 1.5"),
-        ({"clip_high": -0.1}, "clip_high must be at least 0, found -0.1"),
-        ({"clip_low": -0.1, "objective": PolicyObjective.gmpo}, "clip_low must be at least 0, found -0.1"),
-        ({"dual_clip": 1.0}, "dual_clip must be above 1, or null, found 1.0"),
-        ({"gamma": 1.1}, "gamma must be from 0 to 1, found 1.1"),
-        ({"lam": math.nan}, "lam must be from 0 to 1, found nan"),
-        ({"aggregation": Aggregation.constant}, "needs a number of tokens"),
-        ({"aggregation_constant": 8.0}, "needs a number of tokens"),
-        (
-            {"aggregation": Aggregation.constant, "aggregation_constant": 0.0},
-            "aggregation_constant must be positive, found 0.0",
-        ),
+        ({"epochs": 0}, "epochs=0: must be at least 1"),
+        ({"n_minibatches": 0}, "n_minibatches=0: must be at least 1"),
+        ({"n_minibatches": 1.5}, "n_minibatches=1.5: must be a whole number at least 1"),
+        ({"keep_best": 2}, "keep_best=2: must be at most generation.n=1"),
+        ({"keep_best": 0}, "keep_best=0: must be at least 1, or null"),
+        ({"min_response_tokens": 300}, "min_response_tokens=300: must be at most generation.max_new_tokens=256"),
+        ({"critic_warmup_steps": -1}, "critic_warmup_steps=-1: must be at least 0"),
+        ({"critic_warmup_steps": 5}, "critic_warmup_steps=5: needs critic=own"),
+        ({"critic_warmup_steps": 5, "critic": "shared"}, "critic_warmup_steps=5: needs critic=own"),
+        ({"ptx_coef": -1.0}, "ptx_coef=-1.0: must be at least 0"),
+        ({"critic": "theirs"}, r"critic='theirs': unknown choice \(valid: none, own, shared\)"),
+        ({"value": ValueObjective()}, "value: a loss of values needs critic=shared, found critic=none"),
+        ({"value": ValueObjective(), "critic": "own"}, "needs critic=shared, found critic=own"),
+        ({"credit_per_minibatch": True, "critic": "own"}, "credit_per_minibatch=true: critic=own estimates"),
     ],
 )
-def test_a_setting_out_of_range_is_refused_before_anything_is_sampled(setting, text):
-    with pytest.raises(ValueError, match=text):
+def test_settings_that_cannot_work_raise_before_anything_is_sampled(setting, text):
+    with pytest.raises(SettingsError, match=text):
         PPOActorInterface(**setting)
 
 
-@pytest.mark.parametrize(
-    ("objective", "setting", "text"),
-    [
-        ("sapo", {"clip_high": 0.28}, "clip_high=0.28 has no effect with objective=sapo; leave it out"),
-        ("reinforce", {"clip_low": None}, "clip_low=null has no effect with objective=reinforce"),
-        ("gspo", {"tau_neg": 2.0}, "tau_neg=2 has no effect with objective=gspo"),
-        ("cispo", {"dual_clip": 3.0}, "dual_clip=3 has no effect with objective=cispo"),
-        ("clip", {"clip_low": None}, r"clip_low=null: objective=clip has a lower bound; give a number from 0 to 1"),
-        ("gspo", {"clip_low": None}, "clip_low=null: objective=gspo has a lower bound"),
-    ],
-)
-def test_a_setting_that_the_objective_does_not_read_is_refused(objective, setting, text):
-    with pytest.raises(ValueError, match=text):
-        PPOActorInterface(objective=PolicyObjective(objective), **setting)
-
-
-@pytest.mark.parametrize(
-    ("objective", "setting", "row"),
-    [
-        ("clip", {"clip_high": 0.28}, "clip, ratio in [0.8, 1.28]"),
-        ("reinforce", {}, "reinforce, no ratio"),
-        ("cispo", {"clip_low": None, "clip_high": 4.0}, "cispo, ratio in [0, 5]"),
-        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, "gspo, sequence ratio in [0.9997, 1.0004]"),
-        ("sapo", {}, "sapo, temperatures 1 and 1.05"),
-        ("gmpo", {"clip_low": 1.5, "clip_high": 0.4}, "gmpo, log-ratio in [-1.5, 0.4]"),
-        ("gmpo", {"clip_low": None}, "gmpo, log-ratio in [-inf, 0.2]"),
-    ],
-)
-def test_the_launch_table_says_the_objective_with_its_bounds(objective, setting, row):
-    assert PPOActorInterface(objective=PolicyObjective(objective), **setting).describe(8)["policy objective"] == row
-
-
-@pytest.mark.parametrize(
-    ("setting", "text"),
-    [
-        ({"coef": -0.1}, "kl.coef must not be negative"),
-        ({"coef": math.nan}, "kl.coef must not be negative"),
-        ({"target": 6.0}, "kl.target=6 steers a penalty that kl.place=none does not apply"),
-        ({"place": KLPlace.reward, "coef": 0.0, "target": 6.0}, "would leave a coefficient of 0 at 0"),
-    ],
-)
-def test_a_kl_penalty_that_could_do_nothing_is_refused(setting, text):
-    with pytest.raises(ValueError, match=text):
-        KLPenalty(**setting)
+def test_a_shared_critic_has_a_value_loss():
+    interface = PPOActorInterface(critic="shared")
+    assert interface.critic is Critic.shared
+    assert interface.value == ValueObjective()
+    assert component_needs(interface) == {"values": "critic=shared"}
+    assert interface.outputs() == {"logprobs", "values"}
+    assert PPOActorInterface(critic="own").outputs() == {"logprobs"}
 
 
 def test_a_coefficient_is_reported_only_where_it_is_applied():
@@ -426,7 +395,7 @@ def test_trap_c8_the_logged_kl_is_the_trained_one():
         PPOActorInterface(adv_norm=RAW, kl=KLPenalty(KLPlace.loss, 0.5, KLEstimator.k2)), data, MicroBatchSpec()
     )
     assert on.metrics["loss"] - off.metrics["loss"] == pytest.approx(0.5 * on.metrics["ref_kl"], rel=1e-5)
-    in_reward = PPOActorInterface(adv_norm=RAW, lam=1.0, kl=KLPenalty(KLPlace.reward, 0.5))
+    in_reward = PPOActorInterface(adv_norm=RAW, advantage=GAE(lam=1.0), kl=KLPenalty(KLPlace.reward, 0.5))
     logged = train_once(in_reward, data, MicroBatchSpec()).metrics
     credit = in_reward.credit(Model("actor", BigramEngine()), data, MicroBatchSpec())
     rows = zip(credit.sequences("returns"), credit.sequences("loss_mask"), data["rewards"].tolist(), strict=True)
@@ -449,10 +418,10 @@ def test_trap_c9_the_adaptive_coefficient_follows_trained_rows_once_per_batch():
     error = np.clip(np.mean(per_sequence) / 1.0 - 1, -0.2, 0.2)
     want = 0.1 * (1 + error * len(per_sequence) / 100)
     assert stats["kl_coef"] == pytest.approx(0.1)
-    assert interface.kl_controller.value == pytest.approx(want, rel=1e-5)
+    assert interface.kl_control.controller.value == pytest.approx(want, rel=1e-5)
     resumed = PPOActorInterface(kl=kl)
     resumed.load_state_dict(interface.state_dict())
-    assert resumed.kl_controller.value == interface.kl_controller.value
+    assert resumed.kl_control.controller.value == interface.kl_control.controller.value
 
 
 def test_trap_d6_rejected_rows_leave_the_denominator():
@@ -462,7 +431,7 @@ def test_trap_d6_rejected_rows_leave_the_denominator():
     ).with_sequences(rewards=torch.tensor([1.0, math.nan]))
     interface = PPOActorInterface()
     model = Model("actor", BigramEngine())
-    out = interface.compute_advantages(model, interface.prepare(model, data))
+    out = interface.estimate_advantages(model, interface.score(model, data))
     assert interface.loss_weight(out) == 4
 
 
@@ -485,7 +454,7 @@ def test_trap_d11_every_prompt_is_used_once_per_epoch():
             return super().train_batch(data, *rest)
 
     PPOActorInterface(epochs=2, n_minibatches=3).train_step(Model("actor", Watching()), data, MicroBatchSpec())
-    teaching = sorted(trained(PPOActorInterface().prepare(Model("actor", BigramEngine()), data)).ids)
+    teaching = sorted(trained(PPOActorInterface().score(Model("actor", BigramEngine()), data)).ids)
     half = len(seen) // 2
     assert 5 <= len(teaching) < len(data)  # of one prompt nothing trains
     assert sorted(seen[:half]) == sorted(seen[half:]) == teaching
@@ -498,28 +467,3 @@ def test_trap_f10_recomputed_log_probs_that_equal_the_samplers_change_nothing():
     recomputed = train_once(PPOActorInterface(), data.with_tokens(prox_logprobs=data["logprobs"]), MicroBatchSpec())
     for p, q in zip(plain.parameters, recomputed.parameters, strict=True):
         assert torch.equal(p, q)
-
-
-def test_plain_python_may_name_the_critics_place():
-    assert dataflow(critic="own").rpcs == dataflow(critic=CriticPlace.own).rpcs
-    with pytest.raises(ValueError, match="theirs"):
-        dataflow(critic="theirs")
-
-
-@pytest.mark.parametrize("kl", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_graph_scores_before_it_trains(kl, recompute):
-    names = [r.name for r in dataflow(kl=kl, recompute=recompute).order]
-    assert names[0] == "actor_gen"
-    assert names[-1] == "actor_train"
-    assert ("ref_inf" in names, "actor_inf" in names) == (kl, recompute)
-
-
-def test_the_formula_says_what_is_computed():
-    assert normalization_formula(RAW) == "none"
-    assert normalization_formula(Normalization(Scope.group, Scope.none, leave_one_out=True)) == (
-        "A - mean(group without itself) per sequence"
-    )
-    assert normalization_formula(Normalization(Scope.group, Scope.batch, unbiased=True, eps=1e-6)) == (
-        "(A - mean(group)) / (sample std(batch) + 1e-06) per sequence"
-    )

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from realign.interfaces.shaping import RewardScale, RewardShaping, TruncatedReward, Truncation
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
-from realign.functional import KLEstimator, Level, Normalization, PolicyObjective, Scope
-from realign.interfaces.critic import ValueObjective
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.functional import Scope
+from realign.interfaces.components import (
+    GAE,
+    EarlyStop,
+    GroupRelative,
+    KLPenalty,
+    KLPlace,
+    Normalization,
+    RewardScale,
+    RewardShaping,
+    TruncatedReward,
+    Truncation,
+    ValueObjective,
+)
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import EarlyStop, KLPenalty, KLPlace, PPOActorInterface, dataflow
-from realign.runtime.contract import check_keys
+from realign.interfaces.ppo import PPOActorInterface
 from realign.testing import BigramEngine, random_batch
 from tests.functional.test_normalization import over_ranks
 
@@ -60,15 +69,15 @@ def credit_in_plain_python(data: SequenceSample, p: PPOActorInterface) -> list[d
         coef = p.kl.coef if p.kl.place is KLPlace.reward else 0.0
         r["rewards"] = [d - coef * k for d, k in zip(r["dense"], r["kl"], strict=True)]
         r["rewards"][-1] += r["score"]
-    if p.reward.whiten:
+    if p.advantage.whiten_rewards:
         pooled = np.array([x for r in kept for x in r["rewards"]])
         for r in kept:
             r["rewards"] = [(x - pooled.mean()) / math.sqrt(pooled.var() + 1e-8) + pooled.mean() for x in r["rewards"]]
     for r in kept:
-        advantage, following = 0.0, r["boot"] if p.truncation.bootstrap and r["cut"] else 0.0
+        advantage, following = 0.0, r["boot"] if p.advantage.bootstrap and r["cut"] else 0.0
         r["adv"] = []
         for reward, value in zip(reversed(r["rewards"]), reversed(r["values"]), strict=True):
-            advantage = reward + p.gamma * following - value + p.gamma * p.lam * advantage
+            advantage = reward + p.advantage.gamma * following - value + p.advantage.gamma * p.advantage.lam * advantage
             following = value
             r["adv"].insert(0, advantage)
         r["returns"] = [a + v for a, v in zip(r["adv"], r["values"], strict=True)]
@@ -87,26 +96,30 @@ def credit_in_plain_python(data: SequenceSample, p: PPOActorInterface) -> list[d
         gain=st.sampled_from([1.0, 3.0]),
         clip=st.sampled_from([None, 1.2]),
         scale=st.sampled_from([RewardScale.none, RewardScale.running]),
-        whiten=st.booleans(),
     ),
     truncation=st.sampled_from(
         [
             Truncation(),
-            Truncation(reward=TruncatedReward.zero, bootstrap=True),
+            Truncation(reward=TruncatedReward.zero),
             Truncation(reward=TruncatedReward.add, penalty=-1.0),
             Truncation(mask=True),
         ]
     ),
     kl=st.sampled_from([KLPenalty(), KLPenalty(KLPlace.reward, 0.3)]),
-    gamma=st.sampled_from([1.0, 0.9]),
-    lam=st.sampled_from([1.0, 0.95, 0.0]),
+    advantage=st.builds(
+        GAE,
+        gamma=st.sampled_from([1.0, 0.9]),
+        lam=st.sampled_from([1.0, 0.95, 0.0]),
+        whiten_rewards=st.booleans(),
+        bootstrap=st.booleans(),
+    ),
     shortest=st.sampled_from([0, 2]),
 )
-def test_credit_agrees_with_a_plain_reference(seed, reward, truncation, kl, gamma, lam, shortest):
+def test_credit_agrees_with_a_plain_reference(seed, reward, truncation, kl, advantage, shortest):
     data = random_batch(seed)
     keys = [*CREDIT, "ref_logprobs", "values", "dense_rewards", "bootstrap_values"]
     interface = PPOActorInterface(
-        reward=replace(reward), truncation=truncation, kl=kl, gamma=gamma, lam=lam, min_response_tokens=shortest
+        reward=reward, truncation=truncation, kl=kl, advantage=advantage, min_response_tokens=shortest
     )
     out = interface.credit(model(), data.select(keys), MicroBatchSpec())
     kept = credit_in_plain_python(data, interface)
@@ -122,7 +135,7 @@ def test_credit_agrees_with_a_plain_reference(seed, reward, truncation, kl, gamm
 
 def test_credit_by_a_call_of_the_graph_and_by_the_train_step_are_one():
     data = random_batch(3).select([*CREDIT, "ref_logprobs", "values", "bootstrap_values"])
-    settings = {"kl": KLPenalty(KLPlace.reward, 0.2), "reward": RewardShaping(whiten=True), "epochs": 2}
+    settings = {"kl": KLPenalty(KLPlace.reward, 0.2), "advantage": GAE(whiten_rewards=True), "epochs": 2}
     inside, outside = model(seed=1), model(seed=1)
     PPOActorInterface(**settings).train_step(inside, data, MicroBatchSpec())
     interface = PPOActorInterface(**settings)
@@ -170,6 +183,7 @@ def test_trap_c13_scores_of_low_precision_are_shaped_in_fp32(dtype, shaping, wan
 
 
 GROUP = Normalization(Scope.group, Scope.group)
+CENTERED = Normalization(Scope.group, Scope.none)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +191,14 @@ GROUP = Normalization(Scope.group, Scope.group)
     [
         GRPOActorInterface(),
         GRPOActorInterface(adv_norm=Normalization(Scope.group, Scope.batch, leave_one_out=True)),
-        GRPOActorInterface(adv_norm=replace(GROUP, level=Level.token)),
-        PPOActorInterface(generation=GenerationConfig(n=4), reward_norm=Normalization(Scope.group, Scope.none)),
-        PPOActorInterface(reward_norm=GROUP, adv_norm=RAW, keep_best=2, generation=GenerationConfig(n=4)),
-        PPOActorInterface(reward=RewardShaping(scale=RewardScale.running, center=True, whiten=True)),
+        GRPOActorInterface(advantage=GroupRelative(length_weighted=True)),
+        PPOActorInterface(generation=GenerationConfig(n=4), advantage=GAE(reward_norm=CENTERED)),
+        PPOActorInterface(
+            advantage=GAE(reward_norm=GROUP), adv_norm=RAW, keep_best=2, generation=GenerationConfig(n=4)
+        ),
+        PPOActorInterface(
+            reward=RewardShaping(scale=RewardScale.running, center=True), advantage=GAE(whiten_rewards=True)
+        ),
     ],
     ids=range(6),
 )
@@ -193,7 +211,7 @@ def test_trap_e7_an_answer_has_the_same_advantages_on_whatever_rank_and_in_whate
         engine = BigramEngine()
         engine.reduce = reduce
         one, own = Model("actor", engine), deepcopy(interface)  # it may keep moments
-        return own.compute_advantages(one, own.prepare(one, data.take(rows)))["advantages"]
+        return own.estimate_advantages(one, own.score(one, data.take(rows)))["advantages"]
 
     ranks = over_ranks([order[:3], order[3:]], advantages)
     torch.testing.assert_close(ranks, advantages(order), rtol=0, atol=1e-6)
@@ -220,7 +238,7 @@ def two_prompts(**sequence_keys) -> SequenceSample:
 
 
 def training(interface: PPOActorInterface, data: SequenceSample) -> list[bool]:
-    return [bool(m.any()) for m in interface.prepare(model(), data).sequences("loss_mask")]
+    return [bool(m.any()) for m in interface.score(model(), data).sequences("loss_mask")]
 
 
 def test_too_short_answers_leave_the_loss():
@@ -239,7 +257,7 @@ def test_masked_truncation_leaves_loss_and_divisor():
     data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[True, False, False, True, False])
     interface = PPOActorInterface(truncation=Truncation(mask=True))
     assert training(interface, data) == [False, True, True, False, True]
-    assert float(interface.loss_weight(interface.prepare(model(), data))) == 2 + 3 + 2
+    assert float(interface.loss_weight(interface.score(model(), data))) == 2 + 3 + 2
 
 
 def test_the_reward_of_a_greedy_answer_is_the_baseline():
@@ -247,7 +265,7 @@ def test_the_reward_of_a_greedy_answer_is_the_baseline():
     baseline = SequenceSample.from_sequences(["a", "b"], {"greedy": [[[1]], [[1]]]})
     baseline = baseline.with_data({"baseline_rewards": torch.tensor([2.0, math.nan])}, like="greedy")
     data = data.merge(baseline.select(["baseline_rewards"]))
-    interface = PPOActorInterface(lam=1.0, adv_norm=RAW, reward=RewardShaping(gain=10.0))
+    interface = PPOActorInterface(advantage=GAE(lam=1.0), adv_norm=RAW, reward=RewardShaping(gain=10.0))
     out = interface.credit(model(), data, MicroBatchSpec())
     assert out["advantages"].tolist() == [0, -10, 0, 10, 10, 0, 0, 0, 0, *[0] * 6]
     assert not out["loss_mask"][9:].any()  # without a baseline there is nothing to be better than
@@ -257,9 +275,8 @@ def test_reinforce_plus_plus_baseline_is_a_group_mean_and_then_whitening_over_al
     data = two_prompts(rewards=[1.0, 3, 2, 4, 5], truncated=[False] * 5)
     interface = PPOActorInterface(
         generation=GenerationConfig(n=4),
-        lam=1.0,
-        reward_norm=Normalization(Scope.group, Scope.none),
-        adv_norm=Normalization(level=Level.token, eps=0.0),
+        advantage=GAE(lam=1.0, reward_norm=CENTERED),
+        adv_norm=Normalization(eps=0.0),
     )
     out = interface.credit(model(), data, MicroBatchSpec())
     centred = np.repeat([-1.0, 1, 0, -0.5, 0.5], [1, 2, 3, 2, 2])
@@ -311,14 +328,16 @@ def test_early_stop_takes_back_the_step_that_went_too_far_and_ends_the_batch():
 
 def test_during_the_warm_up_of_the_critic_the_actor_stays_as_it_is():
     data = random_batch(3).select([*CREDIT, "ref_logprobs"])
-    interface = PPOActorInterface(critic_warmup_steps=2, kl=KLPenalty(KLPlace.reward, 0.2, target=0.1, horizon=10))
+    interface = PPOActorInterface(
+        critic="own", critic_warmup_steps=2, kl=KLPenalty(KLPlace.reward, 0.2, target=0.1, horizon=10)
+    )
     actor = model()
     before = actor.machine.logits_VV.clone()
     for version in range(3):
         actor.version = version
         stats = stat_values(interface.train_step(actor, data, MicroBatchSpec()))
         assert torch.equal(before, actor.machine.logits_VV) == (version < 2)
-        assert (interface.kl_controller.value == 0.2) == (version < 2)
+        assert (interface.kl_control.controller.value == 0.2) == (version < 2)
         assert "advantage_mean" in stats
 
 
@@ -326,7 +345,7 @@ def test_the_loss_of_values_is_added_with_its_weight():
     data = random_batch(3).select([*CREDIT, "values", "bootstrap_values"])
     plain, joint = model(seed=5, lr=1.0), model(seed=5, lr=1.0)
     PPOActorInterface().train_step(plain, data, MicroBatchSpec())
-    interface = PPOActorInterface(value=ValueObjective(clip=None, coef=0.1))
+    interface = PPOActorInterface(critic="shared", value=ValueObjective(clip=None, coef=0.1))
     interface.train_step(joint, data, MicroBatchSpec(n_microbatches=3))
     torch.testing.assert_close(plain.machine.logits_VV, joint.machine.logits_VV, rtol=0, atol=1e-12)
     credited = PPOActorInterface().credit(model(), data, MicroBatchSpec())
@@ -340,78 +359,6 @@ def test_the_loss_of_values_is_added_with_its_weight():
     np.testing.assert_allclose(table - joint.machine.values_V.numpy(), 0.1 * want / n, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"keep_best": 2}, "keep_best must be from 1 to generation.n=1"),
-        ({"min_response_tokens": 300}, "min_response_tokens must be from 0 to generation.max_new_tokens=256"),
-        ({"tau_pos": 0.0}, "tau_pos must be positive"),
-        ({"critic_warmup_steps": -1}, "critic_warmup_steps must be at least 0"),
-        ({"critic_warmup_steps": 5, "value": ValueObjective()}, "critic_warmup_steps=5 .* would wait too"),
-        ({"ptx_coef": -1.0}, "ptx_coef must be at least 0"),
-        ({"truncation": Truncation(overlong_buffer=300)}, "is longer than a response can be"),
-        ({"objective": PolicyObjective.sapo, "dual_clip": 3.0}, "dual_clip"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        PPOActorInterface(**kwargs)
-
-
-def test_bounds_are_checked():
-    with pytest.raises(ValueError, match=r"early_stop\.kl must be positive"):
-        EarlyStop(kl=0)
-    with pytest.raises(ValueError, match=r"early_stop\.ratio must be above 1"):
-        EarlyStop(ratio=0.5)
-
-
-def check(interface: PPOActorInterface, **flags) -> None:
-    """What the launch does: compare the keys of the actor with the graph."""
-    roles = ("actor", "reward", "ref", "critic", "baseline")
-    check_keys(dataflow(**flags), {role: ModelInterface() for role in roles} | {"actor": interface})
-
-
-@pytest.mark.parametrize(
-    ("setting", "flags", "message"),
-    [
-        ({"credit_per_minibatch": True}, {"critic": "own"}, "credit_per_minibatch assigns credit in train_step"),
-        ({"value": ValueObjective()}, {"critic": "own"}, "with graph.critic=own the critic learns them"),
-        ({}, {"critic": "shared"}, "input 'values', .* no component"),
-        ({"critic_warmup_steps": 1}, {}, "critic_warmup_steps needs key 'advantages'"),
-        ({"critic_warmup_steps": 1, "value": None}, {"critic": "shared"}, "critic_warmup_steps needs key 'advantages'"),
-        ({}, {"ptx": True}, "input 'ptx_input_ids', .* no component"),
-        ({"reward": RewardShaping(clip=1.0)}, {"dense": True}, "input 'dense_rewards', .* no component"),
-        ({"reward_norm": Normalization(Scope.batch, Scope.none)}, {"dense": True}, "input 'dense_rewards'"),
-        (
-            {"truncation": Truncation(reward=TruncatedReward.zero)},
-            {"greedy_baseline": True},
-            "input 'baseline_rewards'",
-        ),
-    ],
-)
-def test_settings_that_do_no_good_in_a_graph_are_refused(setting, flags, message):
-    with pytest.raises(ValueError, match=message):
-        check(PPOActorInterface(**setting), **flags)
-
-
-def test_settings_that_do_good_in_a_graph_pass():
-    check(PPOActorInterface(critic_warmup_steps=1, keep_best=1), critic="own", dense=True, kl=True, recompute=True)
-    check(PPOActorInterface(value=ValueObjective(), credit_per_minibatch=True), critic="shared")
-    check(PPOActorInterface(ptx_coef=1.0, truncation=Truncation(mask=True)), ptx=True, greedy_baseline=True)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"adv_norm": Normalization(Scope.batch, Scope.batch)}, "adv_norm.level=sequence"),
-        ({"reward_norm": Normalization(Scope.group, Scope.none, level=Level.token)}, "reward_norm.level=token"),
-    ],
-)
-def test_a_level_at_which_nothing_is_normalised_is_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        PPOActorInterface(**setting)
-
-
 def test_the_best_of_dense_rewards_are_those_with_the_largest_sums():
     data = two_prompts(rewards=[0.0] * 5, truncated=[False] * 5)
     dense = torch.tensor([9.0, 1, 9, 1, 1, 9, 1, 1, 1, 9, 3, 0, 9, 2, 2])  # those of prompts do not count
@@ -420,55 +367,89 @@ def test_the_best_of_dense_rewards_are_those_with_the_largest_sums():
     assert training(interface, data) == [False, False, True, False, True]
 
 
-def test_what_a_setting_needs_of_the_graph():
+def test_each_needed_key_names_the_setting_that_asks_for_it():
     interface = PPOActorInterface(
-        kl=KLPenalty(KLPlace.loss, estimator=KLEstimator.k2),
-        truncation=Truncation(bootstrap=True),
-        value=ValueObjective(),
+        kl=KLPenalty(KLPlace.loss),
+        truncation=Truncation(mask=True),
+        reward=RewardShaping(baseline="greedy"),
+        advantage=GAE(bootstrap=True),
+        critic="shared",
+        recompute=True,
         ptx_coef=1.0,
     )
-    needed = {"ref_logprobs", "truncated", "bootstrap_values", "values"}
-    always = {"input_ids", "loss_mask"}
-    assert replace(interface, value=None).keys("credit").needs.keys() == always | needed - {"values"}
-    assert interface.keys("train_step").needs.keys() == always | needed | {"ptx_input_ids"}
-    assert interface.keys("inference").needs.keys() == always
+    always = dict.fromkeys(("input_ids", "loss_mask", "logprobs", "rewards"), "")
+    credit = always | {
+        "ref_logprobs": "kl.place=loss",
+        "truncated": "advantage.bootstrap=true",
+        "baseline_rewards": "reward.baseline=greedy",
+        "bootstrap_values": "advantage.bootstrap=true",
+    }
+    assert interface.keys("credit").needs == credit
+    assert interface.keys("credit").writes == {"advantages", "returns", "loss_mask"}
+    train = interface.keys("train_step")
+    assert train.needs == credit | {
+        "prox_logprobs": "recompute=true",
+        "values": "critic=shared",
+        "ptx_input_ids": "ptx_coef=1",
+        "ptx_loss_mask": "ptx_coef=1",
+    }
+    assert train.uses >= {"dense_rewards", "prox_logprobs", "truncated"}
+    assert interface.keys("inference").needs == {"input_ids": "", "loss_mask": ""}
+    assert interface.keys("inference").writes == {"logprobs"}
+    assert interface.keys("generate").needs == {"prompt_ids": ""}
 
 
-def test_the_launch_table_says_what_is_done_beside_plain_ppo():
+def test_with_a_critic_of_its_own_the_actor_trains_on_advantages_of_the_graph():
+    train = PPOActorInterface(critic="own").keys("train_step")
+    assert {key for key, why in train.needs.items() if why == "critic=own"} == {
+        "values",
+        "advantages",
+        "returns",
+        "loss_mask",
+    }
+
+
+def test_the_launch_table_lists_what_differs_from_plain_ppo():
     plain = PPOActorInterface().describe(8)
-    assert plain["credit"] == "GAE, gamma 1, lambda 0.95"
+    assert plain["advantage"] == "GAE, gamma 1, lambda 0.95"
     assert plain["KL to reference"] == "not applied"
     table = PPOActorInterface(
         generation=GenerationConfig(n=4),
         kl=KLPenalty(KLPlace.reward, 0.15, target=6.0),
-        reward=RewardShaping(bias=-1.0, gain=2.0, clip=5.0, scale=RewardScale.running, center=True, whiten=True),
-        truncation=Truncation(TruncatedReward.add, penalty=-1.0, bootstrap=True, overlong_buffer=16),
-        reward_norm=Normalization(Scope.group, Scope.none),
-        credit_per_minibatch=True,
+        reward=RewardShaping(bias=-1.0, gain=2.0, clip=5.0, scale=RewardScale.running, center=True),
+        truncation=Truncation(TruncatedReward.add, penalty=-1.0, overlong_buffer=16),
+        advantage=GAE(reward_norm=CENTERED, whiten_rewards=True, bootstrap=True),
         min_response_tokens=2,
         keep_best=1,
         entropy_coef=0.01,
         ptx_coef=27.8,
         early_stop=EarlyStop(kl=0.1, ratio=5.0),
+        critic="own",
         critic_warmup_steps=50,
     ).describe(8)
     assert {name: value for name, value in table.items() if plain.get(name) != value} == {
-        "KL to reference": "in the reward, k1, coefficient 0.15 at first, steered to 6 nats per sequence over 10,000 "
+        "KL to reference": "in the reward, k1, coefficient 0.15 at first, adapted to 6 nats per sequence over 10,000 "
         "sequences",
-        "advantage normalisation": plain["advantage normalisation"] + " of each mini-batch",
-        "scores": "2 (R - 1), clipped at 5, centred and divided by the std of all scores so far, rewards of tokens "
-        "divided by their std",
-        "truncated responses": "score lowered by 1, followed by the critic's value, up to 1 less over the last 16 "
-        "tokens",
-        "score normalisation": "R - mean(group) per sequence",
-        "responses in the loss": "the 1 of 4 per prompt with the highest scores, those of at least 2 tokens",
+        "scores": "2 (R - 1), clipped at 5, centered and divided by the std of all scores so far",
+        "truncated responses": "score lowered by 1, up to 1 less over the last 16 tokens",
+        "advantage": "GAE, gamma 1, lambda 0.95; scores normalized: R - mean(group); rewards of tokens divided by "
+        "their std; truncated responses end with the critic's value",
+        "responses in the loss": "the best 1 of 4 per prompt, those of at least 2 tokens",
         "entropy bonus": "coefficient 0.01",
         "pretraining loss": "coefficient 27.8",
         "early stop": "approx_kl above 0.1 or ratio_mean above 5",
+        "steps before the first update": "50 (the critic learns alone)",
     }
-    assert PPOActorInterface(value=ValueObjective(coef=0.1)).describe(8)["value loss"] == (
-        "mse, clipped at 0.2 from the old value, coefficient 0.1"
-    )
-    assert Truncation(TruncatedReward.set, penalty=-1.0).describe() == "score set to -1"
-    assert Truncation(mask=True).describe() == "not in the loss"
-    assert GRPOActorInterface().describe(8)["credit"] == "each token that of its response"
+    shared = PPOActorInterface(critic="shared", value=ValueObjective(coef=0.1), credit_per_minibatch=True).describe(8)
+    assert shared["value loss"] == "mse, clipped at 0.2 from the old value, coefficient 0.1"
+    assert shared["advantage normalization"] == plain["advantage normalization"] + " of each mini-batch"
+
+
+def test_the_launch_table_lists_the_settings_that_an_overridden_loss_does_not_use():
+    class Own(PPOActorInterface):
+        def loss(self, output, minibatch):
+            return super().loss(output, minibatch)
+
+    row = "not used by the overridden loss"
+    assert PPOActorInterface().describe(8)[row] == ""
+    assert "entropy_coef" in Own().describe(8)[row]

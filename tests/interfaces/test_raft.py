@@ -11,7 +11,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.functional import Aggregation
+from realign.interfaces.components import Aggregation, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.interfaces.raft import RAFTActorInterface, dataflow
 from realign.interfaces.sft import SFTInterface
 from realign.runtime import run
@@ -58,12 +58,12 @@ def likelihood(table: torch.Tensor, sequences, aggregation: Aggregation) -> torc
     for ids, mask in sequences:
         trained = [t for t in range(len(ids)) if mask[t]]
         losses.append([-table[ids[t - 1]].log_softmax(-1)[ids[t]] for t in trained])
-    if aggregation is Aggregation.token_mean:
+    if aggregation == TokenMean():
         return sum(map(sum, losses)) / sum(map(len, losses))
-    return sum(sum(x) / (len(x) if aggregation is Aggregation.seq_mean_token_mean else 1) for x in losses) / len(losses)
+    return sum(sum(x) / (len(x) if aggregation == SeqMeanTokenMean() else 1) for x in losses) / len(losses)
 
 
-@pytest.mark.parametrize("aggregation", [a for a in Aggregation if a is not Aggregation.constant])
+@pytest.mark.parametrize("aggregation", [TokenMean(), SeqMeanTokenMean(), SeqMeanTokenSum()], ids=str)
 def test_loss_and_gradient_are_the_likelihood_of_the_best_responses(aggregation):
     data, engine = random_batch(3).select(READ), BigramEngine(lr=0.5)
     before = engine.logits_VV.clone()

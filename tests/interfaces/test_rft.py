@@ -9,7 +9,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.functional import Aggregation
+from realign.interfaces.components import SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.interfaces.raft import trainable
 from realign.interfaces.rft import Pool, RFTActorInterface, above_percentile, dataflow, prompts_of
 from realign.runtime import run
@@ -106,7 +106,7 @@ def test_thresholds_by_hand():
     assert above_percentile(best, 0.95)[1].tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize("aggregation", [a for a in Aggregation if a is not Aggregation.constant])
+@pytest.mark.parametrize("aggregation", [TokenMean(), SeqMeanTokenMean(), SeqMeanTokenSum()], ids=str)
 def test_every_improvement_is_the_likelihood_of_what_reaches_its_threshold(aggregation):
     engine = BigramEngine(lr=0.5)
     table = engine.logits_VV.clone()

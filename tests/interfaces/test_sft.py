@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
-from realign.functional import Aggregation
 from realign.interfaces.sft import SFTInterface, dataflow
 from realign.testing import BigramEngine
 
@@ -65,8 +64,6 @@ def test_repeated_training_lowers_the_loss():
 def test_settings_that_cannot_train_are_refused_when_they_are_made():
     with pytest.raises(ValueError, match="n_minibatches=0: must be at least 1"):
         SFTInterface(n_minibatches=0)
-    with pytest.raises(ValueError, match="aggregation=constant has no number of tokens"):
-        SFTInterface(aggregation=Aggregation.constant)
 
 
 def test_the_graph_is_one_training_call():

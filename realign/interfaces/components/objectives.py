@@ -78,7 +78,7 @@ class PolicyTokens:
 
     def sequence_mean(self, x_T: Tensor) -> Tensor:
         """[T] mean of `x_T` over the masked tokens of each sequence, at all of its positions."""
-        return sequence_mean(torch.where(self.mask_T, x_T, 0), self.mask_T, self.cu_seqlens)
+        return sequence_mean(x_T, self.mask_T, self.cu_seqlens)
 
 
 @dataclass

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import SequenceSample, stat_values
+from realign.errors import SettingsError
+from realign.functional import ImportanceLevel
+from realign.interfaces.components import ImportanceCorrection, RatioRange, staleness_stats
+from realign.testing import random_batch
+
+LEVELS = pytest.mark.parametrize("level", ImportanceLevel)
+
+
+@LEVELS
+def test_without_ranges_the_weight_is_the_ratio_and_every_token_stays(level):
+    data = random_batch(1)
+    found = ImportanceCorrection(RatioRange(level)).correct(data)
+    assert torch.equal(found.mask_T, data["loss_mask"])
+    assert torch.equal(found.divisor_T, data["loss_mask"])
+    if level is ImportanceLevel.token:
+        want_T = (data["prox_logprobs"] - data["logprobs"]).exp()
+        torch.testing.assert_close(found.weight_T[found.mask_T], want_T[found.mask_T])
+
+
+@settings(deadline=None, max_examples=20)  # the machine may be busy
+@given(st.integers(0, 100), st.sampled_from(list(ImportanceLevel)), st.floats(0.5, 1.0), st.floats(1.0, 2.0))
+def test_a_weight_is_truncated_to_its_range_and_a_rejection_masks_what_is_outside(seed, level, floor, cap):
+    data = random_batch(seed)
+    limits = RatioRange(level, floor, cap)
+    ratio_T = ImportanceCorrection(RatioRange(level)).correct(data).weight_T
+    mask_T = data["loss_mask"]
+    truncated = ImportanceCorrection(limits).correct(data)
+    assert torch.equal(truncated.weight_T[mask_T], ratio_T[mask_T].clamp(floor, cap))
+    assert torch.equal(truncated.mask_T, mask_T)
+    rejected = ImportanceCorrection(RatioRange(level), limits).correct(data)
+    assert torch.equal(rejected.mask_T, mask_T & (ratio_T >= floor) & (ratio_T <= cap))
+    assert torch.equal(rejected.divisor_T, rejected.mask_T)
+    assert torch.equal(ImportanceCorrection(RatioRange(level), limits, True).correct(data).divisor_T, mask_T)
+
+
+@LEVELS
+def test_weights_and_masks_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(level):
+    data = random_batch(3)
+    limits = RatioRange(level, 0.9, 1.1)
+    correction = ImportanceCorrection(limits, limits)
+    whole = correction.correct(data)
+    parts = [correction.correct(data.take([i])) for i in range(len(data))]
+    for name in ("weight_T", "mask_T", "divisor_T"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+def test_staleness_is_that_of_the_oldest_and_of_the_newest_token_of_a_response():
+    lags = [(5, 3, 3), (2,), ()]
+    data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, *range(len(x))] for x in lags]]})
+    data = data.with_tokens(versions=torch.tensor([x for lag in lags for x in (-1, *(7 - a for a in lag))]))
+    found = stat_values(staleness_stats(data, 7))
+    assert found == {"staleness_head": 3.5, "staleness_tail": 2.5, "staleness_max": 5.0}
+
+
+def test_a_correction_needs_recomputed_log_probs():
+    assert ImportanceCorrection().needs() == {"prox_logprobs": "correction"}
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: ImportanceCorrection(keep_in_divisor=True), "keep_in_divisor=true: nothing is rejected"),
+        (lambda: ImportanceCorrection(rejection=RatioRange("sequence")), "rejection: the range has no end"),
+        (lambda: RatioRange(cap=0.0), r"cap=0\.0: must be above 0 .*or null"),
+        (lambda: RatioRange(cap=math.nan), "cap=nan: must be above 0"),
+        (lambda: RatioRange(floor=0.0), "floor=0.0: must be above 0"),
+        (lambda: RatioRange(floor=3.0, cap=2.0), "floor=3: must be at most cap=2"),
+        (lambda: RatioRange("response"), r"level='response': unknown choice \(valid: token, sequence, geometric\)"),
+    ],
+)
+def test_wrong_settings_raise(build, text):
+    with pytest.raises(SettingsError, match=text):
+        build()

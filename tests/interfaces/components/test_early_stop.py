@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import Mean
+from realign.errors import SettingsError
+from realign.interfaces.components import EarlyStop
+
+
+class Unread(dict):
+    """Metrics that raise when they are read."""
+
+    def items(self):
+        raise AssertionError("read")
+
+
+def stats(**values: float) -> dict:
+    return {name: Mean(torch.tensor(value), torch.ones(())) for name, value in values.items()}
+
+
+def test_a_step_within_its_bounds_is_allowed_and_one_beyond_any_of_them_is_not():
+    stop = EarlyStop(kl=0.1, ratio=2.0)
+    assert stop.allows(stats(approx_kl=0.1, ratio_mean=2.0))
+    assert not stop.allows(stats(approx_kl=0.11, ratio_mean=1.0))
+    assert not stop.allows(stats(approx_kl=0.0, ratio_mean=2.1))
+    assert EarlyStop(ratio=2.0).allows(stats(approx_kl=9.0, ratio_mean=1.0))
+    assert stop.allows(stats())  # an empty mini-batch has no such metric
+
+
+def test_without_a_bound_no_metric_is_read():
+    assert EarlyStop().allows(Unread(a=1))
+    with pytest.raises(AssertionError, match="read"):
+        EarlyStop(kl=1.0).allows(Unread(a=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl": 0.0}, r"kl=0\.0: must be above 0 .*or null"),
+        ({"ratio": 0.5}, r"ratio=0\.5: must be above 1, or null"),
+        ({"ratio": 1.0}, r"ratio=1\.0: must be above 1"),
+    ],
+)
+def test_wrong_settings_raise(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        EarlyStop(**settings)
+
+
+def test_the_launch_table_lists_the_bounds():
+    assert EarlyStop().describe() == ""
+    assert EarlyStop(ratio=5.0).describe() == "ratio_mean above 5"
+    assert EarlyStop(0.1, 5.0).describe() == "approx_kl above 0.1 or ratio_mean above 5"

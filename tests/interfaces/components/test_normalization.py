@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from realign.errors import SettingsError
+from realign.functional import Scope, identity, normalize
+from realign.interfaces.components import Normalization
+
+
+@pytest.mark.parametrize(("mean", "std"), list(itertools.product(Scope, Scope)))
+def test_every_setting_reaches_the_function(mean, std):
+    generator = torch.Generator().manual_seed(0)
+    x_N, group_N = torch.randn(12, generator=generator), torch.arange(12) // 4
+    mask_N = torch.rand(12, generator=generator) < 0.8
+    options = {"leave_one_out": mean is not Scope.none, "unbiased": True, "eps": 0.3, "eps_inside_sqrt": True}
+    for name in (None, *options):
+        chosen = {k: v for k, v in options.items() if k in (name, "eps")}
+        got = Normalization(mean, std, **chosen)(x_N, group_N, mask_N, identity)
+        assert torch.equal(got, normalize(x_N, group_N, mask_N, mean=mean, std=std, **chosen))
+
+
+def test_statistics_of_the_batch_go_through_reduce():
+    calls = []
+
+    def reduce(x):
+        calls.append(x)
+        return x
+
+    Normalization("batch", "none")(torch.ones(3), torch.zeros(3).long(), torch.ones(3, dtype=torch.bool), reduce)
+    assert calls
+
+
+def test_scopes_may_be_given_by_name():
+    norm = Normalization(mean="group", std="none")
+    assert (norm.mean, norm.std) == (Scope.group, Scope.none)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mean": "gruop"}, r"mean='gruop': unknown choice \(valid: none, batch, group\)"),
+        ({"mean": None}, "mean must not be null"),
+        ({"eps": -1.0}, r"eps=-1\.0: must be at least 0"),
+        ({"mean": "none", "leave_one_out": True}, "leave_one_out=true: changes the mean, but mean=none"),
+    ],
+)
+def test_wrong_settings_raise(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        Normalization(**settings)
+
+
+def test_what_a_normalization_does():
+    assert not Normalization("none", "none").active
+    assert Normalization("none", "batch").active
+    assert [Normalization(*x).compares_groups for x in (("group", "none"), ("batch", "group"), ("batch", "batch"))] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_formula_shows_what_is_computed():
+    assert Normalization("none", "none").describe() == "none"
+    assert Normalization("group", "none", leave_one_out=True).describe() == "A - mean(group without itself)"
+    sample = Normalization("group", "batch", unbiased=True, eps=1e-6)
+    assert sample.describe() == "(A - mean(group)) / (sample std(batch) + 1e-06)"
+    inside = Normalization("none", "batch", eps_inside_sqrt=True)
+    assert inside.describe("R") == "(R) / sqrt(population std(batch)^2 + 1e-08)"

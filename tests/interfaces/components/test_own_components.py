@@ -1,0 +1,307 @@
+"""A component in a file outside the package is short and keeps every other feature of the actor."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec, Model, rl_graph
+from realign.interfaces.components import (
+    GAE,
+    AdvantageEstimator,
+    EarlyStop,
+    ImportanceCorrection,
+    KLPenalty,
+    Normalization,
+    Objective,
+    PolicyTokens,
+)
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.testing import BigramEngine, check_train_step, random_batch, train_once
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ACTORS = pytest.mark.parametrize("actor", [PPOActorInterface, GRPOActorInterface])
+KEYS = ("input_ids", "loss_mask", "logprobs", "truncated", "rewards", "ref_logprobs", "prox_logprobs", "versions")
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A class of an example, imported from a copy of its file in a folder of the user's."""
+
+    def load(file: str, name: str):
+        path = tmp_path / file
+        path.write_text((EXAMPLES / file).read_text())
+        spec = importlib.util.spec_from_file_location(f"my_lab_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    return load
+
+
+@pytest.fixture
+def topr(own):
+    return own("topr.py", "Topr")
+
+
+@pytest.fixture
+def maxrl(own):
+    return own("maxrl.py", "MaxRL")
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines of a file after `ruff format`, without blank lines, comments, imports and docstrings."""
+    ruff = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length=120", "-"]
+    source = subprocess.run(ruff, input=path.read_text(), capture_output=True, text=True, check=True).stdout
+    tree, dropped = ast.parse(source), set[int]()
+    for node in ast.walk(tree):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if docstring or isinstance(node, ast.Import | ast.ImportFrom):
+            dropped.update(range(node.lineno, node.end_lineno + 1))
+    rows = enumerate(source.splitlines(), 1)
+    return sum(1 for number, row in rows if number not in dropped and row.strip() and not row.strip().startswith("#"))
+
+
+@pytest.mark.parametrize(("file", "most"), [("topr.py", 10), ("maxrl.py", 8)])
+def test_a_new_component_takes_few_lines(file, most):
+    assert 0 < lines_of_code(EXAMPLES / file) <= most
+
+
+def test_each_example_is_a_subclass_of_its_base_class_only(topr, maxrl):
+    assert topr.__bases__ == (Objective,)
+    assert maxrl.__bases__ == (AdvantageEstimator,)
+
+
+def batch(*more: str):
+    return random_batch(3).select([*KEYS, *more])
+
+
+def moved(interface, other, data=None) -> bool:
+    """Whether a training step with `other` gives other weights than one with `interface`."""
+    data = batch() if data is None else data
+    a, b = (train_once(x, data, MicroBatchSpec()).parameters[0] for x in (interface, other))
+    assert a.isfinite().all()
+    assert b.isfinite().all()
+    return not torch.equal(a, b)
+
+
+COMPONENTS = pytest.mark.parametrize("place", ["objective", "advantage"])
+
+
+@pytest.fixture
+def settings(place, topr, maxrl):
+    """The settings of an actor with the user's component in this place, and no further normalization."""
+    own = {"objective": topr()} if place == "objective" else {"advantage": maxrl()}
+    return own | {"adv_norm": Normalization("none", "none")}
+
+
+@ACTORS
+@COMPONENTS
+def test_with_an_own_component_kl_in_the_loss_and_entropy_move_the_weights(actor, settings):
+    plain = actor(**settings)
+    assert moved(plain, actor(**settings, kl=KLPenalty("loss", 0.5)))
+    assert moved(plain, actor(**settings, entropy_coef=0.1))
+    assert moved(plain, actor())  # and the component itself does
+
+
+@ACTORS
+@COMPONENTS
+def test_with_an_own_component_early_stopping_stops_and_metrics_are_reported(actor, settings):
+    stopped = train_once(actor(**settings, epochs=3, early_stop=EarlyStop(kl=1e-6)), batch(), MicroBatchSpec()).metrics
+    free = train_once(actor(**settings, epochs=3), batch(), MicroBatchSpec()).metrics
+    assert (stopped["early_stopped"], free["optimizer_steps"]) == (1, 3)
+    assert stopped["optimizer_steps"] < 3
+    assert free["first_logprob_diff_max"] > 0
+    assert {"policy_loss", "clip_fraction", "ratio_mean", "approx_kl", "entropy", "advantage_mean"} <= free.keys()
+
+
+@ACTORS
+@COMPONENTS
+def test_an_own_component_passes_the_conformance_kit(actor, settings):
+    check_train_step(actor(**settings), KEYS)
+    check_train_step(actor(**settings, kl=KLPenalty("loss"), correction=ImportanceCorrection()), KEYS)
+
+
+@ACTORS
+@COMPONENTS
+def test_an_own_component_is_in_the_launch_table(actor, settings, place):
+    row = {"objective": ("policy objective", "Topr"), "advantage": ("advantage", "MaxRL")}[place]
+    assert actor(**settings).describe(4)[row[0]] == row[1]
+
+
+@ACTORS
+def test_with_an_own_advantage_kl_in_the_reward_and_dense_rewards_move_the_weights(actor, maxrl):
+    def make(**more):
+        return actor(advantage=maxrl(), adv_norm=Normalization("none", "none"), **more)
+
+    assert moved(make(), make(kl=KLPenalty("reward", 0.1)))
+    a, b = (train_once(make(), batch(*dense), MicroBatchSpec()).parameters[0] for dense in ((), ("dense_rewards",)))
+    assert not torch.equal(a, b)
+
+
+class Reward(AdvantageEstimator):
+    def estimate(self, rewards, data, reduce):
+        return rewards.per_sequence
+
+
+class TokenReward(AdvantageEstimator):
+    def estimate(self, rewards, data, reduce):
+        return rewards.per_token
+
+
+@ACTORS
+@pytest.mark.parametrize("flags", [{"mean": "none"}, {"mean": "batch"}], ids=str)
+@pytest.mark.parametrize("advantage", [Reward, TokenReward])
+def test_with_an_own_advantage_the_scope_of_the_mean_moves_the_weights(actor, advantage, flags):
+    """Not MaxRL, whose advantages have a mean of 0 in each group."""
+    groups = {"mean": "group", "std": "group"}
+    first, second = Normalization(**groups), Normalization(**(groups | flags))
+    assert moved(*(actor(advantage=advantage(), adv_norm=norm) for norm in (first, second)))
+
+
+@ACTORS
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        ({}, {"std": "none"}),
+        ({}, {"std": "batch"}),
+        ({}, {"leave_one_out": True}),
+        ({}, {"unbiased": True}),
+        ({}, {"eps": 0.5}),
+        ({"eps": 0.5}, {"eps_inside_sqrt": True}),
+    ],
+    ids=str,
+)
+def test_with_an_own_advantage_each_flag_of_the_normalization_moves_the_weights(actor, flags, changed, maxrl):
+    groups = {"mean": "group", "std": "group"} | flags
+    first, second = Normalization(**groups), Normalization(**(groups | changed))
+    assert moved(*(actor(advantage=maxrl(), adv_norm=norm) for norm in (first, second)))
+
+
+class Saturating(Objective):
+    """Not linear in the advantage."""
+
+    def loss(self, tokens):
+        return -tokens.advantages_T.tanh() * tokens.ratio_T
+
+
+@ACTORS
+def test_a_correction_weights_the_loss_of_an_objective_that_is_not_linear_in_the_advantage(actor):
+    data = random_batch(1)
+    weight_T = (data["prox_logprobs"] - data["logprobs"]).exp()
+    output = BigramEngine().output(data)
+    plain = actor(objective=Saturating(), recompute=True)
+    corrected = actor(objective=Saturating(), correction=ImportanceCorrection())
+    logprobs_T = output.logprobs(where_T=data["loss_mask"])
+
+    def by_hand(of):
+        loss_T = Saturating().loss(PolicyTokens.of(logprobs_T, of["prox_logprobs"], of))
+        return loss_T, of["loss_mask"]
+
+    loss_T, mask_T = by_hand(data)
+    assert float(plain.loss(output, data)[0]) == pytest.approx(float(loss_T[mask_T].sum()))
+    want = float((weight_T * loss_T)[mask_T].sum())
+    assert float(corrected.loss(output, data)[0]) == pytest.approx(want)
+    other_T, _ = by_hand(data.with_tokens(advantages=data["advantages"] * weight_T))
+    assert float(other_T[mask_T].sum()) != pytest.approx(want, rel=1e-4)  # weighting the advantage is something else
+
+
+class Centered(Objective):
+    """Subtracts the mean advantage of the whole mini-batch, which `prepare` computes."""
+
+    def __init__(self):
+        self.prepared, self.seen = [], []
+
+    def prepare(self, minibatch, reduce):
+        self.prepared.append(minibatch.ids)
+        mask_T, advantages_T = minibatch["loss_mask"], minibatch["advantages"].double()
+        total, count = reduce(torch.stack([advantages_T[mask_T].sum(), mask_T.sum().double()])).tolist()
+        return minibatch.with_tokens(center=torch.full_like(advantages_T, total / max(count, 1)))
+
+    def loss(self, tokens):
+        self.seen.append(tokens.data.ids)
+        return -(tokens.advantages_T - tokens.data["center"]) * tokens.ratio_T
+
+
+@pytest.mark.parametrize("more", [{}, {"credit_per_minibatch": True}, {"ptx_coef": 0.5}], ids=str)
+def test_prepare_sees_each_minibatch_once_and_its_keys_reach_the_micro_batches(more):
+    text = ("ptx_input_ids", "ptx_loss_mask") if "ptx_coef" in more else ()
+    objective, data = Centered(), batch(*text)
+    interface = PPOActorInterface(objective=objective, n_minibatches=2, epochs=2, **more)
+    interface.train_step(Model("actor", BigramEngine()), data, MicroBatchSpec(n_microbatches=3))
+    assert len(objective.prepared) == 4
+    assert len(objective.seen) > 4
+    policy = [i for ids in objective.seen for i in ids if not isinstance(i, tuple)]
+    for epoch in (objective.prepared[:2], objective.prepared[2:]):
+        ids = [i for part in epoch for i in part]
+        assert len(ids) == len(set(ids))
+        assert set(ids) == set(policy)
+
+
+@ACTORS
+def test_statistics_of_prepare_do_not_depend_on_micro_batches(actor):
+    check_train_step(actor(objective=Centered(), adv_norm=Normalization("none", "none")), KEYS)
+
+
+class Short(Objective):
+    def loss(self, tokens):
+        return tokens.logprobs_T.sum()
+
+
+class Long(AdvantageEstimator):
+    def estimate(self, rewards, data, reduce):
+        return torch.zeros(len(rewards.mask_T) + 1)
+
+
+def test_a_loss_of_another_shape_raises_and_names_the_class():
+    with pytest.raises(ValueError, match=r"Short\.loss returned shape \[\]\. It must return one loss per token"):
+        train_once(PPOActorInterface(objective=Short()), batch(), MicroBatchSpec())
+
+
+def test_an_advantage_of_another_shape_raises_and_names_the_class():
+    with pytest.raises(ValueError, match=r"Long\.estimate returned shape .* one advantage per response"):
+        train_once(PPOActorInterface(advantage=Long()), batch(), MicroBatchSpec())
+
+
+class ReadsReference(Objective):
+    reads = frozenset({"ref_logprobs"})
+
+    def loss(self, tokens):
+        return (tokens.logprobs_T - tokens.data["ref_logprobs"]) * tokens.advantages_T
+
+
+class ReadsTeacher(GAE):
+    reads = frozenset({"teacher_logprobs"})
+
+    def needs(self):
+        return AdvantageEstimator.needs(self)
+
+
+def calls(interface) -> dict[str, tuple[str, ...]]:
+    return {rpc.name: rpc.inputs for rpc in rl_graph({"actor": interface}).rpcs}
+
+
+def test_what_an_objective_reads_is_computed_by_the_graph_and_given_to_training():
+    assert "ref_inf" not in calls(PPOActorInterface())
+    found = calls(PPOActorInterface(objective=ReadsReference()))
+    assert "ref_inf" in found
+    assert "ref_logprobs" in found["actor_train"]
+    assert PPOActorInterface(objective=ReadsReference()).keys("train_step").needs["ref_logprobs"] == (
+        "objective=ReadsReference"
+    )
+    check_train_step(PPOActorInterface(objective=ReadsReference()), found["actor_train"])
+
+
+def test_what_an_advantage_reads_is_given_to_the_call_that_estimates_it():
+    assert "teacher_logprobs" in calls(PPOActorInterface(advantage=ReadsTeacher()))["actor_train"]
+    own = calls(PPOActorInterface(advantage=ReadsTeacher(), critic="own"))
+    assert "teacher_inf" in own
+    assert "teacher_logprobs" in own["actor_credit"]

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from realign.api import SequenceSample
+from realign.errors import SettingsError
+from realign.functional import identity
+from realign.interfaces.components import RewardBaseline, RewardScale, RewardShaping
+
+NAN = math.nan
+
+
+class Scores:
+    """Shaping with the running moments that an interface keeps for it."""
+
+    def __init__(self, **settings) -> None:
+        self.shaping = RewardShaping(**settings)
+        self.moments = self.shaping.moments()
+
+    def __call__(self, rewards: list[float]) -> list[float]:
+        rewards_S = torch.tensor(rewards)
+        self.shaping.observe(self.moments, rewards_S, rewards_S.isfinite(), identity)
+        return self.shaping.shape(self.moments, rewards_S).tolist()
+
+
+def test_affine_map_then_clip():
+    assert Scores(bias=1.0, gain=2.0, clip=5.0)([0.0, 1.0, 2.0, -9.0]) == [2.0, 4.0, 5.0, -5.0]
+
+
+def test_running_scale_divides_by_the_sample_deviation_of_all_scores_so_far_after_the_clip():
+    shaping = Scores(clip=10.0, scale=RewardScale.running)
+    first = shaping([1.0, 3.0, 50.0])
+    std = np.std([1, 3, 10], ddof=1)
+    np.testing.assert_allclose(first, np.array([1, 3, 10]) / std, rtol=1e-6)
+    second = shaping([2.0, 4.0])
+    np.testing.assert_allclose(second, np.array([2, 4]) / np.std([1, 3, 10, 2, 4], ddof=1), rtol=1e-6)
+
+
+def test_ref_scale_is_that_of_the_first_batch_for_good():
+    shaping = Scores(scale=RewardScale.ref)
+    shaping([1.0, 3.0])
+    np.testing.assert_allclose(shaping([100.0, 0.0]), np.array([100, 0]) / np.std([1, 3], ddof=1), rtol=1e-6)
+
+
+def test_centred_scores_have_the_running_mean_taken_off():
+    shaping = Scores(scale=RewardScale.running, center=True)
+    shaping([1.0, 3.0])
+    want = (np.array([2, 6]) - 3.0) / np.std([1, 3, 2, 6], ddof=1)
+    np.testing.assert_allclose(shaping([2.0, 6.0]), want, rtol=1e-6)
+
+
+def test_missing_scores_stay_missing_and_are_in_no_moment():
+    shaping = Scores(scale=RewardScale.running)
+    values = shaping([1.0, NAN, 3.0])
+    assert math.isnan(values[1])
+    assert shaping.moments.std == pytest.approx(math.sqrt(2))
+
+
+def test_scores_that_are_all_the_same_are_left_as_they_are():
+    assert Scores(scale=RewardScale.running)([2.0, 2.0]) == [2.0, 2.0]
+    nearly = [0.1, 0.1, 0.1 + 1e-8]  # the rounding of fp32 is no scale
+    np.testing.assert_allclose(Scores(scale=RewardScale.ref)(nearly), nearly, rtol=1e-6)
+
+
+def test_state_is_restored_and_empty_where_no_moments_are_used():
+    shaping, other = Scores(scale=RewardScale.running), Scores(scale=RewardScale.running)
+    shaping([1.0, 5.0, 7.0])
+    other.shaping.restore(other.moments, shaping.shaping.state_of(shaping.moments))
+    assert other([3.0]) == shaping([3.0])
+    plain = Scores()
+    assert plain.shaping.state_of(plain.moments) == {}
+    plain.shaping.restore(plain.moments, {})
+
+
+def test_two_interfaces_with_the_same_settings_share_no_moments():
+    one, other = Scores(scale=RewardScale.running), Scores(scale=RewardScale.running)
+    one([1.0, 5.0])
+    assert other.moments.count == 0
+
+
+def test_the_baseline_of_a_response_is_the_shaped_score_of_its_prompt():
+    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1], [2]], [[3]]]})
+    shaping = Scores(gain=10.0, baseline="greedy")
+    greedy = SequenceSample.from_sequences(["a", "b"], {"greedy": [[[1]], [[1]]]})
+    greedy = greedy.with_data({"baseline_rewards": torch.tensor([2.0, 5.0])}, like="greedy")
+    whole = data.merge(greedy.select(["baseline_rewards"]))
+    assert shaping.shaping.baselines(shaping.moments, whole).tolist() == [20.0, 20.0, 50.0]
+    assert shaping.shaping.baselines(shaping.moments, data) == 0.0
+
+
+def test_two_baseline_rewards_for_a_prompt_raise():
+    data = SequenceSample.from_sequences(["a"], {"greedy": [[[1], [2]]]})
+    data = data.with_data({"baseline_rewards": torch.tensor([2.0, 5.0])}, like="greedy")
+    shaping = RewardShaping(baseline="greedy")
+    with pytest.raises(ValueError, match="baseline_rewards has 2 rewards for 1 prompts"):
+        shaping.baselines(shaping.moments(), data)
+
+
+def test_a_greedy_baseline_needs_its_rewards():
+    shaping = RewardShaping(baseline="greedy")
+    assert shaping.baseline is RewardBaseline.greedy
+    assert shaping.needs() == {"baseline_rewards": "reward.baseline=greedy"}
+    assert RewardShaping().needs() == {}
+
+
+def test_shapes_scores_does_not_count_the_baseline():
+    assert not RewardShaping(baseline="greedy").shapes_scores
+    for settings in ({"bias": 1.0}, {"gain": 2.0}, {"clip": 1.0}, {"scale": "running"}):
+        assert RewardShaping(**settings).shapes_scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip": 0}, "clip=0: must be above 0"),
+        ({"center": True}, "center=true: subtracts the mean of the scores of scale, but scale=none"),
+        ({"gain": 0}, "gain=0: every reward would be the same"),
+        ({"bias": NAN}, "bias=nan"),
+        ({"scale": "ewm"}, r"scale='ewm': unknown choice \(valid: none, running, ref\)"),
+    ],
+)
+def test_wrong_settings_raise(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        RewardShaping(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        ({}, ""),
+        ({"bias": -0.5}, "(R - 0.5)"),
+        ({"bias": 1.0, "gain": 2.0, "clip": 5.0}, "2 (R + 1), clipped at 5"),
+        ({"scale": "ref"}, "divided by the std of the first batch"),
+        ({"baseline": "greedy"}, "minus the score of the greedy response"),
+    ],
+)
+def test_the_launch_table_lists_the_shaping(settings, row):
+    assert RewardShaping(**settings).describe() == row
