@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from realign.api import (
+    RPC,
     SAMPLED,
+    DataflowGraph,
     GenerationConfig,
     Keys,
     MicroBatchSpec,
@@ -233,4 +235,33 @@ def written(dense: bool) -> tuple[str, ...]:
     return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns")
 
 
-__all__ = ["EnvironmentInterface"]
+def with_environment(graph: DataflowGraph, *, dense: bool = False) -> DataflowGraph:
+    """The same graph on conversations: the role `agent` samples and is rewarded, instead of the actor and `reward`.
+
+    For graphs that do not follow from `rl_graph`, such as RAFT's. The call that writes `rewards` is removed, and the
+    one that samples is made by `agent`; all others stay as they are.
+
+    Args:
+        graph: with one call that samples and one that writes `rewards`.
+        dense: the environment rewards each turn.
+
+    Raises:
+        ValueError: the graph samples or rewards by more than one call, or a call needs another reward.
+    """
+    sampling = [rpc for rpc in graph.rpcs if rpc.method == "generate"]
+    rewarding = [rpc for rpc in graph.rpcs if "rewards" in rpc.outputs]
+    if len(sampling) != 1 or len(rewarding) != 1:
+        raise ValueError(
+            "an environment replaces one call that samples and one that writes rewards; the graph has "
+            f"{len(sampling)} and {len(rewarding)}: {', '.join(r.name for r in (*sampling, *rewarding)) or 'none'}"
+        )
+    outputs = written(dense)
+    agent = RPC("agent_gen", "agent", "generate", inputs=("prompt_ids", "row"), outputs=outputs)
+    kept = [rpc for rpc in graph.rpcs if rpc not in (sampling[0], rewarding[0])]
+    read = {key for rpc in kept for key in rpc.inputs}
+    results = dict.fromkeys((*graph.results, *(key for key in outputs if key not in read)))
+    dataset_keys = dict.fromkeys((*graph.dataset_keys, "prompt_ids", "row"))
+    return DataflowGraph((agent, *kept), dataset_keys=tuple(dataset_keys), results=tuple(results), sync=graph.sync)
+
+
+__all__ = ["EnvironmentInterface", "with_environment"]

@@ -12,8 +12,12 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync
 from realign.environments import EnvironmentFailure, loops
-from realign.interfaces import decoupled_ppo, grpo, ppo, raft
-from realign.interfaces.environment import EnvironmentInterface, dataflow, with_environment
+from realign.interfaces import raft
+from realign.interfaces.components import KLPenalty, RewardShaping
+from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
+from realign.interfaces.environment import EnvironmentInterface, with_environment
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.rewards.tally import Tally
 from realign.testing import BigramEngine
 from tests.environments.worlds import Bad, Blocking, Busy, Plain, Tool
@@ -437,8 +441,12 @@ def test_of_several_processes_one_asks_and_all_hear_the_same():
 # --- the graph ---
 
 
+def agent_graph(actor, *, dense: bool = False):
+    return dataflow({"actor": actor, "agent": EnvironmentInterface(TOOL, dense=dense)})
+
+
 def test_the_graph_is_that_of_the_algorithm_with_one_call_instead_of_two():
-    graph = dataflow()
+    graph = agent_graph(GRPOActorInterface())
     assert [(r.name, r.model, r.method) for r in graph.rpcs] == [
         ("agent_gen", "agent", "generate"),
         ("actor_train", "actor", "train_step"),
@@ -453,26 +461,32 @@ def test_the_graph_is_that_of_the_algorithm_with_one_call_instead_of_two():
         "rewards",
         "turns",
     )
-    assert graph.rpcs[1] == grpo.dataflow().rpcs[-1]
+    assert graph.rpcs[1] == dataflow({"actor": GRPOActorInterface()}).rpcs[-1]
     assert graph.unread() == []
     assert [r.name for r in graph.leading_to("rewards")] == ["agent_gen"]
 
 
-def test_syncs_of_the_graph_stay():
-    graph = replace(ppo.dataflow(kl=True), sync={"ref": Sync("actor", 0.1)})
-    assert with_environment(graph).sync == graph.sync
+def test_calls_of_other_settings_are_those_of_a_graph_without_an_environment():
+    actor = DecoupledPPOActorInterface(kl=KLPenalty("reward"), critic="own")
+    with_agent, without = agent_graph(actor, dense=True), dataflow({"actor": actor})
+    assert [r.name for r in with_agent.rpcs[1:]] == [r.name for r in without.rpcs[2:]]
+    assert "dense_rewards" in with_agent.rpcs[0].outputs
+    assert "dense_rewards" in with_agent.rpcs[-1].inputs
+    recomputing = agent_graph(PPOActorInterface(recompute=True))
+    assert [r.name for r in recomputing.rpcs] == ["agent_gen", "actor_inf", "actor_train"]
+    baseline = PPOActorInterface(reward=RewardShaping(baseline="greedy"))
+    with pytest.raises(ValueError, match="reward.baseline=greedy: role 'agent' rewards whole conversations"):
+        agent_graph(baseline)
 
 
-def test_flags_and_other_algorithms_are_those_of_their_graphs():
-    decoupled = dataflow(algorithm="decoupled_ppo", kl=True, critic="own", dense=True)
-    expected = decoupled_ppo.dataflow(kl=True, critic="own", dense=True)
-    assert [r.name for r in decoupled.rpcs[1:]] == [r.name for r in expected.rpcs[2:]]
-    assert "dense_rewards" in decoupled.rpcs[0].outputs
-    assert [r.name for r in dataflow(algorithm="ppo", recompute=True).rpcs] == ["agent_gen", "actor_inf", "actor_train"]
+def test_an_environment_replaces_sampling_and_reward_of_any_graph():
     best_of = with_environment(raft.dataflow())
     assert {"logprobs", "versions", "turns"} <= set(best_of.results)
+    graph = replace(dataflow({"actor": PPOActorInterface(kl=KLPenalty("loss"))}), sync={"ref": Sync("actor", 0.1)})
+    assert with_environment(graph).sync == graph.sync
+    two = dataflow({"actor": PPOActorInterface(reward=RewardShaping(baseline="greedy"))})
     with pytest.raises(ValueError, match="one call that samples and one that writes rewards; the graph has 2 and 1"):
-        with_environment(ppo.dataflow(greedy_baseline=True))
+        with_environment(two)
 
 
 # --- settings ---
