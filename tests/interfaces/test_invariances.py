@@ -169,9 +169,8 @@ def actor_inputs(interface: PPOActorInterface) -> list[tuple[str, ...]]:
     """What its train_step reads: what its settings need, and all that it knows, without and with advantages."""
     (train,) = (rpc for rpc in rl_graph({"actor": interface}).rpcs if rpc.name == "actor_train")
     known, uses = interface_names(train), interface.keys("train_step").uses
-    least = [key for key in known if key in interface.keys("train_step").needs]
-    credited = {"advantages", "returns"}
-    full = dict.fromkeys([*known, *sorted(uses - credited)])
+    least, credited = interface.keys("train_step").needs, {"advantages", "returns"}
+    full = dict.fromkeys([*known, *least, *sorted(uses - credited)])
     found = [tuple(least), tuple(full)]
     if not interface.credit_per_minibatch and interface.advantage.gives_returns:
         found.append(tuple(dict.fromkeys([*full, *sorted(credited)])))
