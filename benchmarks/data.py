@@ -22,7 +22,7 @@ from benchmarks import loops
 from benchmarks.loops import NestedBatch
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import Lengths, MicroBatchSpec, SequenceSample, plan_microbatches
-from realign.functional import Normalization, Scope, gae, keep_best, normalize
+from realign.functional import Scope, gae, keep_best, normalize
 
 GROUP = 8
 PARTS = 8
@@ -122,7 +122,7 @@ def credit_operations(sample: SequenceSample) -> list[Operation]:
     scores_S, group_S = sample["rewards"], sample.group_index()
     owners = [i for i in sample.ids for _ in range(GROUP)]
     every_S = torch.ones(len(scores_S), dtype=torch.bool)
-    spec = Normalization(mean=Scope.group, std=Scope.group, unbiased=True, eps=EPS)
+    flags = {"mean": Scope.group, "std": Scope.group, "unbiased": True, "eps": EPS}
     listed = scores_S.tolist()
 
     def same_credit(ours: Any, loop: Any) -> None:
@@ -144,7 +144,7 @@ def credit_operations(sample: SequenceSample) -> list[Operation]:
         ),
         Operation(
             "normalise by group",
-            lambda: normalize(scores_S, group_S, every_S, spec),
+            lambda: normalize(scores_S, group_S, every_S, **flags),
             lambda: loops.normalize_by_group(scores_S, owners, EPS),
             same_scores,
         ),

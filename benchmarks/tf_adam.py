@@ -29,6 +29,7 @@ from realign.engines import TransformersModel
 from realign.engines.engine import TransformersEngine
 from realign.engines.optim import OptimizerSpec
 from realign.functional import KLEstimator, kl_estimate
+from realign.interfaces.components import GAE
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Experiment, LocalRuntime
@@ -75,7 +76,7 @@ class Study:
     def interface(self, scale: float = 1.0) -> ScaledPPO:
         """One mini-batch per epoch; whitened advantages without a critic."""
         sampler = GenerationConfig(n=self.responses, max_new_tokens=self.max_new_tokens)
-        return ScaledPPO(generation=sampler, epochs=self.epochs, lam=1.0, scale=scale)
+        return ScaledPPO(generation=sampler, epochs=self.epochs, advantage=GAE(lam=1.0), scale=scale)
 
     def load(self, arm: str) -> Model:
         """The policy with its initial weights."""
@@ -83,14 +84,15 @@ class Study:
 
     def record(self) -> list[SequenceSample]:
         """The batches of a run that trains with the arm `recorded_with`."""
+        interfaces = {"actor": self.interface(), "reward": RuleRewardInterface(self.reward, workers=0)}
         with tempfile.TemporaryDirectory() as folder:
             runtime = LocalRuntime(
                 Experiment(
                     name="tf_adam",
                     steps=self.steps,
                     batch_prompts=self.batch_prompts,
-                    graph=dataflow(),
-                    interfaces={"actor": self.interface(), "reward": RuleRewardInterface(self.reward, workers=0)},
+                    graph=dataflow(interfaces),
+                    interfaces=interfaces,
                     models={"actor": TransformersModel(str(self.model), optimizer=self.optimizer(self.recorded_with))},
                     data=PromptData(str(self.prompts)),
                     output_dir=Path(folder),

@@ -25,8 +25,9 @@ from realign.data import PromptData, SupervisedData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.optim import OptimizerSpec
-from realign.functional import Normalization, Scope
+from realign.functional import Scope
 from realign.interfaces import environment, sft
+from realign.interfaces.components import Normalization
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run

@@ -23,9 +23,11 @@ from realign.engines.decoding import Rollout
 from realign.engines.loading import DType, Head
 from realign.engines.network import Network
 from realign.engines.stepping import Stepper
+from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import CriticPlace, KLPenalty, KLPlace, PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Experiment
@@ -140,14 +142,11 @@ def actor(folder: Path, device: str) -> TransformersModel:
 def grpo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     """GRPO with a rule as the reward, called in this process as TRL calls it."""
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
-    return {
-        "graph": dataflow(),
-        "models": {"actor": actor(folder, device)},
-        "interfaces": {
-            "actor": GRPOActorInterface(generation=generation),
-            "reward": RuleRewardInterface("benchmarks.peer.side_realign:score", workers=0),
-        },
+    interfaces = {
+        "actor": GRPOActorInterface(generation=generation),
+        "reward": RuleRewardInterface("benchmarks.peer.side_realign:score", workers=0),
     }
+    return {"graph": dataflow(interfaces), "models": {"actor": actor(folder, device)}, "interfaces": interfaces}
 
 
 def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
@@ -155,22 +154,26 @@ def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
     policy = actor(folder, device)
     learned = replace(policy, path=str(folder / "reward"))
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+    interfaces = {
+        "actor": PPOActorInterface(
+            generation=generation,
+            epochs=scenario.epochs,
+            critic=Critic.own,
+            kl=KLPenalty(KLPlace.reward, coef=0.05),
+        ),
+        "ref": ReferenceInterface(),
+        "reward": RewardModelInterface(),
+        "critic": PPOCriticInterface(epochs=scenario.epochs),
+    }
     return {
-        "graph": dataflow(kl=True, critic=CriticPlace.own),
+        "graph": dataflow(interfaces),
         "models": {
             "actor": policy,
             "ref": replace(policy, optimizer=None),
             "reward": replace(learned, head=Head.score, optimizer=None),
             "critic": replace(learned, head=Head.value),
         },
-        "interfaces": {
-            "actor": PPOActorInterface(
-                generation=generation, epochs=scenario.epochs, kl=KLPenalty(KLPlace.reward, coef=0.05)
-            ),
-            "ref": ReferenceInterface(),
-            "reward": RewardModelInterface(),
-            "critic": PPOCriticInterface(epochs=scenario.epochs),
-        },
+        "interfaces": interfaces,
     }
 
 
