@@ -321,7 +321,7 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC]
         written = interface.keys("generate").writes or frozenset() if samples else frozenset()
         if "rewards" in written:
             outputs = (*SAMPLED, *sorted(written - set(SAMPLED)))
-            rewards = [key for key in ("rewards", "dense_rewards") if key in written]
+            rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
             return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
     dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
     rewards = ["rewards", "dense_rewards"] if dense else ["rewards"]
