@@ -106,11 +106,11 @@ def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Correlation:
     return Correlation(mask.sum().double(), x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum())
 
 
-def merge_stats(parts: Iterable[Mapping[str, Stat | tuple[Tensor, Tensor]]]) -> Stats:
+def merge_stats(parts: Iterable[LossStats]) -> Stats:
     """Merge the metrics of several micro-batches, mini-batches or ranks into one; what is kept holds no graph.
 
     Args:
-        parts: metrics by name; a plain (total, weight) is a `Mean`. A name may be absent from some parts; where
+        parts: metrics by name; a plain (total, weight) is a `Mean`. `TokenValues` are dropped. A name may be absent from some parts; where
             present it has one kind.
 
     Raises:
@@ -119,12 +119,14 @@ def merge_stats(parts: Iterable[Mapping[str, Stat | tuple[Tensor, Tensor]]]) -> 
     merged: Stats = {}
     for part in parts:
         for name, raw in part.items():
+            if isinstance(raw, TokenValues):
+                continue
             stat = _as_stat(name, raw)
             merged[name] = _merge(name, merged[name], stat) if name in merged else stat
     return merged
 
 
-def stat_values(stats: Mapping[str, Stat | tuple[Tensor, Tensor]]) -> dict[str, float]:
+def stat_values(stats: LossStats) -> dict[str, float]:
     """The plain numbers of `stats`; a mean over nothing, or an extreme of nothing, is left out rather than NaN.
 
     This is the one place where metrics leave the device: one transfer for all metrics of a device.

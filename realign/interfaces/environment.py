@@ -58,7 +58,7 @@ class EnvironmentInterface(ModelInterface):
     """Tokens after the prompt, sampled and observed. A turn begins only if it can be of full length within them;
     otherwise the episode is cut off."""
     dense: bool = False
-    """Write the reward of each turn at its last sampled token (`dense_rewards`, with `graph.dense`), not their sum."""
+    """Write the reward of each turn at its last sampled token (`dense_rewards`), not their sum."""
     chat: bool = False
     """Write observations by the tokenizer's chat template; false: text as it is."""
     role: str = "tool"

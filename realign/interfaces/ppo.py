@@ -212,7 +212,8 @@ class PPOActorInterface(ModelInterface):
 
     def headline(self) -> tuple[str, ...]:
         """See `ModelInterface`."""
-        return ("reward", "eval/reward", "entropy", "clip_fraction", "approx_kl", "ref_kl_per_sequence")
+        names = ("reward", "entropy", "clip_fraction", "approx_kl", "ref_kl_per_sequence")
+        return names if self.value is None else (*names, "explained_variance")
 
     def panels(self) -> tuple[Panel, ...]:
         """See `ModelInterface`."""

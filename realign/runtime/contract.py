@@ -72,7 +72,7 @@ def _check_needs(rpc: RPC, keys: Keys, graph: DataflowGraph) -> None:
         elif key in graph.dataset_keys:
             cure = f"the dataset has it: add it to the inputs of {rpc.name!r}"
         else:
-            cure = "no call of the graph writes it: choose a graph, or a flag of the graph, that adds such a call"
+            cure = "no call of the graph writes it: add such a call to the graph"
             cure += f", or change {setting.partition('=')[0]}" if setting else ""
         raise ValueError(f"{asks} needs key {key!r} in {rpc.method}, but RPC {rpc.name!r} does not read it; {cure}")
 
@@ -84,8 +84,8 @@ def _check_writes(rpc: RPC, keys: Keys) -> None:
         return
     raise ValueError(
         f"interfaces.{rpc.model} writes {', '.join(sorted(keys.writes))} in {rpc.method} under its settings, but RPC "
-        f"{rpc.name!r} declares {', '.join(sorted(outputs)) or 'no output'}: a setting of the interface and one of the "
-        f"graph must agree, such as interfaces.{rpc.model}.dense and graph.dense"
+        f"{rpc.name!r} declares {', '.join(sorted(outputs)) or 'no output'}. Declare in the graph what the interface "
+        "writes, or use the `dataflow` of its algorithm, which follows from the settings"
     )
 
 

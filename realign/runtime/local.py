@@ -328,7 +328,7 @@ class LocalRuntime:
             f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} "
             f"nats (ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the "
             "sampler, temperature applied on one side only, dropout, bf16 (up to 0.1 is expected there). "
-            "graph.recompute=true takes the difference out of the ratio"
+            f"interfaces.{rpc.model}.recompute=true takes the difference out of the ratio"
         )
         if self.experiment.strict_ratio:
             raise RuntimeError(message)

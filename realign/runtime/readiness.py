@@ -256,13 +256,11 @@ def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment, rollout: Async) -> N
         return
     how = "clips around the policy that sampled them, which is not the one before the update"
     if "prox_logprobs" in rpc.inputs:
-        how = "does not weigh them by how likely they are under the policy before the update (graph.recompute)"
-    module = "realign.interfaces.decoupled_ppo"
+        how = "does not weigh them by how likely they are under the policy before the update"
     warnings.warn(
         f"rollout.max_staleness={rollout.max_staleness}: responses may be so many versions old, and "
-        f"interfaces.{rpc.model} ({type(interface).__name__}) {how}. Decoupled PPO is made for them: "
-        f"graph._target_={module}.dataflow interfaces.{rpc.model}._target_={module}.DecoupledPPOActorInterface "
-        "(docs/guides/async.md)",
+        f"interfaces.{rpc.model} ({type(interface).__name__}) {how}. Correct for it: "
+        f"interfaces.{rpc.model}.correction=importance_correction (docs/guides/async.md)",
         stacklevel=2,
     )
 

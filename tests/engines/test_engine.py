@@ -20,7 +20,7 @@ from realign.api import (
 )
 from realign.engines import OptimizerSpec, Schedule, fusion
 from realign.engines.engine import TransformersEngine
-from realign.functional import Aggregation, aggregate, aggregation_weight, nll_loss
+from realign.functional import AggregationMode, aggregate, aggregation_weight, nll_loss
 from tests.tiny import FAMILIES, random_sample, tiny_engine
 
 ONE = MicroBatchSpec()
@@ -35,7 +35,7 @@ STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
 class Likelihood:
     """A supervised loss in one of the aggregations, as an interface states it."""
 
-    def __init__(self, mode=Aggregation.token_mean, constant=None):
+    def __init__(self, mode=AggregationMode.token_mean, constant=None):
         self.mode, self.constant = mode, constant
 
     def loss(self, output, data):
@@ -95,10 +95,10 @@ def test_one_step_equals_padded_reference_with_plain_torch():
         torch.testing.assert_close(q.detach(), want, atol=1e-6, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("mode", Aggregation)
+@pytest.mark.parametrize("mode", AggregationMode)
 def test_trap_d1_d3_step_does_not_depend_on_the_cut(mode):
     data = random_sample(LENGTHS)
-    loss = Likelihood(mode, constant=16.0 if mode is Aggregation.constant else None)
+    loss = Likelihood(mode, constant=16.0 if mode is AggregationMode.constant else None)
     results = []
     for spec in SPECS:
         engine = tiny_engine(optimizer=STEP)

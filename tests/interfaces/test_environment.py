@@ -13,7 +13,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync
 from realign.environments import EnvironmentFailure, loops
 from realign.interfaces import raft
-from realign.interfaces.components import KLPenalty, RewardShaping
+from realign.interfaces.components import GAE, KLPenalty, RewardShaping
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface, with_environment
 from realign.interfaces.grpo import GRPOActorInterface
@@ -226,7 +226,7 @@ def test_trap_c3_credit_passes_over_observations():
     """r = [0, 0, 1] on mask = [1, 0, 1] with gamma 0.5: returns [0.5, ., 1], as without the observation."""
     row = {"script": [("7", 0.0, False, False, {}), WON]}
     out = hold(settings(), Scripted({"q/0/turn0": "x", "q/0/turn1": "y"}), batch({"q": row}, prompt="a"))
-    actor = ppo.PPOActorInterface(gamma=0.5, lam=1.0)
+    actor = PPOActorInterface(advantage=GAE(gamma=0.5, lam=1.0))
     credited = actor.credit(Model("actor", BigramEngine()), out, MicroBatchSpec())
     assert credited["loss_mask"].tolist() == [False, True, False, True]
     assert credited["returns"][[1, 3]].tolist() == [0.5, 1.0]
@@ -245,7 +245,7 @@ def test_an_algorithm_learns_nothing_from_what_was_observed():
     for fill in (0.0, math.nan):
         engine = BigramEngine(vocabulary=97, seed=1)
         dirty = out.with_tokens(logprobs=torch.where(out["loss_mask"], out["logprobs"], fill))
-        grpo.GRPOActorInterface(generation=GenerationConfig(n=2)).train_step(
+        GRPOActorInterface(generation=GenerationConfig(n=2)).train_step(
             Model("actor", engine), dirty, MicroBatchSpec()
         )
         trained.append(engine.logits_VV.clone())

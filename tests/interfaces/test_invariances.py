@@ -240,7 +240,8 @@ def each_component():
     for actor, (place, base) in itertools.product((PPOActorInterface, GRPOActorInterface), BASES.items()):
         for kind in subclasses(base):
             for component in COMPONENTS[kind]:
-                yield actor, {place: component, "generation": GROUPS, "kl": c.KLPenalty("loss", 0.1)}
+                common = {"generation": GROUPS, "kl": c.KLPenalty("loss", 0.1), "adv_norm": CENTERED}
+                yield actor, {place: component, **common}
 
 
 @pytest.mark.parametrize(

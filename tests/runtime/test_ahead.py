@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from realign.api import GenerationConfig, ModelInterface
 from realign.engines import TransformersModel
 from realign.engines.optim import OptimizerSpec
-from realign.interfaces import decoupled_ppo, ppo
+from realign.interfaces.components import GAE
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, run, signals
@@ -29,7 +29,7 @@ from tests.runtime.test_local import experiment as toy
 from tests.tiny import save_tiny
 
 GENERATION = GenerationConfig(n=4, max_new_tokens=10)
-DECOUPLED = {"lam": 1.0, "n_minibatches": 2, "epochs": 2}
+DECOUPLED = {"advantage": GAE(lam=1.0), "n_minibatches": 2, "epochs": 2}
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,12 @@ def ahead(max_staleness: int, **more) -> Async:
 
 
 def experiment(tmp_path: Path, policy: Path, kind: str = "grpo", *, reward: ModelInterface | None = None, **changes):
-    interface, graph = GRPOActorInterface(generation=GENERATION), ppo.dataflow()
+    interface = GRPOActorInterface(generation=GENERATION)
     if kind == "decoupled":
-        interface, graph = DecoupledPPOActorInterface(generation=GENERATION, **DECOUPLED), decoupled_ppo.dataflow()
+        interface = DecoupledPPOActorInterface(generation=GENERATION, **DECOUPLED)
     settings = {
         "steps": 4,
         "batch_prompts": 4,
-        "graph": graph,
         "interfaces": {"actor": interface, "reward": reward or CountToken()},
         "models": {"actor": TransformersModel(str(policy), optimizer=OptimizerSpec(lr=1e-2))},
         "data": Prompts(11),
@@ -139,7 +138,7 @@ def test_a_slow_reward_holds_up_neither_other_prompts_nor_training(tmp_path, pol
     for name in ("ready_prompts", "running_prompts", "wait_s"):
         assert min(result.series(f"rollout/{name}")) >= 0
     assert sum(result.series("rollout_tokens")) > 0
-    assert {"behaviour_kl", "time/actor_gen_s", "time/reward_inf_s"} <= result.history[1].keys()
+    assert {"behavior_kl", "time/actor_gen_s", "time/reward_inf_s"} <= result.history[1].keys()
 
 
 class Breaks(CountToken):

@@ -7,8 +7,7 @@ import pytest
 
 from realign.api import RPC, DataflowGraph, ModelInterface, Role, RoleModel
 from realign.derived import derived_rows
-from realign.engines import OptimizerSpec, Share, SharedModel, TransformersModel
-from realign.engines.lora import LoRA
+from realign.engines import Lora, OptimizerSpec, Share, SharedModel, TopLayers, TransformersModel
 from realign.interfaces import dpo
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -16,7 +15,7 @@ from realign.runtime import Experiment
 from realign.runtime.default_roles import with_default_roles
 from tests.config_parts import Prompts
 
-TRAINED = OptimizerSpec(lr=1e-3)
+TRAINED = OptimizerSpec(lr=1e-3, ema_decay=0.9)
 
 
 @dataclass
@@ -48,7 +47,7 @@ def graph(*roles: str) -> DataflowGraph:
 
 def filled(asked: dict[str, Role], *roles: str, interfaces=None, models=None):
     interfaces = {"actor": Asks(asked), **(interfaces or {})}
-    models = {"actor": TransformersModel("start", optimizer=TRAINED, ema_decay=0.9), **(models or {})}
+    models = {"actor": TransformersModel("start", optimizer=TRAINED), **(models or {})}
     return with_default_roles(graph(*roles), interfaces, models)
 
 
@@ -59,7 +58,7 @@ def test_a_role_that_the_config_lacks_gets_a_frozen_copy_of_the_start():
     assert found.filled == {"ref": "ReferenceInterface, frozen copy of the start of actor"}
 
 
-@pytest.mark.parametrize("partly", [{"lora": LoRA()}, {"trained_layers": 1}])
+@pytest.mark.parametrize("partly", [{"trains": Lora()}, {"trains": TopLayers(1)}])
 def test_a_model_that_trains_in_part_contains_its_own_start(partly):
     models = {"actor": TransformersModel("start", optimizer=TRAINED, **partly)}
     found = filled({"ref": Role(ReferenceInterface())}, "ref", models=models)

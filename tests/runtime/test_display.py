@@ -30,21 +30,22 @@ class Named(Own):
         return ("regret", "loss")
 
 
-OWN_CRITIC = {"actor": PPOActorInterface(), "critic": PPOCriticInterface(), "reward": CountToken()}
+OWN_CRITIC = {"actor": PPOActorInterface(critic="own"), "critic": PPOCriticInterface(), "reward": CountToken()}
 
 
 def test_the_leading_role_comes_first_and_others_have_a_prefix():
-    shown = headline(ppo.dataflow(critic="own"), OWN_CRITIC, "actor")
+    shown = headline(ppo.dataflow(OWN_CRITIC), OWN_CRITIC, "actor")
     assert shown[:3] == ("reward", "eval/reward", "entropy")
     assert shown.index("approx_kl") < shown.index("critic/explained_variance") < shown.index("response_tokens")
     assert "critic/value_loss" in shown
 
 
 def test_charts_of_all_trained_roles_are_drawn_and_those_of_one_title_are_merged():
-    charts = {chart.title: dict(chart.metrics) for chart in panels(ppo.dataflow(critic="own"), OWN_CRITIC, "actor")}
+    both = OWN_CRITIC | {"actor": PPOActorInterface(critic="shared")}
+    charts = {chart.title: dict(chart.metrics) for chart in panels(ppo.dataflow(OWN_CRITIC), both, "actor")}
     assert charts["explained variance of returns"] == {
-        "explained_variance": "value head",
-        "critic/explained_variance": "critic",
+        "explained_variance": "values",
+        "critic/explained_variance": "values",
     }
     assert next(iter(charts)) == "reward per response"
     assert list(charts)[-2:] == ["response length (tokens)", "gradient norm"]

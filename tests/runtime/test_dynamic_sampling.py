@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, SequenceSample
+from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import DynamicSampling, run
 from realign.runtime.local import LocalRuntime
 from tests.runtime.test_local import GENERATION, BigramModel, Prompts, experiment
@@ -255,9 +257,10 @@ def test_calls_that_do_not_lead_to_rewards_see_the_groups_that_train_only(tmp_pa
             return super().inference(model, data, mb_spec)
 
     seen: list[tuple] = []
-    parts = {**dynamic(tmp_path).interfaces, "ref": CountingReference()}
+    actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.loss))
+    parts = {"actor": actor, "reward": FirstWords(), "ref": CountingReference()}
     models = {"actor": BigramModel(), "ref": BigramModel()}
-    runtime = LocalRuntime(dynamic(tmp_path, graph=dataflow(kl=True), interfaces=parts, models=models))
+    runtime = LocalRuntime(dynamic(tmp_path, graph=dataflow(parts), interfaces=parts, models=models))
     _, batch = runtime.step(1)
     assert seen == [batch.ids]
 
@@ -301,7 +304,7 @@ def test_what_cannot_be_filtered_is_refused_before_anything_is_loaded(tmp_path):
     others = {"interfaces": {**parts, "critic": Trains()}, "models": {"actor": BigramModel(), "critic": BigramModel()}}
     with pytest.raises(ValueError, match="key 'rewards', which no RPC of the graph writes"):
         dynamic(tmp_path, graph=graph_of(train), **others)
-    generate, *rest = dataflow().rpcs
+    generate, *rest = dataflow(parts).rpcs
     late = replace(generate, after=("train",))
     with pytest.raises(ValueError, match="repeats the calls that lead to 'rewards', and RPC 'train' trains"):
         dynamic(tmp_path, graph=graph_of(train, late, *rest), **others)

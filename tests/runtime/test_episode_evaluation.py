@@ -10,11 +10,12 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelFacts, Sync
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.optim import OptimizerSpec
+from realign.interfaces.components import Truncation
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
-from realign.interfaces.environment import EnvironmentInterface, dataflow
+from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface, Truncation
+from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.runtime import Async, DynamicSampling, EpisodeEvaluation, Experiment, RolloutSpec, run
 from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout import Sync as SyncRollout
@@ -71,13 +72,14 @@ def episodes(**changes) -> EnvironmentInterface:
     return EnvironmentInterface(NAME, **({"generation": TURN, "max_turns": 3, "max_episode_tokens": 20} | changes))
 
 
-def experiment(tmp_path, *, flags=None, **changes) -> Experiment:
+def experiment(tmp_path, **changes) -> Experiment:
+    interfaces = changes.pop("interfaces", {"actor": GRPOActorInterface(generation=TURN), "agent": episodes()})
     settings = {
         "name": "threes",
         "steps": 3,
         "batch_prompts": 4,
-        "graph": dataflow(**(flags or {})),
-        "interfaces": {"actor": GRPOActorInterface(generation=TURN), "agent": episodes()},
+        "graph": dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {"actor": Small(lr=3.0), "agent": SharedModel("actor")},
         "data": Rows(8),
         "output_dir": tmp_path / "run",
@@ -101,19 +103,16 @@ def test_a_policy_learns_in_conversation_and_is_measured_in_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("actor", "flags"),
-    [
-        (DecoupledPPOActorInterface(generation=TURN), {"algorithm": "decoupled_ppo"}),
-        (PPOActorInterface(generation=TURN), {"algorithm": "ppo", "dense": True, "critic": "own"}),
-    ],
+    ("actor", "by_turn"),
+    [(DecoupledPPOActorInterface(generation=TURN), False), (PPOActorInterface(generation=TURN, critic="own"), True)],
     ids=["decoupled", "ppo with a critic and rewards of turns"],
 )
-def test_other_algorithms_learn_from_the_same_conversations(tmp_path, actor, flags):
-    interfaces = {"actor": actor, "agent": episodes(dense="dense" in flags), "critic": PPOCriticInterface()}
+def test_other_algorithms_learn_from_the_same_conversations(tmp_path, actor, by_turn):
+    interfaces = {"actor": actor, "agent": episodes(dense=by_turn), "critic": PPOCriticInterface()}
     models = {"actor": Small(), "critic": Small(), "agent": SharedModel("actor")}
-    values, batch = LocalRuntime(experiment(tmp_path, flags=flags, interfaces=interfaces, models=models)).step(1)
+    values, batch = LocalRuntime(experiment(tmp_path, interfaces=interfaces, models=models)).step(1)
     dense = batch.get("dense_rewards")
-    assert (dense is not None) == ("dense" in flags)
+    assert (dense is not None) == by_turn
     if dense is not None:
         assert bool((batch["loss_mask"] | (dense == 0)).all())
     assert values["reward"] == pytest.approx(float((batch["input_ids"][batch["loss_mask"]] == 3).sum()) / 24)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from realign.api import Model, SamplerSpec, SequenceSample
+from realign.api import Model, ModelSpec, SamplerSpec, SequenceSample
 from realign.engines import InProcessSampling, SharedModel
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.runtime import CheckpointSpec, RolloutSpec, run
+from realign.runtime import Async, CheckpointSpec, RolloutSpec, run
 from realign.runtime import models as loading
 from realign.runtime.local import LocalRuntime
 from realign.runtime.models import load_models
-from realign.runtime.rollout import RolloutMode
+from realign.runtime.rollout import Sync
 from realign.runtime.state import restore, run_state
 from realign.testing import BigramEngine
 from tests.runtime.test_local import GENERATION, Digits
@@ -31,7 +31,7 @@ class TrainsOnly(BigramEngine):
 
 
 @dataclass
-class Served:
+class Served(ModelSpec):
     """A model whose responses come from a table with the weights that it trains."""
 
     sampler: SamplerSpec = field(default_factory=lambda: TableSampling(bitwise=True))
@@ -53,10 +53,6 @@ def experiment(tmp_path, *, external: bool = True, **changes):
     return toy(tmp_path, **({"models": models} | changes))
 
 
-def ahead(max_staleness: int) -> RolloutSpec:
-    return RolloutSpec(mode=RolloutMode.async_, max_staleness=max_staleness)
-
-
 METRICS = ("loss", "reward", "grad_norm", "eval/reward", "rollout_tokens")
 
 
@@ -69,7 +65,7 @@ def tables(tmp_path, *names: str) -> list[str]:
     return [sorted((tmp_path / name / "final" / "actor").iterdir())[0].read_bytes().hex() for name in names]
 
 
-@pytest.mark.parametrize("rollout", [RolloutSpec(), ahead(0)], ids=["sync", "async"])
+@pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=0)], ids=["sync", "async"])
 def test_a_run_with_evaluation_is_that_of_the_in_process_sampler(tmp_path, opened, rollout):
     want = series(tmp_path, "in_process", external=False)
     assert series(tmp_path, "external", rollout=rollout) == want
@@ -101,7 +97,7 @@ def test_responses_are_sampled_ahead_of_training_and_carry_the_versions_of_the_s
     graph = replace(plain.graph, rpcs=tuple(rpcs), results=("truncated",))
     interfaces = plain.interfaces | {"actor": actor}
     with pytest.warns(UserWarning, match="max_staleness=2"):
-        run(experiment(tmp_path, steps=6, rollout=ahead(2), graph=graph, interfaces=interfaces, overwrite=True))
+        run(experiment(tmp_path, steps=6, rollout=Async(max_staleness=2), graph=graph, interfaces=interfaces, overwrite=True))
     assert max(actor.ages) <= 2
     assert min(actor.ages) >= 0
     assert opened[0].updates == list(range(1, 7))
@@ -164,7 +160,7 @@ class SimpleExperiment:
 
 def test_a_model_that_cannot_sample_in_the_background_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"models.actor: Served has no background_sampler, which rollout=async needs"):
-        LocalRuntime(experiment(tmp_path, external=False, rollout=ahead(1)))
+        LocalRuntime(experiment(tmp_path, external=False, rollout=Async(max_staleness=1)))
 
 
 def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):

@@ -65,17 +65,19 @@ def experiment(tmp_path: Path, path: str, **changes: Any) -> Experiment:
     """GRPO on the length of responses, in this process."""
     generation = changes.pop("generation", GenerationConfig(n=4, max_new_tokens=6))
     reward = changes.pop("reward", RuleRewardInterface(function=f"{__file__}:length", workers=0))
+    interfaces = {"actor": GRPOActorInterface(generation=generation), "reward": reward}
     settings: dict[str, Any] = {
         "name": "faults",
         "steps": 2,
         "batch_prompts": 2,
-        "graph": dataflow(),
-        "interfaces": {"actor": GRPOActorInterface(generation=generation), "reward": reward},
+        "interfaces": interfaces,
         "models": {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3))},
         "data": PromptData(rows(tmp_path / "default.jsonl")),
         "output_dir": tmp_path / "run",
     }
-    return Experiment(**(settings | changes))
+    settings |= changes
+    graph = settings.pop("graph", None) or dataflow(settings["interfaces"])
+    return Experiment(graph=graph, **settings)
 
 
 def test_a_model_that_only_ends_gives_responses_of_one_token_and_a_run_that_says_it_taught_nothing(tmp_path):
@@ -122,7 +124,7 @@ def own(batch, n):
 def test_dense_rewards_of_unknown_ids_have_a_place(tmp_path):
     path = model_folder(tmp_path / "model", vocab_size=4 * VOCAB)
     reward = RuleRewardInterface(function=f"{__file__}:one_per_token", workers=0, dense=True)
-    _, batch = LocalRuntime(experiment(tmp_path, path, reward=reward, graph=dataflow(dense=True))).step(1)
+    _, batch = LocalRuntime(experiment(tmp_path, path, reward=reward)).step(1)
     assert torch.equal(batch["dense_rewards"] == 1, batch["loss_mask"])
 
 

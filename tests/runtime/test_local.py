@@ -25,18 +25,13 @@ from realign.api import (
 )
 from realign.data import Dataset, DataSpec
 from realign.engines import SharedModel
-from realign.functional import Level, Normalization, Scope
-from realign.interfaces.critic import PPOCriticInterface, ValueObjective
+from realign.functional import Scope
+from realign.interfaces.components import GAE, Critic, KLPenalty, KLPlace, Normalization, ValueObjective
+from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.cutting import ResponseCut
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import (
-    CriticPlace,
-    KLPenalty,
-    KLPlace,
-    PPOActorInterface,
-    ReferenceInterface,
-    dataflow,
-)
+from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, Experiment, run
@@ -107,18 +102,20 @@ GENERATION = GenerationConfig(n=8, max_new_tokens=6, fixed_length=True)
 
 
 def experiment(tmp_path: Path, **changes) -> Experiment:
+    """A run of GRPO on bigrams with some settings changed; its graph follows from the interfaces unless given."""
     settings = {
         "name": "toy",
         "steps": 3,
         "batch_prompts": 8,
-        "graph": dataflow(),
         "interfaces": {"actor": GRPOActorInterface(generation=GENERATION), "reward": CountToken()},
         "models": {"actor": BigramModel()},
         "data": Prompts(),
         "output_dir": tmp_path / "run",
         "evaluation": Evaluation(Prompts(4), CountToken(), GENERATION, every_steps=2, batch_prompts=3),
     }
-    return Experiment(**(settings | changes))
+    settings |= changes
+    graph = settings.pop("graph", None) or dataflow(settings["interfaces"])
+    return Experiment(graph=graph, **settings)
 
 
 @pytest.mark.parametrize("interface", [GRPOActorInterface, PPOActorInterface])
@@ -128,7 +125,7 @@ def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, i
         tmp_path,
         steps=40,
         interfaces={
-            "actor": interface(generation=GENERATION, **({"lam": 1.0} if interface is PPOActorInterface else {})),
+            "actor": interface(generation=GENERATION, **({"advantage": GAE(lam=1.0)} if interface is PPOActorInterface else {})),
             "reward": CountToken(shuffle=shuffle),
         },
         evaluation=None,
@@ -143,16 +140,18 @@ def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, i
         assert end > start + 2
 
 
-def learning_with_a_critic(tmp_path: Path, place: CriticPlace, *, shuffle: bool) -> tuple[list[float], list[float]]:
+def learning_with_a_critic(tmp_path: Path, place: Critic, *, shuffle: bool) -> tuple[list[float], list[float]]:
     """Rewards and explained variances of PPO with a critic of its own, or with values of the actor's."""
-    own = place is CriticPlace.own
+    own = place is Critic.own
     freely = ValueObjective(clip=None)
     run_ = experiment(
         tmp_path,
-        graph=dataflow(critic=place),
         interfaces={
             "actor": PPOActorInterface(
-                generation=GENERATION, gamma=0.5, value=None if own else replace(freely, coef=0.1)
+                generation=GENERATION,
+                advantage=GAE(gamma=0.5),
+                critic=place,
+                value=None if own else replace(freely, coef=0.1),
             ),
             "critic": PPOCriticInterface(objective=freely),
             "reward": CountToken(shuffle=shuffle),
@@ -167,14 +166,14 @@ def learning_with_a_critic(tmp_path: Path, place: CriticPlace, *, shuffle: bool)
 
 
 def test_trap_g9_with_a_critic_reward_rises_values_explain_returns_and_neither_does_when_rewards_are_shuffled(tmp_path):
-    own, own_explained = learning_with_a_critic(tmp_path / "own", CriticPlace.own, shuffle=False)
+    own, own_explained = learning_with_a_critic(tmp_path / "own", Critic.own, shuffle=False)
     assert sum(own[-5:]) / 5 > sum(own[:5]) / 5 + 1.5
     assert own_explained[0] < 0 < 0.1 < min(own_explained[-5:])
     # A bigram's table of values shares nothing with that of its logits, so a shared trunk makes no difference.
-    shared, shared_explained = learning_with_a_critic(tmp_path / "shared", CriticPlace.shared, shuffle=False)
+    shared, shared_explained = learning_with_a_critic(tmp_path / "shared", Critic.shared, shuffle=False)
     assert shared == own
     assert shared_explained == pytest.approx(own_explained, rel=1e-6)
-    shuffled, explained = learning_with_a_critic(tmp_path / "shuffled", CriticPlace.own, shuffle=True)
+    shuffled, explained = learning_with_a_critic(tmp_path / "shuffled", Critic.own, shuffle=True)
     assert sum(shuffled[-5:]) / 5 < sum(shuffled[:5]) / 5 + 0.5
     assert max(explained[-5:]) < 0.1
 
@@ -206,9 +205,10 @@ def test_a_frozen_model_is_not_saved(tmp_path):
             model.engine.trainable = False
             return model
 
-    parts = {"actor": GRPOActorInterface(generation=GENERATION), "ref": ReferenceInterface(), "reward": CountToken()}
+    actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.loss))
+    parts = {"actor": actor, "ref": ReferenceInterface(), "reward": CountToken()}
     models = {"actor": BigramModel(), "ref": FrozenModel()}
-    out = run(experiment(tmp_path, graph=dataflow(kl=True), interfaces=parts, models=models)).output_dir
+    out = run(experiment(tmp_path, interfaces=parts, models=models)).output_dir
     assert [p.name for p in (out / "final").iterdir()] == ["actor"]
 
 
@@ -383,12 +383,13 @@ def test_counts_out_of_range_are_named(tmp_path, setting, text):
 
 
 def test_a_setting_that_needs_a_key_of_the_graph_is_refused_before_anything_is_loaded(tmp_path):
+    plain = {"actor": GRPOActorInterface(generation=GENERATION), "reward": CountToken()}
     actor = GRPOActorInterface(generation=GENERATION, kl=KLPenalty(KLPlace.reward))
     with pytest.raises(
         ValueError,
         match=r"interfaces\.actor\.kl\.place=reward needs key 'ref_logprobs'.*change kl\.place",
     ):
-        experiment(tmp_path, interfaces={"actor": actor, "reward": CountToken()})
+        experiment(tmp_path, graph=dataflow(plain), interfaces={"actor": actor, "reward": CountToken()})
 
 
 def test_a_model_without_a_role_is_not_loaded(tmp_path):
@@ -524,13 +525,14 @@ def test_a_response_has_one_length_in_training_and_in_evaluation():
     assert batch_metrics(batch) == stat_values(sequence_stats(batch)) == want
 
 
-@pytest.mark.parametrize(("interface", "graph"), [(True, False), (False, True)])
-def test_dense_rewards_are_a_matter_of_the_interface_and_of_the_graph(tmp_path, interface, graph):
-    parts = {"actor": PPOActorInterface(generation=GENERATION), "reward": RuleRewardInterface(dense=interface)}
-    with pytest.raises(ValueError, match=r"RPC 'reward_inf' declares .*interfaces\.reward\.dense and graph\.dense"):
-        experiment(tmp_path, interfaces=parts, graph=dataflow(dense=graph))
-    parts["reward"].dense = graph
-    assert experiment(tmp_path, interfaces=parts, graph=dataflow(dense=graph)).steps == 3
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_graph_without_the_outputs_of_its_reward_is_refused(tmp_path, dense):
+    """`dataflow` never makes one; a graph of one's own may disagree with `interfaces.reward.dense`."""
+    parts = {"actor": PPOActorInterface(generation=GENERATION), "reward": RuleRewardInterface(dense=dense)}
+    other = dataflow(parts | {"reward": RuleRewardInterface(dense=not dense)})
+    with pytest.raises(ValueError, match=r"interfaces\.reward writes .*RPC 'reward_inf' declares"):
+        experiment(tmp_path, interfaces=parts, graph=other)
+    assert experiment(tmp_path, interfaces=parts).steps == 3
 
 
 @pytest.mark.parametrize("kind", ["rule", "model"])
@@ -542,10 +544,10 @@ def test_dense_rewards_are_the_credit_of_their_tokens(tmp_path, kind):
     reward = RuleRewardInterface(f"{tmp_path}/third.py:third", workers=0, dense=True)
     if kind == "model":
         reward = RewardModelInterface(dense=True, cut=ResponseCut([3], penalty=-2.0))
-    plain = Normalization(Scope.none, Scope.none, level=Level.token)
-    actor = PPOActorInterface(generation=GENERATION, lam=1.0, adv_norm=plain)
+    plain = Normalization(Scope.none, Scope.none)
+    actor = PPOActorInterface(generation=GENERATION, advantage=GAE(lam=1.0), adv_norm=plain)
     parts, models = {"actor": actor, "reward": reward}, {"actor": BigramModel(), "reward": BigramModel()}
-    e = experiment(tmp_path, interfaces=parts, models=models, graph=dataflow(dense=True), evaluation=None)
+    e = experiment(tmp_path, interfaces=parts, models=models, evaluation=None)
     runtime = LocalRuntime(e)
     values, batch = runtime.step(1)
     credited = actor.credit(runtime.models["actor"], batch, MicroBatchSpec())

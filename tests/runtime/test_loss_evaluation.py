@@ -6,14 +6,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from realign.interfaces.shaping import RewardScale, RewardShaping
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.data import Dataset, DataSpec
 from realign.interfaces import dpo, ppo, reward_model, sft
+from realign.interfaces.components import (
+    Critic,
+    KLPenalty,
+    KLPlace,
+    RewardScale,
+    RewardShaping,
+    score_logprobs,
+)
 from realign.interfaces.critic import PPOCriticInterface
-from realign.interfaces.ppo import ReferenceInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Experiment, LocalRuntime, LossEvaluation, run
 from realign.runtime.loss_evaluation import ForwardOnly
 from realign.testing import random_preferences
@@ -79,7 +86,7 @@ def test_held_out_metrics_are_those_of_a_training_step_on_all_rows_and_nothing_m
 
     rows = Judged(7, seed=1).sample([(0, row) for row in range(7)])
     if algorithm == "dpo":
-        scored = ppo.score_logprobs(runtime.models["ref"], rows, MicroBatchSpec(), 1.0)
+        scored = score_logprobs(runtime.models["ref"], rows, MicroBatchSpec(), 1.0)
         rows = rows.with_tokens(ref_logprobs=scored["logprobs"])
     interface = type(runtime.interfaces[role])()
     stats = stat_values(interface.train_step(Model(role, engine), rows, MicroBatchSpec()))
@@ -115,14 +122,14 @@ def test_accuracy_by_hand(tmp_path):
 
 def test_state_of_an_interface_is_not_moved(tmp_path):
     """PPO's adaptive KL coefficient follows the training batches only, although its training call is measured."""
-    kl = ppo.KLPenalty(ppo.KLPlace.reward, 0.1, target=0.01, horizon=10)
+    kl = KLPenalty(KLPlace.reward, 0.1, target=0.01, horizon=10)
     actor = ppo.PPOActorInterface(kl=kl, epochs=2)
-    graph = ppo.dataflow(kl=True)
+    interfaces = {"actor": actor, "ref": ReferenceInterface(), "reward": CountThrees()}
     e = experiment(
         tmp_path,
         "sft",
-        graph=graph,
-        interfaces={"actor": actor, "ref": ReferenceInterface(), "reward": CountThrees()},
+        graph=ppo.dataflow(interfaces),
+        interfaces=interfaces,
         models={"actor": Bigram(), "ref": Bigram()},
         data=Prompts(8),
         evaluation=LossEvaluation(Prompts(4)),
@@ -138,12 +145,13 @@ def test_state_of_an_interface_is_not_moved(tmp_path):
 
 def test_credit_of_held_out_rows_moves_no_scale_of_scores(tmp_path):
     """Measured before training, they would be the batch that `scale=ref` divides by for good."""
-    actor = ppo.PPOActorInterface(reward=RewardShaping(scale=RewardScale.ref))
+    actor = ppo.PPOActorInterface(reward=RewardShaping(scale=RewardScale.ref), critic=Critic.own)
+    interfaces = {"actor": actor, "critic": PPOCriticInterface(), "reward": CountThrees()}
     e = experiment(
         tmp_path,
         "sft",
-        graph=ppo.dataflow(critic=ppo.CriticPlace.own),
-        interfaces={"actor": actor, "critic": PPOCriticInterface(), "reward": CountThrees()},
+        graph=ppo.dataflow(interfaces),
+        interfaces=interfaces,
         models={"actor": Bigram(), "critic": Bigram()},
         data=Prompts(8),
         evaluation=LossEvaluation(Prompts(4), role="critic"),

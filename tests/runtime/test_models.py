@@ -8,8 +8,10 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
-from realign.interfaces.critic import PPOCriticInterface, ValueObjective
-from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, dataflow
+from realign.interfaces.components import Critic, KLPenalty, KLPlace, ValueObjective
+from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.local import LocalRuntime
 from realign.runtime.models import check_outputs, check_vocabularies, load_models, save_models
@@ -18,6 +20,8 @@ from tests.runtime.test_local import CountToken, experiment
 from tests.tiny import save_tiny, tiny_engine
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4, fixed_length=True)
+MEASURED = KLPenalty(KLPlace.reward, coef=0.0)
+"""The reference takes part, and its KL costs nothing."""
 
 
 @dataclass
@@ -43,8 +47,9 @@ class Rising(CountToken):
 
 def shared(tmp_path, actor, **changes):
     models = {"actor": TransformersModel(str(actor), optimizer=OptimizerSpec(lr=1e-2)), "ref": SharedModel("actor")}
-    interfaces = {"actor": PPOActorInterface(generation=GENERATION), "ref": Keeper(), "reward": Rising()}
-    settings = {"graph": dataflow(kl=True), "interfaces": interfaces, "models": models, "evaluation": None}
+    policy = PPOActorInterface(generation=GENERATION, kl=MEASURED)
+    interfaces = {"actor": policy, "ref": Keeper(), "reward": Rising()}
+    settings = {"interfaces": interfaces, "models": models, "evaluation": None}
     return experiment(tmp_path, **(settings | changes))
 
 
@@ -87,7 +92,7 @@ def test_a_state_file_that_holds_no_state_is_named(tmp_path, text):
 
 
 def test_a_shared_model_is_the_trained_one_and_counts_its_versions(tmp_path):
-    policy = PPOActorInterface(generation=GENERATION)  # a ReferenceInterface must not move with the actor
+    policy = PPOActorInterface(generation=GENERATION, kl=MEASURED)  # a ReferenceInterface must not move with the actor
     interfaces = {"actor": policy, "ref": policy, "reward": Rising()}
     runtime = LocalRuntime(shared(tmp_path, save_tiny(tmp_path / "model"), interfaces=interfaces))
     actor, ref = runtime.models["actor"], runtime.models["ref"]
@@ -165,7 +170,7 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
         ("causal", RewardModelInterface(), "needs scores"),
         (
             "causal",
-            PPOActorInterface(value=ValueObjective(coef=0.1)),
+            PPOActorInterface(critic=Critic.shared, value=ValueObjective(coef=0.1)),
             r"PPOActorInterface.* needs values of models\.x, .* set models\.x\.head\.value_head, with head=causal$",
         ),
         ("score", ReferenceInterface(), "needs logprobs of models.x, which gives scores and values: .*head=causal"),
@@ -184,13 +189,13 @@ def test_a_model_without_the_head_that_its_interface_needs_is_refused(head, inte
 def test_an_optimizer_that_no_call_uses_is_refused(tmp_path, critic, role, cure):
     trained = TransformersModel("nowhere", optimizer=OptimizerSpec(lr=1e-2))
     value = ValueObjective(coef=0.1) if critic == "shared" else None
+    kl = MEASURED if role == "ref" else KLPenalty()
     first = shared(
         tmp_path,
         "nowhere",
-        graph=dataflow(kl=role == "ref", critic=critic),
         models={"actor": trained, role: trained},
         interfaces={
-            "actor": PPOActorInterface(generation=GENERATION, value=value),
+            "actor": PPOActorInterface(generation=GENERATION, kl=kl, critic=critic, value=value),
             "ref": ReferenceInterface(),
             "critic": PPOCriticInterface(),
             "reward": Rising(),

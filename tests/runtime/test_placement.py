@@ -9,8 +9,9 @@ import pytest
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.shared import Share
 from realign.interfaces import grpo, ppo
+from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
-from realign.interfaces.ppo import CriticPlace, ReferenceInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Async, Experiment, Ray
 from realign.runtime.placement import Group, plan_groups
 from realign.runtime.readiness import check_ready
@@ -19,13 +20,13 @@ from tests.runtime.test_local import BigramModel, CountToken, Prompts
 
 def experiment(tmp_path: Path, placement: Any = None, **changes: Any) -> Experiment:
     """Actor and critic are trained, `ref` is not, and `twin` has no weights of its own."""
-    actor = ppo.PPOActorInterface()
+    actor = ppo.PPOActorInterface(kl=KLPenalty(KLPlace.reward), critic=Critic.own)
     interfaces = {"actor": actor, "reward": CountToken(), "ref": ReferenceInterface(), "critic": PPOCriticInterface()}
     settings = {
         "name": "toy",
         "steps": 1,
         "batch_prompts": 2,
-        "graph": ppo.dataflow(kl=True, critic=CriticPlace.own),
+        "graph": ppo.dataflow(interfaces),
         "interfaces": interfaces,
         "models": {role: BigramModel() for role in ("actor", "ref", "critic")},
         "data": Prompts(),
@@ -58,8 +59,10 @@ def test_roles_are_placed_by_name(tmp_path):
 
 
 def test_without_a_trained_role_the_first_one_hosts_the_others(tmp_path):
-    graph = dataclasses.replace(grpo.dataflow(kl=True), rpcs=grpo.dataflow(kl=True).rpcs[:-1])
-    interfaces = {"actor": grpo.GRPOActorInterface(), "reward": CountToken(), "ref": ReferenceInterface()}
+    actor = grpo.GRPOActorInterface(kl=KLPenalty(KLPlace.reward))
+    interfaces = {"actor": actor, "reward": CountToken(), "ref": ReferenceInterface()}
+    graph = grpo.dataflow(interfaces)
+    graph = dataclasses.replace(graph, rpcs=graph.rpcs[:-1])
     e = experiment(tmp_path, graph=graph, interfaces=interfaces)
     assert plan_groups(e) == (Group(("actor", "ref")),)
 

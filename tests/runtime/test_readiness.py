@@ -12,10 +12,13 @@ import pytest
 from realign.api import RPC, GenerationConfig, MicroBatchSpec
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
 from realign.engines import Causal, OptimizerSpec, Schedule, SharedModel, TransformersModel, Value, ValueHead
-from realign.interfaces import decoupled_ppo, sft
+from realign.interfaces import sft
+from realign.interfaces.components import KLPenalty, KLPlace, RewardShaping
 from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.greedy import GreedyInterface
-from realign.interfaces.ppo import PPOActorInterface, ReferenceInterface, ValueObjective, dataflow
+from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime import Async, Evaluation, LocalRuntime
@@ -25,6 +28,7 @@ from tests.tiny import save_tiny
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4)
 TRAINED = OptimizerSpec(lr=1e-3)
+PENALIZED = PPOActorInterface(GENERATION, kl=KLPenalty(KLPlace.reward))
 
 
 def test_stand_ins_that_cannot_tell_are_taken_as_they_are(tmp_path):
@@ -73,38 +77,37 @@ def test_an_interface_that_cannot_open_is_named_and_everything_is_closed(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("graph", "interfaces", "models", "message"),
+    ("interfaces", "models", "message"),
     [
         (
-            dataflow(kl=True),
-            {"ref": ReferenceInterface()},
+            {"actor": PENALIZED, "ref": ReferenceInterface()},
             {"ref": SharedModel("actor")},
             r"models\.ref\.branch=whole: ref needs frozen weights, but would change with models\.actor",
         ),
         (
-            dataflow(kl=True),
-            {"ref": ReferenceInterface()},
+            {"actor": PENALIZED, "ref": ReferenceInterface()},
             {"ref": SharedModel("actor", branch="reference")},
             r"models\.ref\.branch=reference: models\.actor trains all of its weights",
         ),
         (
-            dataflow(greedy_baseline=True),
-            {"baseline": GreedyInterface(GENERATION)},
+            {
+                "actor": PPOActorInterface(GENERATION, reward=RewardShaping(baseline="greedy")),
+                "baseline": GreedyInterface(GENERATION),
+            },
             {"baseline": TransformersModel("m")},
             r"models\.baseline\.path='m' is a copy that nothing updates.*SharedModel, of: actor\}'",
         ),
         (
-            dataflow(critic="shared"),
-            {"critic": PPOCriticInterface(), "actor": PPOActorInterface(GENERATION, value=ValueObjective())},
+            {"critic": PPOCriticInterface(), "actor": PPOActorInterface(GENERATION, critic="shared")},
             {"critic": TransformersModel("m", head=Value())},
             r"models\.critic\.path='m' is a model that nothing trains",
         ),
     ],
 )
-def test_roles_that_must_share_weights_do_and_a_reference_does_not(tmp_path, graph, interfaces, models, message):
+def test_roles_that_must_share_weights_do_and_a_reference_does_not(tmp_path, interfaces, models, message):
     actor = TransformersModel("m", optimizer=TRAINED, head=Causal(ValueHead() if "critic" in models else None))
-    parts = {"actor": PPOActorInterface(GENERATION), "reward": CountToken()} | interfaces
-    made = experiment(tmp_path, graph=graph, interfaces=parts, models={"actor": actor, **models}, evaluation=None)
+    parts = {"reward": CountToken()} | interfaces
+    made = experiment(tmp_path, interfaces=parts, models={"actor": actor, **models}, evaluation=None)
     with pytest.raises(ValueError, match=message):
         check_ready(made)
 
@@ -146,32 +149,32 @@ def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"calls that lead to key 'rewards' .* none of them generates"):
         check_ready(experiment(tmp_path, graph=sft.dataflow(), interfaces={"actor": SFTInterface()}, rollout=AHEAD))
     train = RPC("other_train", "other", "train_step", inputs=("input_ids",))
-    judged = [replace(r, after=("other_train",)) if r.name == "reward_inf" else r for r in dataflow().rpcs]
-    graph = replace(dataflow(), rpcs=(*judged, train))
+    plain = dataflow({"actor": PPOActorInterface(GENERATION), "reward": CountToken()})
+    judged = [replace(r, after=("other_train",)) if r.name == "reward_inf" else r for r in plain.rpcs]
+    graph = replace(plain, rpcs=(*judged, train))
     with pytest.raises(ValueError, match="RPC 'other_train' trains; use rollout=sync"):
         _check_rollout(SimpleNamespace(rollout=AHEAD, graph=graph, models={"actor": BigramModel()}))
-    judge = [replace(r, model="judge") if r.name == "reward_inf" else r for r in dataflow().rpcs]
+    judge = [replace(r, model="judge") if r.name == "reward_inf" else r for r in plain.rpcs]
     later = RPC("judge_train", "judge", "train_step", inputs=("input_ids", "rewards"))
-    graph = replace(dataflow(), rpcs=(*judge, later))
+    graph = replace(plain, rpcs=(*judge, later))
     with pytest.raises(ValueError, match=r"RPC 'reward_inf' uses models\.judge, which changes meanwhile"):
         _check_rollout(SimpleNamespace(rollout=AHEAD, graph=graph, models={"judge": BigramModel()}))
 
 
 @pytest.mark.parametrize(
-    ("graph", "interface", "text"),
+    ("actor", "text"),
     [
-        (dataflow(), PPOActorInterface, "PPOActorInterface.* clips around the policy that sampled them"),
-        (dataflow(recompute=True), PPOActorInterface, "PPOActorInterface.* does not weigh them"),
-        (decoupled_ppo.dataflow(), decoupled_ppo.DecoupledPPOActorInterface, None),
+        (PPOActorInterface(GENERATION), "PPOActorInterface.* clips around the policy that sampled them"),
+        (PPOActorInterface(GENERATION, recompute=True), "PPOActorInterface.* does not weigh them"),
+        (DecoupledPPOActorInterface(GENERATION), None),
     ],
 )
-def test_an_objective_that_is_not_made_for_old_samples_is_told(tmp_path, graph, interface, text):
-    interfaces = {"actor": interface(generation=GENERATION), "reward": CountToken()}
-    made = experiment(tmp_path, graph=graph, interfaces=interfaces, rollout=AHEAD)
+def test_an_objective_that_is_not_made_for_old_samples_is_told(tmp_path, actor, text):
+    made = experiment(tmp_path, interfaces={"actor": actor, "reward": CountToken()}, rollout=AHEAD)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_ready(made)
         check_ready(replace(made, rollout=Async(max_staleness=0)))
     told = [str(w.message) for w in caught]
     assert len(told) == (text is not None)
-    assert text is None or re.search(rf"max_staleness=2.*{text}.*DecoupledPPOActorInterface", told[0])
+    assert text is None or re.search(rf"max_staleness=2.*{text}.*interfaces\.actor\.correction=importance_correction", told[0])

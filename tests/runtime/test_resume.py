@@ -23,8 +23,9 @@ from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.engines.shared import Share
 from realign.errors import CheckpointError
+from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import ReferenceInterface, dataflow
+from realign.interfaces.reference import ReferenceInterface
 from realign.preflight import preflight
 from realign.runtime import CheckpointSpec, Evaluation, Interrupted, run
 from realign.runtime.checkpoints import list_checkpoints, write_checkpoint
@@ -193,15 +194,15 @@ def test_every_key_that_differs_is_named_with_both_values(tmp_path):
     write_experiment(tmp_path)
     base = ["experiment=bigram", "steps=1", f"output_dir={tmp_path}/run"]
     run(build_experiment(compose(base, tmp_path)))
-    other = [*base, "steps=2", "resume=auto", "interfaces.actor.clip_high=0.3", "data.n=9", "seed=1"]
+    other = [*base, "steps=2", "resume=auto", "interfaces.actor.objective.high=0.3", "data.n=9", "seed=1"]
     with pytest.raises(ValueError, match="another config") as caught:
         run(build_experiment(compose(other, tmp_path)))
-    for part in ("interfaces.actor.clip_high was 0.2, is 0.3", "data.n was 8, is 9", "seed was 0, is 1"):
+    for part in ("interfaces.actor.objective.high was 0.2, is 0.3", "data.n was 8, is 9", "seed was 0, is 1"):
         assert part in str(caught.value)
     assert "steps was" not in str(caught.value)
     meant = [*other, "data.n=8", "resume_allow=[interfaces.actor,seed]"]
     assert run(build_experiment(compose(meant, tmp_path))).series("step") == [0, 1, 2]
-    assert "clip_high: 0.3" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "high: 0.3" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_what_changes_nothing_of_the_training_may_differ():
@@ -359,9 +360,8 @@ def test_another_batch_size_goes_on_at_the_same_row(tmp_path):
 def with_reference(folder: Path, out: Path, **changes):
     return experiment(
         out,
-        graph=dataflow(kl=True),
         interfaces={
-            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2)),
+            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2), kl=KLPenalty(KLPlace.loss, coef=0.0)),
             "ref": ReferenceInterface(),
             "reward": CountToken(),
         },

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from realign.interfaces.shaping import RewardScale, RewardShaping
 from safetensors.torch import load_file
 
 from realign.api import GenerationConfig, ModelInterface, Sync
@@ -22,8 +21,9 @@ from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, Schedul
 from realign.engines.shared import Share
 from realign.functional import KLEstimator
 from realign.interfaces import dpo, grpo, ppo, raft, reward_model, rft, sft
-from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueObjective, ValueScale
-from realign.interfaces.ppo import CriticPlace, KLPenalty, KLPlace, ReferenceInterface
+from realign.interfaces.components import Critic, KLPenalty, KLPlace, RewardScale, RewardShaping, ValueObjective
+from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import (
     CheckpointSpec,
     DynamicSampling,
@@ -117,11 +117,15 @@ def of_sft(files: Path) -> dict[str, Any]:
 
 def of_grpo(files: Path) -> dict[str, Any]:
     actor = grpo.GRPOActorInterface(
-        generation=SAMPLING, n_minibatches=2, kl=KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3, target=0.5, horizon=60)
+        generation=SAMPLING,
+        n_minibatches=2,
+        recompute=True,
+        kl=KLPenalty(KLPlace.loss, 0.1, KLEstimator.k3, target=0.5, horizon=60),
     )
+    interfaces = {"actor": actor, "ref": ReferenceInterface(), "reward": Wandering()}
     return {
-        "graph": grpo.dataflow(kl=True, recompute=True),
-        "interfaces": {"actor": actor, "ref": ReferenceInterface(), "reward": Wandering()},
+        "graph": grpo.dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {"actor": trained(files), "ref": TransformersModel(str(files / "llama"))},
         "evaluation": Evaluation(prompts(files), Wandering(), SAMPLING, every_steps=2),
         "sample_prompts": BATCH,
@@ -142,12 +146,14 @@ def of_ppo(files: Path) -> dict[str, Any]:
         kl=KLPenalty(KLPlace.reward, 0.1, target=0.5, horizon=60),
         reward=RewardShaping(scale=RewardScale.running, center=True, clip=2.0),
         ptx_coef=0.5,
+        critic=Critic.own,
         critic_warmup_steps=1,
     )
     critic = PPOCriticInterface(normalization=ValueNormalization(ValueScale.exponential, beta=0.9))
+    interfaces = {"actor": actor, "critic": critic, "ref": ReferenceInterface(), "reward": Wandering()}
     return {
-        "graph": ppo.dataflow(kl=True, critic=CriticPlace.own, ptx=True),
-        "interfaces": {"actor": actor, "critic": critic, "ref": ReferenceInterface(), "reward": Wandering()},
+        "graph": ppo.dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {
             "actor": trained(files, ema_decay=0.9, dropout=True),
             "critic": trained(files, "score", head=Value(HeadInit.normal)),
@@ -164,16 +170,13 @@ def of_ppo_in_one_model(files: Path) -> dict[str, Any]:
         generation=SAMPLING,
         kl=KLPenalty(KLPlace.reward, 0.1, target=0.5, horizon=60),
         reward=RewardShaping(scale=RewardScale.ref),
+        critic=Critic.shared,
         value=ValueObjective(coef=0.5),
     )
+    interfaces = {"actor": actor, "critic": PPOCriticInterface(), "ref": ReferenceInterface(), "reward": Wandering()}
     return {
-        "graph": ppo.dataflow(kl=True, critic=CriticPlace.shared),
-        "interfaces": {
-            "actor": actor,
-            "critic": PPOCriticInterface(),
-            "ref": ReferenceInterface(),
-            "reward": Wandering(),
-        },
+        "graph": ppo.dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {
             "actor": trained(files, trains=TopLayers(1), head=Causal(ValueHead(layers=1, hidden="mlp"))),
             "critic": SharedModel("actor"),
@@ -184,9 +187,10 @@ def of_ppo_in_one_model(files: Path) -> dict[str, Any]:
 
 def of_lora(files: Path) -> dict[str, Any]:
     actor = grpo.GRPOActorInterface(generation=SAMPLING, kl=KLPenalty(KLPlace.reward, 0.1))
+    interfaces = {"actor": actor, "ref": ReferenceInterface(), "reward": Wandering()}
     return {
-        "graph": grpo.dataflow(kl=True),
-        "interfaces": {"actor": actor, "ref": ReferenceInterface(), "reward": Wandering()},
+        "graph": grpo.dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {
             "actor": trained(files, trains=Lora(rank=2, dropout=0.1), dropout=True, ema_decay=0.5),
             "ref": SharedModel("actor", Share.reference),
@@ -239,9 +243,10 @@ def of_a_reward_model(files: Path) -> dict[str, Any]:
 
 
 def of_dynamic_sampling(files: Path) -> dict[str, Any]:
+    interfaces = {"actor": grpo.GRPOActorInterface(generation=replace(SAMPLING, n=4)), "reward": Plenty()}
     return {
-        "graph": grpo.dataflow(),
-        "interfaces": {"actor": grpo.GRPOActorInterface(generation=replace(SAMPLING, n=4)), "reward": Plenty()},
+        "graph": grpo.dataflow(interfaces),
+        "interfaces": interfaces,
         "models": {"actor": trained(files)},
         "dynamic_sampling": DynamicSampling(generation_prompts=2),
         "batch_prompts": 2,

@@ -14,6 +14,7 @@ from realign.config import ConfigError, compose
 from realign.config.assemble import build_experiment
 from realign.derived import derived_rows
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Async, Experiment, LocalRuntime, run
@@ -34,9 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def synced(folder: Path, out: Path, sync: dict[str, Sync], ref: str = "ref", **changes: Any) -> Experiment:
     settings: dict[str, Any] = {
-        "graph": dataflow(kl=True),
         "interfaces": {
-            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2)),
+            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2), kl=KLPenalty(KLPlace.loss, coef=0.0)),
             "ref": ReferenceInterface(),
             "reward": CountToken(),
         },
@@ -132,7 +132,9 @@ def test_a_sync_that_cannot_be_is_refused_before_anything_is_loaded(folder, tmp_
 
 
 def test_calls_that_are_made_ahead_of_the_step_take_no_weights(folder, tmp_path):
-    graph = dataflow(kl=True)
+    actor = GRPOActorInterface(kl=KLPenalty(KLPlace.loss))
+    interfaces = {"actor": actor, "ref": GRPOActorInterface(), "reward": CountToken()}
+    graph = dataflow(interfaces)
     rpcs = tuple(replace(rpc, model="ref") if rpc.method == "generate" else rpc for rpc in graph.rpcs)
     with pytest.raises(ValueError, match=r"sync\.ref: with rollout=async its calls are made ahead of the step"):
         synced(
@@ -140,13 +142,13 @@ def test_calls_that_are_made_ahead_of_the_step_take_no_weights(folder, tmp_path)
             tmp_path,
             {"ref": Sync("actor")},
             graph=replace(graph, rpcs=rpcs),
-            interfaces={"actor": GRPOActorInterface(), "ref": GRPOActorInterface(), "reward": CountToken()},
+            interfaces=interfaces,
             rollout=Async(),
         )
 
 
 def test_a_config_sets_it_and_the_table_at_launch_says_it():
-    overrides = ["experiment=grpo_arithmetic", "graph.kl=true", "interfaces.actor.kl={place: loss, estimator: k3}"]
+    overrides = ["experiment=grpo_arithmetic", "interfaces.actor.kl={place: loss, estimator: k3}"]
     made = build_experiment(compose([*overrides, "sync.ref={of: actor, weight: 0.1, every_steps: 10}"]))
     assert made.graph.sync == made.sync == {"ref": Sync("actor", 0.1, 10)}
     assert dict(derived_rows(made))["weights after a step"] == "ref: 0.9 own + 0.1 actor, every 10 steps"

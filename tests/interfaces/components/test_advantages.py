@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from realign.api import SequenceSample, stat_values
+from realign.errors import SettingsError
+from realign.functional import Scope, identity, segment_sum
+from realign.interfaces.components import (
+    GAE,
+    Estimate,
+    GroupRelative,
+    Normalization,
+    Rewards,
+    advantage_stats,
+    normalized_advantages,
+)
+from realign.testing import random_batch
+
+NONE = Normalization("none", "none")
+GROUP = Normalization("group", "group")
+
+
+def rewards_of(data: SequenceSample, **more) -> Rewards:
+    return Rewards.of(data, data["logprobs"] - data["ref_logprobs"], 0.1, **more)
+
+
+def test_rewards_of_tokens_sum_to_the_reward_of_their_sequence():
+    data = random_batch(1)
+    rewards = rewards_of(data)
+    total_S = segment_sum(rewards.per_token, data.cu_seqlens())
+    trained_S = segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
+    known_S = trained_S & data["rewards"].isfinite()
+    torch.testing.assert_close(total_S[known_S].double(), rewards.per_sequence[known_S].double(), rtol=1e-5, atol=1e-5)
+    assert rewards.per_sequence[-1].isnan()  # a missing reward stays missing
+    assert not rewards.per_token[~data["loss_mask"]].any()
+
+
+def test_each_part_of_a_reward_counts():
+    data = random_batch(1)
+    mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
+    bare = Rewards.of(data.select(["input_ids", "loss_mask", "rewards"])).per_sequence
+    assert torch.equal(bare.nan_to_num(), data["rewards"].nan_to_num())
+    dense = Rewards.of(data).per_sequence
+    dense_S = segment_sum(torch.where(mask_T, data["dense_rewards"], 0), cu_seqlens)
+    torch.testing.assert_close(dense - bare, torch.where(bare.isnan(), math.nan, dense_S), equal_nan=True)
+    kl_S = segment_sum(torch.where(mask_T, data["logprobs"] - data["ref_logprobs"], 0), cu_seqlens)
+    want_S = torch.where(bare.isnan(), math.nan, -0.1 * kl_S)
+    torch.testing.assert_close(rewards_of(data).per_sequence - dense, want_S, equal_nan=True)
+    assert torch.equal(Rewards.of(data).with_scores(torch.zeros_like(bare)).per_sequence, dense_S)
+
+
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+def test_a_tensor_is_taken_for_what_its_length_says():
+    per_sequence, per_token = Estimate.of(torch.ones(2), CU, "Own"), Estimate.of(torch.ones(5), CU, "Own")
+    assert per_sequence.advantages_S is not None
+    assert per_token.advantages_T is not None
+    assert Estimate.of(per_token, CU, "Own") is per_token
+
+
+def test_a_tensor_of_another_or_an_ambiguous_length_raises():
+    with pytest.raises(ValueError, match=r"Own\.estimate returned shape \[3\]\. .*shape \[2\], .* shape \[5\]"):
+        Estimate.of(torch.ones(3), CU, "Own")
+    with pytest.raises(ValueError, match=r"shape \[2, 1\]"):
+        Estimate.of(torch.ones(2, 1), CU, "Own")
+    empty_and_long = torch.tensor([0, 0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"as many responses as tokens\. Return Estimate"):
+        Estimate.of(torch.ones(2), empty_and_long, "Own")
+    one_each = torch.tensor([0, 1, 2], dtype=torch.int32)
+    assert Estimate.of(torch.ones(2), one_each, "Own").advantages_S is not None  # both mean the same
+
+
+def two_groups() -> SequenceSample:
+    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1, 2], [1, 2, 3, 4]], [[1, 2]]]})
+    mask_T = torch.tensor([False, True, False, True, True, True, False, True])
+    return data.with_tokens(loss_mask=mask_T).with_sequences(rewards=torch.tensor([1.0, 0.0, 5.0]))
+
+
+@pytest.mark.parametrize("norm", [NONE, GROUP, Normalization()], ids=str)
+def test_advantages_of_responses_are_normalized_before_they_are_broadcast(norm):
+    data = two_groups()
+    valid_S = torch.tensor([True, True, False])
+    found_T = normalized_advantages(Estimate(advantages_S=data["rewards"]), data, valid_S, norm, identity)
+    want_S = norm(data["rewards"], torch.tensor([0, 0, 1]), valid_S, identity).tolist()
+    assert found_T.tolist() == pytest.approx([0, want_S[0], 0, want_S[1], want_S[1], want_S[1], 0, 0])
+
+
+def test_advantages_of_tokens_are_normalized_over_tokens():
+    data = two_groups()
+    x_T = torch.arange(8.0)
+    found_T = normalized_advantages(Estimate(advantages_T=x_T), data, torch.ones(3, dtype=torch.bool), GROUP, identity)
+    want_T = GROUP(x_T, torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]), data["loss_mask"], identity)
+    assert torch.equal(found_T, want_T)
+
+
+def test_responses_of_small_groups_are_not_kept():
+    data = two_groups()
+    assert GroupRelative(2).keep(data).tolist() == [True, True, False]
+    assert GroupRelative(1).keep(data).tolist() == [True, True, True]
+    missing = data.with_sequences(rewards=torch.tensor([1.0, math.nan, 5.0]))
+    assert GroupRelative(2).keep(missing).tolist() == [False] * 3
+    assert GAE().keep(data) is None
+
+
+@pytest.mark.parametrize(
+    ("advantage", "settings", "text"),
+    [
+        (GroupRelative(), {"responses": 1}, r"generation\.n=1: adv_norm compares the responses"),
+        (GroupRelative(5), {}, r"advantage\.min_group_size=5: must be at most generation\.n=4"),
+        (GroupRelative(rescale_degenerate=True), {"adv_norm": NONE}, r"advantage\.rescale_degenerate=true"),
+        (GroupRelative(), {"baseline": True}, r"reward\.baseline=greedy: subtracts the same number"),
+        (GAE(reward_norm=GROUP), {"responses": 1}, r"generation\.n=1: advantage\.reward_norm compares"),
+    ],
+)
+def test_settings_under_which_every_advantage_would_be_wrong_raise(advantage, settings, text):
+    with pytest.raises(SettingsError, match=text):
+        advantage.check(**({"responses": 4, "adv_norm": GROUP, "baseline": False} | settings))
+    advantage = GAE() if isinstance(advantage, GAE) else GroupRelative()
+    advantage.check(responses=4, adv_norm=NONE, baseline=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "text"),
+    [
+        (GAE, {"gamma": 1.1}, r"gamma=1\.1: must be at least 0 and at most 1"),
+        (GAE, {"lam": math.nan}, "lam=nan: must be at least 0 and at most 1"),
+        (GroupRelative, {"min_group_size": 0}, "min_group_size=0: must be at least 1"),
+    ],
+)
+def test_wrong_settings_raise(kind, settings, text):
+    with pytest.raises(SettingsError, match=text):
+        kind(**settings)
+
+
+def test_bootstrapping_needs_the_values_of_the_critic():
+    why = "advantage.bootstrap=true"
+    assert GAE(bootstrap=True).needs() == {"bootstrap_values": why, "truncated": why}
+    assert GAE().needs() == GroupRelative().needs() == {}
+
+
+def test_without_a_critic_all_values_are_0():
+    data = random_batch(1)
+    without = data.select(data.keys - {"values"})
+    zeros = without.with_tokens(values=torch.zeros_like(data["values"]))
+    found, want = (GAE(0.9, 0.5).estimate(Rewards.of(x), x, identity) for x in (without, zeros))
+    mask_T = data["loss_mask"] & found.advantages_T.isfinite()  # the last response has no reward
+    assert mask_T.any()
+    assert torch.equal(found.advantages_T[mask_T], want.advantages_T[mask_T])
+
+
+def test_metrics_are_over_trained_tokens():
+    data = two_groups().with_tokens(advantages=torch.tensor([99.0, 1, -99, 2, 3, -4, 99, 5]))
+    assert stat_values(advantage_stats(data)) == {
+        "advantage_mean": pytest.approx(7 / 5),
+        "advantage_max": 5,
+        "advantage_min": -4,
+    }
+
+
+def test_the_fraction_of_groups_with_equal_rewards_is_reported():
+    data = two_groups()
+    assert stat_values(GroupRelative().stats(data)) == {"zero_std_fraction": 0.5}
+    assert GAE().stats(data) == {}
+
+
+def test_the_launch_table_lists_the_estimator():
+    assert GAE(0.9, 0.5).describe() == "GAE, gamma 0.9, lambda 0.5"
+    assert GroupRelative().describe() == "reward of the response, at each of its tokens"
+    rich = GAE(reward_norm=Normalization(Scope.group, Scope.none), whiten_rewards=True, bootstrap=True).describe()
+    assert rich.count(";") == 3
+    weighted = GroupRelative(length_weighted=True, rescale_degenerate=True).describe()
+    assert weighted == "reward of the response, responses weighted by length, at each of its tokens, times B / (B - M)"
