@@ -115,7 +115,7 @@ def test_a_config_node_takes_any_two_data_nodes(files):
     dataset = made.load(make_tokenizer())
     sample = dataset.sample([(0, 0), (0, 1)])
     assert sorted(x.tolist() for x in sample.sequences("ptx_input_ids")) == [characters("abc"), characters("def")]
-    assert (dataset.report.longest, dataset.longest_text) == (4, 3)
+    assert (dataset.longest_row, dataset.longest_text) == (4, 3)
     assert sample.metadata["row"] == ({"prompt": "1+1="}, {"prompt": "2+2="})
     with pytest.raises(ConfigError, match=r"data\.pretraining\._target_: Table is not a DataSpec"):
         build({**node, "pretraining": {"_target_": "realign.data.Table"}}, DataSpec, "data")

@@ -46,7 +46,7 @@ def test_charts_of_all_trained_roles_are_drawn_and_those_of_one_title_are_merged
         "explained_variance": "value head",
         "critic/explained_variance": "critic",
     }
-    assert list(charts)[0] == "reward per response"
+    assert next(iter(charts)) == "reward per response"
     assert list(charts)[-2:] == ["response length (tokens)", "gradient norm"]
 
 

@@ -98,7 +98,7 @@ def test_an_interface_that_cannot_open_is_named_and_everything_is_closed(tmp_pat
             dataflow(critic="shared"),
             {"critic": PPOCriticInterface(), "actor": PPOActorInterface(GENERATION, value=ValueObjective())},
             {"critic": TransformersModel("m", head="value")},
-            r"models\.critic\.path='m' is a model that nothing trains",
+            r"models\.critic\.path='m' is a model that nothing trains, ",
         ),
     ],
 )
