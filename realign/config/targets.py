@@ -155,9 +155,9 @@ def misfit(cls: type, kind: Any) -> str | None:
     if not getattr(kind, "_is_protocol", False):
         if not (inspect.isclass(kind) and issubclass(cls, kind)):
             return ""
-        return (
-            f": it does not implement {', '.join(sorted(cls.__abstractmethods__))}" if inspect.isabstract(cls) else None
-        )
+        members = inspect.getmembers_static(cls)
+        missing = [name for name, member in members if getattr(member, "__isabstractmethod__", False)]
+        return f": it does not implement {', '.join(missing)}" if missing else None
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_") and name != "__call__":
             continue

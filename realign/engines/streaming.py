@@ -20,7 +20,7 @@ from torch import Tensor
 
 from realign.api.data import SequenceSample
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import GenerationConfig, PostHook
+from realign.api.model import GenerationConfig, PipelinableEngine, PostHook
 from realign.engines.decoding import Responses
 from realign.engines.engine import TransformersEngine
 from realign.engines.generation import checked_prompts, packed, prepared
@@ -74,7 +74,7 @@ class StreamingEngine(SharedEngine):
 
     engine: TransformersEngine
 
-    def __init__(self, name: str, engine: TransformersEngine, *, version: int = 0, recompute: bool = True) -> None:
+    def __init__(self, name: str, engine: PipelinableEngine, *, version: int = 0, recompute: bool = True) -> None:
         super().__init__(name, name, engine)
         if not isinstance(engine, TransformersEngine) or "logprobs" not in engine.outputs:
             raise ValueError(f"model {name!r}: {type(engine).__name__} cannot sample for several callers at once")
