@@ -143,6 +143,11 @@ class Bigram(ModelSpec):
 
 
 @dataclass
+class Unfinished(ModelSpec):
+    """A model spec without `load`."""
+
+
+@dataclass
 class Prompts(DataSpec, Dataset):
     n: int = 8
 

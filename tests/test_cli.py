@@ -200,7 +200,7 @@ def test_check_does_everything_but_train(here, capsys, monkeypatch):
     ("override", "message"),
     [
         ("output_dir=blocked/run", "blocked' is not a folder"),
-        ("graph={_target_: tests.config_parts.one_call}", "reads key 'input_ids' of the dataset"),
+        ("graph={_target_: tests.config_parts.one_call}", "interfaces.actor needs key 'loss_mask' in train_step"),
     ],
 )
 def test_check_finds_what_would_have_failed_later(here, capsys, override, message):

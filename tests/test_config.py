@@ -220,6 +220,8 @@ def test_a_component_inherits_from_the_base_class_that_its_place_asks_for():
         build({"_target_": f"{HERE}.Bigram"}, DataSpec, "data")
     with pytest.raises(ConfigError, match=r"Prompts is not a ModelSpec \(Bigram of .* would fit\)"):
         build({"_target_": f"{HERE}.Prompts"}, ModelSpec, "models.actor")
+    with pytest.raises(ConfigError, match=r"Unfinished is not a ModelSpec: it does not implement load \(Bigram of"):
+        build({"_target_": f"{HERE}.Unfinished"}, ModelSpec, "models.actor")
 
 
 @pytest.mark.parametrize(

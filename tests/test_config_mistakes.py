@@ -189,8 +189,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "graph.kl=false"],
         (
-            "interfaces.actor, as set, needs key 'ref_logprobs' in train_step, but RPC 'actor_train' does not "
-            "read it: a flag of the graph must provide it, such as graph.kl=true for ref_logprobs"
+            "interfaces.actor.kl.place=loss needs key 'ref_logprobs' in train_step, but RPC 'actor_train' does not "
+            "read it; no call of the graph writes it: choose a graph, or a flag of the graph, that adds such a call, "
+            "or change kl.place"
         ),
     ),
     (
@@ -239,8 +240,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*PPO, "graph.critic=shared"],
         (
-            "interfaces.actor: value=null, but with graph.critic=shared the policy's loss is what trains the "
-            "values; set value (such as value.coef=0.1), or use graph.critic=own"
+            "interfaces.actor: RPC 'actor_train' has input 'values', which is computed, but which no component of "
+            "PPOActorInterface reads under its settings. Remove it from the graph, or set the component that reads it"
         ),
     ),
     (
@@ -252,8 +253,8 @@ MISTAKES: list[tuple[list[str], str]] = [
             "models.actor.head.value_head={}",
         ],
         (
-            "models.critic.path='r' is a model that nothing trains: with graph.critic=shared the loss of "
-            "models.actor trains the values of its own value_head; share its weights: ~models.critic "
+            "models.critic.path='r' is a model that nothing trains, but the loss of models.actor trains the values "
+            "of its own value_head; share its weights: ~models.critic "
             "'+models.critic={_target_: realign.engines.SharedModel, of: actor}'"
         ),
     ),
@@ -273,16 +274,17 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*REMAX, "~models.baseline", "+models.baseline.path=m"],
         (
-            "models.baseline.path='m' is a copy that stays as it is, but its greedy answers are compared with "
-            "samples of models.actor, which is trained; share its weights: ~models.baseline "
-            "'+models.baseline={_target_: realign.engines.SharedModel, of: actor}'"
+            "models.baseline.path='m' is a copy that nothing updates, but baseline must sample with the weights of "
+            "models.actor, which is trained; share its weights: ~models.baseline "
+            "'+models.baseline={_target_: realign.engines.SharedModel, of: actor}', or update it by "
+            "sync.baseline.of=actor"
         ),
     ),
     (
         [*GRPO, "~models.ref", "+models.ref={_target_: realign.engines.SharedModel, of: actor}"],
         (
-            "models.ref.branch=whole: the reference would move with models.actor, which is trained, and every KL "
-            "would be 0; set models.ref.branch=reference, or give it a model of its own"
+            "models.ref.branch=whole: ref needs frozen weights, but would change with models.actor, which is "
+            "trained. Set models.ref.branch=reference, or give ref a model of its own"
         ),
     ),
     (

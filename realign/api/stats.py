@@ -110,8 +110,8 @@ def merge_stats(parts: Iterable[LossStats]) -> Stats:
     """Merge the metrics of several micro-batches, mini-batches or ranks into one; what is kept holds no graph.
 
     Args:
-        parts: metrics by name; a plain (total, weight) is a `Mean`. `TokenValues` are dropped. A name may be absent from some parts; where
-            present it has one kind.
+        parts: metrics by name; a plain (total, weight) is a `Mean`. `TokenValues` are dropped. A name may be absent
+            from some parts; where present it has one kind.
 
     Raises:
         ValueError: a name has two kinds, or its value is no metric of single numbers.

@@ -140,7 +140,7 @@ def _meant(raw: Any, annotation: Any, where: str) -> str:
     if dataclasses.is_dataclass(annotation):
         names = [field.name for field in dataclasses.fields(annotation) if field.init]
         return f"; it has fields: set them one by one, such as {where}.{names[0]}=VALUE{listed(names)}" if names else ""
-    if getattr(annotation, "_is_protocol", False):
+    if getattr(annotation, "_is_protocol", False) or inspect.isabstract(annotation):
         return f"; give a component, that is {where}._target_ and its fields"
     return ""
 

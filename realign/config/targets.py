@@ -153,7 +153,11 @@ def _elsewhere(path: str, found: Any, fits: Fits) -> str | None:
 def misfit(cls: type, kind: Any) -> str | None:
     """Why a class is not of the kind that a place asks for, as the end of a message; None if it is."""
     if not getattr(kind, "_is_protocol", False):
-        return None if inspect.isclass(kind) and issubclass(cls, kind) else ""
+        if not (inspect.isclass(kind) and issubclass(cls, kind)):
+            return ""
+        members = inspect.getmembers_static(cls)
+        missing = [name for name, member in members if getattr(member, "__isabstractmethod__", False)]
+        return f": it does not implement {', '.join(missing)}" if missing else None
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_") and name != "__call__":
             continue

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import yaml
 
 from realign.runtime.tracking import Tracker
+from realign.settings import Settings
 
 
 class TrackerSpec(Protocol):
@@ -47,7 +48,7 @@ class WandbMode(StrEnum):
 
 
 @dataclass
-class WandB:
+class WandB(Settings):
     """A run of Weights & Biases, with the resolved config (extra `wandb`). Its login is wandb's own."""
 
     project: str = "realign"
@@ -58,6 +59,7 @@ class WandB:
     """online | offline (files that `wandb sync` uploads later)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _extra("wandb", "wandb")
 
     def open(self, name: str, output_dir: Path) -> Tracker:
@@ -70,7 +72,7 @@ class WandB:
                 group=self.group,
                 name=name,
                 dir=str(output_dir),
-                mode=WandbMode(self.mode).value,
+                mode=self.mode.value,
                 config=config,
             )
         )

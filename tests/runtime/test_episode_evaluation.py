@@ -172,6 +172,12 @@ def test_a_copy_that_stays_as_it_is_may_not_sample(tmp_path):
     LocalRuntime(experiment(tmp_path, models=copied, sync={"agent": Sync("actor")}))
 
 
+def test_a_sampler_under_which_probability_ratios_would_be_wrong_is_refused(tmp_path):
+    greedy = {"actor": GRPOActorInterface(generation=TURN), "agent": episodes(generation=replace(TURN, greedy=True))}
+    with pytest.raises(ValueError, match=r"interfaces\.agent samples with greedy=True, .* ratios of RPC 'actor_train'"):
+        experiment(tmp_path, interfaces=greedy)
+
+
 def test_what_the_learner_is_told_of_episodes_must_agree_with_them(tmp_path):
     other = {"actor": GRPOActorInterface(generation=replace(TURN, n=4)), "agent": episodes()}
     with pytest.raises(ValueError, match=r"interfaces\.agent\.generation\.n=6 .*interfaces\.actor\.generation\.n=4"):
