@@ -2,20 +2,136 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
+from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
-from realign.interfaces.formulas import normalization_formula
+import torch
+import yaml
 
 from realign import cli
-from realign.config import ConfigError, build_experiment, compose
-from realign.config.folders import experiments_dir, list_algorithms
+from realign.api import MicroBatchSpec
+from realign.config import ConfigError, build_experiment, compose, resolved_config
+from realign.config.folders import experiments_dir, list_algorithms, list_experiments
+from realign.config.targets import import_target
 from realign.demo.arithmetic import prepare
+from realign.interfaces.ppo import PPOActorInterface
+from realign.runtime import Experiment
 from realign.runtime.local import LocalRuntime
+from realign.testing import BigramEngine, random_batch, train_once
+from tests.test_config import MUST_BE_GIVEN
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"]}
 ALGORITHMS = sorted(list_algorithms())
+INHERENT = {
+    # ReMax subtracts the score of the greedy response, which the experiment's penalty on cut samples does not reach
+    ("areal_ppo", "remax"): "would change the scores of samples and not",
+    # an environment samples and scores in one call, so no greedy response of its own is scored
+    ("grpo_environment", "remax"): "rewards whole conversations, so there is no reward of a greedy response",
+}
+"""Pairs of an experiment and a preset that exclude each other -> the reason that the error names."""
+
+
+def template(group: str, name: str) -> dict[str, Any]:
+    """A shipped file as plain values."""
+    return yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def rl_experiments() -> tuple[str, ...]:
+    """The experiments whose actor is of PPO's family, which presets are for."""
+    actors = {name: template("experiment", name)["interfaces"].get("actor") for name in sorted(list_experiments())}
+    found = {name: import_target(node["_target_"], name) for name, node in actors.items() if node is not None}
+    return tuple(name for name, actor in found.items() if issubclass(actor, PPOActorInterface))
+
+
+PAIRS = [(experiment, preset) for experiment in rl_experiments() for preset in ALGORITHMS]
+
+
+def overrides_of(experiment: str, preset: str | None = None) -> list[str]:
+    """The command line of a pair: what the experiment leaves open, groups of 4, and what the preset leaves open."""
+    base = [f"experiment={experiment}", *MUST_BE_GIVEN.get(experiment, []), "interfaces.actor.generation.n=4"]
+    return base if preset is None else [*base, f"algorithm={preset}", *NEEDS.get(preset, [])]
+
+
+def resolved(overrides: list[str]) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment of a command line, and all its values."""
+    config = compose(overrides)
+    made = build_experiment(config)
+    values = resolved_config(config, made)
+    for group, given in (("models", config.models), ("interfaces", config.interfaces)):
+        values[group] = {role: values[group][role] for role in given}  # without roles that follow from settings
+    return made, values
+
+
+@cache
+def alone(experiment: str) -> dict[str, Any]:
+    """All values of an experiment without a preset."""
+    return resolved(overrides_of(experiment))[1]
+
+
+def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a tree that hold no mapping, with their values."""
+    if isinstance(node, dict) and node:
+        for name, value in node.items():
+            yield from leaves(value, f"{key}.{name}".removeprefix("."))
+    else:
+        yield key, node
+
+
+def links(experiment: str) -> dict[str, str]:
+    """The keys of an experiment that take the value of another key, which a preset may set."""
+    written = leaves(template("experiment", experiment))
+    return {key: value[2:-1] for key, value in written if isinstance(value, str) and value.startswith("${")}
+
+
+def value_at(tree: dict[str, Any], key: str) -> Any:
+    return reduce(operator.getitem, key.split("."), tree)
+
+
+def is_within(key: str, places: list[str]) -> bool:
+    return any(key == place or key.startswith(f"{place}.") for place in places)
+
+
+def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_other():
+    other = {"dpo", "raft", "reward_model", "reward_sentiment", "sft", "sft_arithmetic", "sft_sentiment"}
+    assert {*rl_experiments()} == {*list_experiments()} - other
+    without_agents = [pair for pair in PAIRS if pair[0] != "grpo_environment"]
+    assert len(without_agents) >= 210
+    assert INHERENT.keys() <= {*PAIRS}
+    assert len(without_agents) - len(INHERENT.keys() & {*without_agents}) >= 200
+
+
+@pytest.mark.parametrize(("experiment", "preset"), [pair for pair in PAIRS if pair not in INHERENT])
+def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment, preset):
+    made, values = resolved(overrides_of(experiment, preset))
+    chosen = template("algorithm", preset)
+    owned = chosen.pop("owns")
+    given = dict(leaves(chosen))
+    for key, value in given.items():
+        if isinstance(value, str) and value.startswith("${"):
+            value = value_at(values, value[2:-1])
+        assert value_at(values, key) == (2 if value == "???" else value), key
+    linked = {key for key, source in links(experiment).items() if is_within(source, [*owned, *given])}
+    for key, value in leaves(alone(experiment)):
+        if not is_within(key, [*owned, *given, *linked]) and not any(place.startswith(f"{key}.") for place in given):
+            assert value_at(values, key) == value, key
+    actor = made.interfaces["actor"]
+    keys, batch = actor.keys("train_step"), random_batch(n_prompts=8)
+    trained = train_once(actor, batch.select({*keys.needs, *keys.uses} & batch.keys), MicroBatchSpec())
+    assert trained.metrics["optimizer_steps"] >= 1
+    assert all(p.isfinite().all() for p in trained.parameters)
+    assert not torch.equal(trained.parameters[0], BigramEngine(seed=0).parameters[0])
+
+
+@pytest.mark.parametrize(("experiment", "preset"), INHERENT)
+def test_a_preset_and_an_experiment_that_exclude_each_other_are_an_error_with_the_reason(experiment, preset):
+    with pytest.raises((ConfigError, ValueError), match=INHERENT[experiment, preset]):
+        resolved(overrides_of(experiment, preset))
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +172,11 @@ def test_an_algorithm_trains_a_real_model(name, overrides):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_overrides(name):
     first, last = f"algorithm={name}", "experiment=grpo_arithmetic"
-    own = [*NEEDS.get(name, []), "interfaces.actor.aggregation=seq_mean_token_sum", "graph.kl=true"]
-    if name == "dr_grpo":
-        own.append("interfaces.actor.aggregation_constant=null")
+    own = [*NEEDS.get(name, []), "interfaces.actor.adv_norm.eps=0.5", "interfaces.actor.entropy_coef=0.1"]
     assert compose([first, *own, last]) == compose([last, first, *own]) == compose([*own, last, first])
     made = build_experiment(compose([last, first, *own]))
-    assert made.interfaces["actor"].aggregation == "seq_mean_token_sum"
+    assert made.interfaces["actor"].adv_norm.eps == 0.5
+    assert made.interfaces["actor"].entropy_coef == 0.1
     assert list_algorithms()[name], "the first comment line of an algorithm says what it is"
 
 
@@ -80,14 +195,11 @@ def test_an_algorithm_normalises_the_same_over_experiments_that_normalise_otherw
     """openrlhf_ppo whitens tokens, llama2_chat scores: neither the level nor a flag may stay behind."""
     given = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl", *NEEDS.get(name, [])]
     config = compose(["experiment=ppo", f"algorithm={name}", "interfaces.actor.generation.n=4", *given])
-    grouped = config.interfaces["actor"]["_target_"].endswith("GRPOActorInterface")
-    more = {"openrlhf_ppo": ["interfaces.actor.lam=0.95"]} if grouped else {"openrlhf_ppo": [], "llama2_chat": []}
     actor = build_experiment(config).interfaces["actor"]
-    for experiment, own in more.items():
-        overrides = [f"experiment={experiment}", f"algorithm={name}", "interfaces.actor.generation.n=4", *given, *own]
+    for experiment in ("openrlhf_ppo", "llama2_chat"):
+        overrides = [f"experiment={experiment}", f"algorithm={name}", "interfaces.actor.generation.n=4", *given]
         other = build_experiment(compose(overrides)).interfaces["actor"]
-        for norm in ("adv_norm", "reward_norm"):
-            assert normalization_formula(getattr(other, norm)) == normalization_formula(getattr(actor, norm))
+        assert (other.advantage, other.adv_norm) == (actor.advantage, actor.adv_norm)
         assert not other.credit_per_minibatch
 
 
@@ -111,5 +223,5 @@ def test_the_help_lists_algorithms_ours_and_ones_own(tmp_path: Path, capsys):
     assert cli.main(["--config-dir", str(tmp_path), "--help"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {line[0] for line in lines if line} >= {"mine", *ALGORITHMS}
-    config = compose(["experiment=grpo_arithmetic", "algorithm=mine"], tmp_path)
-    assert (config.interfaces["actor"]["epochs"], config.interfaces["actor"]["objective"]) == (2, "reinforce")
+    actor = compose(["experiment=grpo_arithmetic", "algorithm=mine"], tmp_path).interfaces["actor"]
+    assert (actor["epochs"], actor["objective"]["_target_"].rpartition(".")[2]) == (2, "Reinforce")

@@ -25,9 +25,10 @@ REMAX = ["experiment=remax", "models.actor.path=m", "data.path=prompts.jsonl", R
 SFT = ["experiment=sft", "models.actor.path=m", "data.path=demonstrations.jsonl"]
 DPO = ["experiment=dpo", "models.actor.path=m", "data.path=pairs.jsonl"]
 PROMPTS = "{_target_: realign.data.PromptData, path: prompts.jsonl}"
+REFERENCE = "realign.interfaces.reference.ReferenceInterface"
 JUDGE = "{_target_: realign.interfaces.rule_reward.RuleRewardInterface}"
 EVALUATION = [f"evaluation.data={PROMPTS}", f"evaluation.reward={JUDGE}"]
-SHORT = ["interfaces.actor.generation.max_new_tokens=8", "models.actor.device=cpu", "models.ref.device=cpu"]
+SHORT = ["interfaces.actor.generation.max_new_tokens=8", "models.actor.device=cpu"]
 
 NO_LIMIT = "~data.max_prompt_tokens"
 
@@ -45,19 +46,16 @@ MISTAKES: list[tuple[list[str], str]] = [
         "unknown key 'batch_size'; did you mean 'batch_prompts'?",
     ),
     (
-        [*GRPO, "interfaces.actor.clip_hi=0.3"],
-        "unknown key 'interfaces.actor.clip_hi'; did you mean 'clip_high'?",
+        [*GRPO, "interfaces.actor.objective.hgh=0.3"],
+        "unknown key 'interfaces.actor.objective.hgh'; did you mean 'high'? (valid: dual, high, low)",
     ),
     (
         [*GRPO, "interfaces.actr.epochs=2"],
-        (
-            "interfaces.actr._target_ is missing: no role is called 'actr'; did you mean 'actor'? (valid: actor, "
-            "ref, reward)"
-        ),
+        ("interfaces.actr._target_ is missing: no role is called 'actr'; did you mean 'actor'? (valid: actor, reward)"),
     ),
     (
         [*GRPO, "models.actr.optimizer.lr=1e-5"],
-        "models.actr: no interface plays 'actr'; did you mean 'actor'? (valid: actor, ref, reward)",
+        "models.actr: no interface plays 'actr'; did you mean 'actor'? (valid: actor, reward)",
     ),
     (
         ["experiment=grpoo"],
@@ -90,10 +88,10 @@ MISTAKES: list[tuple[list[str], str]] = [
         "steps: expected int, found '10k'; did you mean 10000?",
     ),
     (
-        [*GRPO, "interfaces.actor.clip_high=", "0.3"],
+        [*GRPO, "interfaces.actor.objective.high=", "0.3"],
         (
             "'0.3' is no override, which is written key=value; no blank may stand behind the =: did you mean "
-            "interfaces.actor.clip_high=0.3?"
+            "interfaces.actor.objective.high=0.3?"
         ),
     ),
     (
@@ -175,44 +173,41 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "interfaces.actor.kl.place=both"],
         (
-            "interfaces.actor.kl.place: unknown choice 'both' (valid: loss, none, reward): Where the penalty for "
-            "leaving the reference policy is applied: once, never in both places"
+            "interfaces.actor.kl.place: unknown choice 'both' (valid: loss, none, reward): Where the penalty is "
+            "applied: in one place, never in both"
         ),
     ),
     (
         [*GRPO, "interfaces.actor.kl.place=[reward,loss]"],
         (
             "interfaces.actor.kl.place takes one choice, found ['reward', 'loss'] (valid: loss, none, reward): "
-            "Where the penalty for leaving the reference policy is applied: once, never in both places"
+            "Where the penalty is applied: in one place, never in both"
         ),
     ),
     (
         [*GRPO, "graph.kl=false"],
-        (
-            "interfaces.actor.kl.place=loss needs key 'ref_logprobs' in train_step, but RPC 'actor_train' does not "
-            "read it; no call of the graph writes it: choose a graph, or a flag of the graph, that adds such a call, "
-            "or change kl.place"
-        ),
+        ("graph.kl no longer exists: a KL penalty brings its reference: set interfaces.actor.kl.place=loss or reward"),
     ),
     (
         [*GRPO, "interfaces.actor.generation.top_p=0.9"],
         (
-            "interfaces.actor.generation.top_p=0.9 changes the sampled distribution, and the ratios of this loss "
-            "would be wrong; use neutral settings for training (evaluation may use any)"
+            "interfaces.actor.generation.top_p=0.9: changes the sampled distribution, so ratios in the loss would be "
+            "wrong. Use neutral settings for training (evaluation may use any)"
         ),
     ),
     (
         [*GRPO, "interfaces.actor.generation.n=1"],
         (
-            "interfaces.actor.generation.n=1: a group of one response has nothing to be compared with; use "
-            "generation.n of 2 or more, or adv_norm.mean=batch and adv_norm.std=batch with min_group_size=1"
+            "interfaces.actor.generation.n=1: adv_norm compares the responses to a prompt, so every advantage would "
+            "be 0. Set generation.n to 2 or more, or adv_norm.mean=batch and adv_norm.std=batch"
         ),
     ),
     (
-        [*PPO, "interfaces.actor.reward_norm.mean=group"],
+        [*PPO, "interfaces.actor.advantage.reward_norm.mean=group"],
         (
-            "interfaces.actor.generation.n=1: the score of the only response to a prompt would always become 0 by"
-            " a reward_norm over the group; use generation.n of 2 or more, or reward_norm.mean=batch"
+            "interfaces.actor.generation.n=1: advantage.reward_norm compares the responses to a prompt, so every "
+            "advantage would be 0. Set generation.n to 2 or more, or advantage.reward_norm.mean=batch and "
+            "advantage.reward_norm.std=batch"
         ),
     ),
     (
@@ -231,23 +226,20 @@ MISTAKES: list[tuple[list[str], str]] = [
         ),
     ),
     (
-        [*GRPO, "interfaces.ref.temperature=0.7"],
+        [*GRPO, f"interfaces.ref={{_target_: {REFERENCE}, temperature: 0.7}}"],
         (
             "interfaces.actor.generation.temperature=1, but interfaces.ref.temperature=0.7: all roles of a graph "
             "must use one temperature, or their log-probs cannot be compared"
         ),
     ),
     (
-        [*PPO, "graph.critic=shared"],
-        (
-            "interfaces.actor: RPC 'actor_train' has input 'values', which is computed, but which no component of "
-            "PPOActorInterface reads under its settings. Remove it from the graph, or set the component that reads it"
-        ),
+        [*PPO, "interfaces.actor.value.coef=0.1"],
+        "interfaces.actor.value: a loss of values needs critic=shared, found critic=own",
     ),
     (
         [
             *PPO,
-            "graph.critic=shared",
+            "interfaces.actor.critic=shared",
             "interfaces.actor.value.coef=0.1",
             "~models.critic.optimizer",
             "models.actor.head.value_head={}",
@@ -261,7 +253,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [
             *PPO,
-            "graph.critic=shared",
+            "interfaces.actor.critic=shared",
             "interfaces.actor.value.coef=0.1",
             "~models.critic",
             "+models.critic={_target_: realign.engines.SharedModel, of: actor}",
@@ -272,7 +264,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         ),
     ),
     (
-        [*REMAX, "~models.baseline", "+models.baseline.path=m"],
+        [*REMAX, "models.baseline.path=m"],
         (
             "models.baseline.path='m' is a copy that nothing updates, but baseline must sample with the weights of "
             "models.actor, which is trained; share its weights: ~models.baseline "
@@ -281,14 +273,14 @@ MISTAKES: list[tuple[list[str], str]] = [
         ),
     ),
     (
-        [*GRPO, "~models.ref", "+models.ref={_target_: realign.engines.SharedModel, of: actor}"],
+        [*GRPO, "models.ref={_target_: realign.engines.SharedModel, of: actor}"],
         (
             "models.ref.branch=whole: ref needs frozen weights, but would change with models.actor, which is "
             "trained. Set models.ref.branch=reference, or give ref a model of its own"
         ),
     ),
     (
-        [*GRPO, "~models.ref", "+models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}"],
+        [*GRPO, "models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}"],
         (
             "models.ref.branch=reference: models.actor trains all of its weights, so that no branch of it stays "
             "as it is; set models.actor.trains=top_layers or lora, or give ref a model of its own (models.ref.path)"
@@ -440,7 +432,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         "RPC 'actor_train' trains models.actor, which has no optimizer: set models.actor.optimizer.lr",
     ),
     (
-        [*GRPO, "models.ref.optimizer.lr=1e-6"],
+        [*GRPO, "models.ref.path=m", "models.ref.optimizer.lr=1e-6"],
         (
             "models.ref.optimizer has no effect: no call of the graph trains models.ref; leave it out "
             "(~models.ref.optimizer)"
@@ -471,7 +463,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         "models.actor.trains.rank=0: must be at least 1",
     ),
     (
-        [*GRPO, "models.ref.trains._target_=realign.engines.Lora"],
+        [*GRPO, "models.ref.path=m", "models.ref.trains._target_=realign.engines.Lora"],
         "models.ref.trains=lora: it is ignored without an optimizer. Set optimizer.lr.",
     ),
     (
@@ -484,10 +476,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "interfaces.actor.lam=0.9"],
-        (
-            "interfaces.actor.lam=0.9 has no effect: GRPO gives every token its response's advantage; leave it "
-            "out, or use PPOActorInterface"
-        ),
+        "interfaces.actor.lam was renamed to interfaces.actor.advantage.lam",
+    ),
+    (
+        [*GRPO, "interfaces.actor.advantage.lam=0.9"],
+        "unknown key 'interfaces.actor.advantage.lam': it is a setting of GAE, not of GroupRelative",
     ),
     (
         [*GRPO, "interfaces.reward.function=reward.py:score"],
@@ -498,8 +491,15 @@ MISTAKES: list[tuple[list[str], str]] = [
         "interfaces.reward.workers=-1: must be at least 0",
     ),
     (
-        [*GRPO, "graph.critic=own"],
-        "RPC 'critic_inf' uses role 'critic', which has no interface (valid: actor, ref, reward)",
+        [*PPO, "~interfaces.critic"],
+        "RPC 'critic_inf' uses role 'critic', which has no interface (valid: actor, reward)",
+    ),
+    (
+        [*GRPO, "interfaces.actor.critic=own"],
+        (
+            "interfaces.actor.critic=own: advantage=GroupRelative computes no returns for it to learn. Use "
+            "advantage=gae, or critic=none"
+        ),
     ),
     (
         [*GRPO, "ratio_tolerance=-1"],
@@ -507,7 +507,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "~interfaces.reward"],
-        "RPC 'reward_inf' uses role 'reward', which has no interface (valid: actor, ref)",
+        "RPC 'reward_inf' uses role 'reward', which has no interface (valid: actor)",
     ),
     (
         [*GRPO, "interfaces.reward.timeout_s=5m"],

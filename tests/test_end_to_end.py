@@ -18,8 +18,9 @@ from realign.demo.__main__ import main as demo
 from realign.demo.arithmetic import add_without_carry, prepare, written
 from realign.demo.launch import Demo
 from realign.functional import KLEstimator
+from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import KLPenalty, KLPlace, ReferenceInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import run
 from realign.runtime.local import LocalRuntime
@@ -63,7 +64,7 @@ def built(task, out: Path, *more: str):
 
 
 OWN_CRITIC = [
-    "graph.critic=own",
+    "interfaces.actor.critic=own",
     "models.critic._target_=realign.engines.TransformersModel",
     "models.critic.path=${models.actor.path}",
     "models.critic.head._target_=realign.engines.Value",
@@ -90,8 +91,7 @@ def test_trap_g8_cpu_training_end_to_end_without_flash_attn_or_vllm(
             tmp_path / "run",
             reward,
             f"interfaces.actor._target_=realign.interfaces.{algorithm}",
-            "graph.kl=true",
-            "graph.recompute=true",
+            "interfaces.actor.recompute=true",
             "interfaces.actor.kl={place: loss, estimator: k3, coef: 0.01}",
             "interfaces.actor.n_minibatches=2",
             *critic,
@@ -115,7 +115,6 @@ def test_text_comes_along_and_is_learned_beside_rewards(task, reward, tmp_path):
         tmp_path / "run",
         reward,
         *ptx,
-        "graph.ptx=true",
         "models.actor.optimizer={lr: 3e-3, schedule: {warmup: 0}}",
         "interfaces.actor.generation.n=2",
     )
@@ -157,7 +156,7 @@ def test_trap_b1_the_ratio_is_one_with_a_real_model(task, tmp_path, recompute):
         built(
             task,
             tmp_path / "run",
-            f"graph.recompute={recompute}",
+            f"interfaces.actor.recompute={recompute}",
             "interfaces.actor.generation.temperature=0.7",
             "microbatch.max_tokens_per_microbatch=200",
         )
@@ -173,7 +172,6 @@ def test_trap_b7_the_reference_is_another_model_frozen_and_left_behind(task, rew
             task,
             tmp_path / "run",
             reward,
-            "graph.kl=true",
             "interfaces.actor.kl={place: loss, estimator: k3, coef: 0.01}",
             "models.actor.optimizer={lr: 0.01, schedule: {kind: constant}}",
         )
@@ -294,21 +292,22 @@ def test_the_same_run_without_hydra(task, reward, tmp_path):
     from realign.runtime import Experiment
 
     generation = GenerationConfig(n=4, max_new_tokens=5)
+    interfaces = {
+        "actor": GRPOActorInterface(generation=generation, kl=KLPenalty(KLPlace.loss, 0.1, KLEstimator.k2)),
+        "ref": ReferenceInterface(),
+        "reward": RuleRewardInterface(reward.partition("=")[2], workers=2),
+    }
     result = run(
         Experiment(
             name="library",
             steps=1,
             batch_prompts=4,
-            graph=dataflow(kl=True),
+            graph=dataflow(interfaces),
             models={
                 "actor": TransformersModel(str(task.model), optimizer=OptimizerSpec(lr=1e-4)),
                 "ref": TransformersModel(str(task.model)),
             },
-            interfaces={
-                "actor": GRPOActorInterface(generation=generation, kl=KLPenalty(KLPlace.loss, 0.1, KLEstimator.k2)),
-                "ref": ReferenceInterface(),
-                "reward": RuleRewardInterface(reward.partition("=")[2], workers=2),
-            },
+            interfaces=interfaces,
             data=PromptData(str(task.prompts)),
             output_dir=tmp_path / "run",
             microbatch=MicroBatchSpec(max_tokens_per_microbatch=64),
@@ -325,15 +324,14 @@ def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, trains)
         reward,
         "steps=3",
         "evaluation=null",
-        "graph={_target_: realign.interfaces.ppo.dataflow, kl: true, critic: shared}",
-        "interfaces.actor={_target_: realign.interfaces.ppo.PPOActorInterface, value: {coef: 0.5}}",
+        "graph={_target_: realign.interfaces.ppo.dataflow}",
+        "interfaces.actor={_target_: realign.interfaces.ppo.PPOActorInterface, critic: shared, value: {coef: 0.5}}",
         "interfaces.actor.kl={place: reward, coef: 0.01}",
         "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
         f"models.actor.trains={{_target_: realign.engines.{trains}}}",
         "models.actor.head.value_head={layers: 1, hidden: mlp}",
         "models.actor.optimizer.ema_decay=0.9",
         "models.actor.optimizer.lr=0.01",
-        "~models.ref.path",
         "models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}",
         "models.critic={_target_: realign.engines.SharedModel, of: actor}",
     )

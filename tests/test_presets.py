@@ -112,7 +112,7 @@ def test_a_recipe_of_areal_runs_end_to_end(name, folders, tmp_path):
     assert {"policy_loss", "early_stopped", "advantage_max"} <= last.keys()
     with_critic = name == "areal_ppo"
     assert ({"critic/value_loss", "ref_kl_per_sequence", "kl_coef"} <= last.keys()) == with_critic
-    assert any(key.startswith("behaviour_weight") for key in last) != with_critic
+    assert any(key.startswith("behavior_weight") for key in last) != with_critic
     assert (tmp_path / "run" / "final" / "critic").exists() == with_critic
 
 

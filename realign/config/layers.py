@@ -306,9 +306,11 @@ class Layers:
     def _interpolated(self, text: str) -> Any:
         try:
             value = OmegaConf.create({**self.view, "_asked_": text})._get_node("_asked_")._maybe_dereference_node()  # type: ignore[union-attr]
-            return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()  # type: ignore[union-attr]
-        except (OmegaConfBaseException, AttributeError):
-            return None  # of a key outside the components, or of one that a higher layer sets
+            if value is None:
+                return None  # of a key outside the components, or of one that a higher layer sets
+            return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()
+        except OmegaConfBaseException:
+            return None
 
 
 def _links(node: Mapping[str, Any], source: str) -> dict[str, Any]:

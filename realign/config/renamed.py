@@ -33,7 +33,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "interfaces.*.rejection": "interfaces.*.correction.rejection",
         "interfaces.*.denominator": "for denominator=all set interfaces.*.correction.keep_in_divisor=true",
         "models.*.lora": "models.*.trains",
-        "models.*.trained_layers": "set models.*.trains=top_layers and models.*.trains.layers",
+        "models.*.trained_layers": "set models.*.trains=top_layers and its field layers",
         "models.*.head_init": "models.*.head.init",
         "models.*.value_head": "models.*.head.value_head",
         "models.*.vocabulary": "models.*.head.vocabulary",

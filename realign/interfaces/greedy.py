@@ -1,7 +1,7 @@
 """The baseline of ReMax (arXiv:2310.10505): the reward of the policy's most likely answer to the same prompt.
 
 Reads `prompt_ids`; writes `input_ids` and `prompt_mask` with one sequence per prompt, which the graph calls
-`greedy_input_ids` and `greedy_prompt_mask` (`dataflow(greedy_baseline=True)`). The role shares the actor's model
+`greedy_input_ids` and `greedy_prompt_mask` (`reward.baseline=greedy` of the actor). The role shares the actor's model
 (`realign.engines.SharedModel`), so that the answer is that of the weights which sampled the batch.
 """
 

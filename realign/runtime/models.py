@@ -90,7 +90,7 @@ def open_sampler(spec: ModelSpec, model: Model) -> None:
 def check_optimizers(experiment: Experiment) -> None:
     """Refuse a model that is trained and has no optimizer, and the other way round, as far as the config tells.
 
-    An optimizer that the graph never calls is, for instance, that of a critic of its own with interfaces.actor.critic=shared.
+    The graph never calls the optimizer of a separate critic with interfaces.actor.critic=shared, for instance.
 
     Raises:
         ValueError: names the role, and what to do.

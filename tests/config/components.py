@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from realign.api import RPC, DataflowGraph, ModelInterface
+from realign.data import DataSpec
 from realign.settings import Count, Fraction, Settings
 from tests.config_parts import Bigram
 
@@ -141,7 +142,7 @@ class AdaptedBigram(Bigram):
 
 
 @dataclass
-class Rows:
+class Rows(DataSpec):
     n: int = 8
     filter: Baseline | None = None
 

@@ -9,6 +9,7 @@ import pytest
 
 from realign.config import ConfigError, build_experiment, compose
 from realign.derived import derived_rows
+from realign.runtime import Ray
 from tests.config.components import (
     BASE,
     GAE,
@@ -182,7 +183,7 @@ def test_models_and_data_take_words_too(folder):
 
 
 def test_config_groups_stay_groups(folder):
-    assert folder.experiment("runtime=ray").runtime.kind.name == "ray"
+    assert isinstance(folder.experiment("runtime=ray").runtime, Ray)
     assert folder.experiment("rollout=async").rollout.mode.name == "async_"
 
 

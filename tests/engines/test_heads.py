@@ -24,7 +24,7 @@ from realign.engines import Causal, Head, HeadInit, Score, TransformersModel, Va
 )
 def test_heads_tell_what_a_model_computes(head, word, outputs, is_scalar, replaces) -> None:
     assert (str(head), head.outputs, head.is_scalar, head.replaces) == (word, outputs, is_scalar, replaces)
-    assert TransformersModel("x", head=head).outputs == outputs
+    assert TransformersModel("x", head=head).facts().outputs == outputs
 
 
 @pytest.mark.parametrize(

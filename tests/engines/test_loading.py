@@ -419,15 +419,14 @@ def test_a_frozen_model_has_nothing_that_trains():
 @pytest.mark.parametrize(
     ("trains", "keeps_start"), [(All(), False), (TopLayers(1), True), (Lora(), True)], ids=["all", "top", "lora"]
 )
-def test_a_start_is_kept_by_what_trains_in_part_or_not_at_all(trains, keeps_start):
-    assert TransformersModel("x", optimizer=OptimizerSpec(), trains=trains).keeps_start == keeps_start
-    assert TransformersModel("x").keeps_start
+def test_a_model_that_trains_in_part_contains_its_start(trains, keeps_start):
+    assert TransformersModel("x", optimizer=OptimizerSpec(), trains=trains).facts().branches == keeps_start
 
 
 def test_a_copy_for_rollouts_has_no_average():
     model = TransformersModel("x", optimizer=OptimizerSpec(lr=0.5, ema_decay=0.9), trains=TopLayers(1))
-    assert model.for_rollouts() == replace(model, optimizer=OptimizerSpec(lr=0.5))
-    assert TransformersModel("x").for_rollouts() == TransformersModel("x")
+    assert model.for_sampling() == replace(model, optimizer=OptimizerSpec(lr=0.5))
+    assert TransformersModel("x").for_sampling() == TransformersModel("x")
 
 
 def test_a_tokenizer_that_transformers_rebuilds_as_another_kind_is_warned_of(tmp_path):

@@ -108,10 +108,10 @@ def every_point(folder):
 
 
 def at_random(folder, count):
-    """Newest step before and after each of `count` kills."""
+    """Newest step before and after each of `count` kills; every second one waits for 3 writes, however slow they are."""
     moments = random.Random(0)
     seen = []
-    for _ in range(count):
+    for number in range(count):
         reads, writes = os.pipe()
 
         def work(writes=writes):
@@ -125,11 +125,12 @@ def at_random(folder, count):
 
         pid = child(work)
         os.close(writes)
+        first = os.read(reads, 4) if number % 2 else b""
         time.sleep(moments.uniform(0, 0.1))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         with os.fdopen(reads, "rb") as pipe:
-            told = pipe.read()
+            told = first + pipe.read()
         warnings = []
         found = newest(folder, warnings.append)
         seen.append(

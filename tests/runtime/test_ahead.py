@@ -84,9 +84,11 @@ class Recording(DecoupledPPOActorInterface):
 
     trained: list[tuple[str, ...]] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
+    trains: threading.Event = field(default_factory=threading.Event)
 
     def train_step(self, model, data, mb_spec):
         self.trained.append(data.ids)
+        self.trains.set()
         sampled_T = data["versions"] >= 0
         assert torch.equal(sampled_T, data["loss_mask"])
         self.ages += (model.version - data["versions"][sampled_T]).unique().tolist()
@@ -102,18 +104,19 @@ def recording(tmp_path: Path, policy: Path, max_staleness: int, **changes):
 
 @dataclass
 class Waiting(CountToken):
-    """A reward that takes long for some prompts: until `until` others have been judged."""
+    """A reward that takes long for some prompts: until `until` others have been judged and a step trains."""
 
     slow: tuple[str, ...] = ()
     until: int = 10
     judged: list[str] = field(default_factory=list)
     go: threading.Event = field(default_factory=threading.Event)
     waits: threading.Event = field(default_factory=threading.Event)
+    trains: threading.Event = field(default_factory=threading.Event)
 
     def inference(self, model, data, mb_spec):
         if set(data.ids) & set(self.slow):
             self.waits.set()
-            assert self.go.wait(60)
+            assert self.go.wait(60) and self.trains.wait(60)
         self.judged += data.ids
         if len(self.judged) >= self.until:
             self.go.set()
@@ -121,11 +124,13 @@ class Waiting(CountToken):
 
     def close(self):
         self.go.set()
+        self.trains.set()
 
 
 def test_a_slow_reward_holds_up_neither_other_prompts_nor_training(tmp_path, policy):
     reward = Waiting(slow=("0@0", "6@0"), until=10)
     run_, actor = recording(tmp_path, policy, 2, steps=6, shuffle=False, reward=reward)
+    actor.trains = reward.trains
     result = run(run_)
     stream = [f"{i % 11}@{i // 11}" for i in range(24)]
     assert sorted(i for batch in actor.trained for i in batch) == sorted(stream)

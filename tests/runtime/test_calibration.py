@@ -195,8 +195,9 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path
 
 
 def test_a_reward_model_that_nothing_trains_is_calibrated_before_the_run_only(tmp_path):
-    settings = {"graph": ppo.dataflow(), "data": Prompts(8), "models": {"actor": Bigram(), "reward": Frozen()}}
+    settings = {"data": Prompts(8), "models": {"actor": Bigram(), "reward": Frozen()}}
     settings["interfaces"] = {"actor": ppo.PPOActorInterface(generation=SAMPLED), "reward": RewardModelInterface()}
+    settings["graph"] = ppo.dataflow(settings["interfaces"])
     by_actor = {"data": Prompts(5), "policy": "actor", "samples": 64, "generation": SAMPLED}
     with pytest.raises(ValueError, match=r"calibration\.after has no effect: nothing trains 'reward'"):
         experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, after=True))

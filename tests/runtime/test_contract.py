@@ -45,7 +45,7 @@ def check(actor: Keys, *inputs: str, ref: Keys | None = None, rename: dict[str, 
             r"it; RPC 'ref_inf' writes it: add it to the inputs of 'train'$",
         ),
         ({"labels": ""}, r"^interfaces\.actor needs key 'labels' .* the dataset has it: add it to the inputs"),
-        ({"values": "value=x"}, r"no call of the graph writes it: choose a graph, .* or change value$"),
+        ({"values": "value=x"}, r"no call of the graph writes it: add such a call to the graph, or change value$"),
     ],
 )
 def test_a_key_that_a_setting_needs_and_the_call_lacks_is_refused(needs, message):

@@ -20,18 +20,21 @@ REFLECTION = {"getattr", "hasattr", "setattr", "delattr", "vars"}
 ALLOWED = {
     ("config/__init__.py", "getattr"): "the package's names are imported on first use",
     ("config/assemble.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
+    ("config/assemble.py", "vars"): "fields of the experiment",
     ("config/components.py", "getattr"): "fields and constructors of a component class",
     ("config/convert.py", "getattr"): "whether an annotation is a Protocol",
+    ("config/places.py", "getattr"): "fields of a component, listed by its constructor",
     ("config/targets.py", "getattr"): "attributes of a module on an import path",
     ("config/targets.py", "hasattr"): "whether a module is a package",
     ("config/targets.py", "vars"): "names that a module or class defines",
     ("config/components.py", "vars"): "whether a class is itself a dataclass",
+    ("config/words.py", "getattr"): "whether a class is a Protocol",
+    ("config/words.py", "vars"): "classes that a module defines",
     ("runtime/local.py", "vars"): "fields of a dataclass of this module",
     ("runtime/models.py", "hasattr"): "methods of a tokenizer, which is the user's",
     ("runtime/ray/host.py", "getattr"): "its own verbs by name",
     ("runtime/ray/wire.py", "getattr"): "a dtype of torch by name",
     ("runtime/ray/wire.py", "hasattr"): "whether a tuple is a named one",
-    ("runtime/rollout.py", "getattr"): "its own fields, listed by dataclasses.fields",
 }
 """Where reflection is used, and on what: never on interfaces, model specs, engines, datasets or evaluators."""
 
