@@ -116,7 +116,8 @@ def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment
         if isinstance(value, str) and value.startswith("${"):
             value = value_at(values, value[2:-1])
         assert value_at(values, key) == (2 if value == "???" else value), key
-    linked = {key for key, source in links(experiment).items() if is_within(source, [*owned, *given])}
+    linked = {key: source for key, source in links(experiment).items() if is_within(source, [*owned, *given])}
+    assert [value_at(values, key) for key in linked] == [value_at(values, source) for source in linked.values()]
     for key, value in leaves(alone(experiment)):
         if not is_within(key, [*owned, *given, *linked]) and not any(place.startswith(f"{key}.") for place in given):
             assert value_at(values, key) == value, key

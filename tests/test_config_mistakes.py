@@ -492,7 +492,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*PPO, "~interfaces.critic"],
-        "RPC 'critic_inf' uses role 'critic', which has no interface (valid: actor, reward)",
+        "RPC 'critic_inf' uses role 'critic', which has no interface (valid: actor, ref, reward)",
     ),
     (
         [*GRPO, "interfaces.actor.critic=own"],
@@ -507,7 +507,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "~interfaces.reward"],
-        "RPC 'reward_inf' uses role 'reward', which has no interface (valid: actor)",
+        "RPC 'reward_inf' uses role 'reward', which has no interface (valid: actor, ref)",
     ),
     (
         [*GRPO, "interfaces.reward.timeout_s=5m"],
@@ -531,10 +531,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "interfaces.actor.generation=null"],
-        (
-            "interfaces.actor.generation is null or a single value, but interfaces.ref.temperature takes the value of "
-            "interfaces.actor.generation.temperature"
-        ),
+        "interfaces.actor.generation must not be null; expected GenerationConfig",
     ),
 ]
 """What follows the program's name, and what stands behind `error: `; `...` stands for the rest of a list."""

@@ -419,8 +419,9 @@ def test_a_frozen_model_has_nothing_that_trains():
 @pytest.mark.parametrize(
     ("trains", "keeps_start"), [(All(), False), (TopLayers(1), True), (Lora(), True)], ids=["all", "top", "lora"]
 )
-def test_a_model_that_trains_in_part_contains_its_start(trains, keeps_start):
+def test_a_start_is_kept_by_what_trains_in_part_or_not_at_all(trains, keeps_start):
     assert TransformersModel("x", optimizer=OptimizerSpec(), trains=trains).facts().branches == keeps_start
+    assert not TransformersModel("x").facts().trainable
 
 
 def test_a_copy_for_rollouts_has_no_average():
