@@ -217,6 +217,14 @@ class PipelinableEngine(Protocol):
         """The part of a batch that this process computes, from 0."""
         return 0
 
+    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Run `forward` on the prompts of this process, which in a single process are all of them."""
+        return self.forward(part, mb_spec, post_hook)
+
+    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Run `generate` for the prompts of this process, which in a single process are all of them."""
+        return self.generate(part, config, seed=seed)
+
     def reference(self, layers: int | None = None) -> Forward:
         """Return a `forward` that computes with the weights as they are now, whatever is trained later.
 

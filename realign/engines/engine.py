@@ -178,10 +178,6 @@ class TransformersEngine(PipelinableEngine):
         """
         return self._forward(data, mb_spec, post_hook, self.network.run, parallel=True)
 
-    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """`forward` on the prompts of this process, which in a single process are all of them."""
-        return self.forward(part, mb_spec, post_hook)
-
     def reference(self, layers: int | None = None) -> Forward:
         """`forward` of the policy as it is now, whatever is trained later; see `Network.reference`."""
         return partial(self._forward, run=self.network.reference(layers))
@@ -331,10 +327,6 @@ class TransformersEngine(PipelinableEngine):
 
         with self._training():
             return origin(list(done.passes), done.losses, is_finite)
-
-    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """`generate` for the prompts of this process, which in a single process are all of them."""
-        return self.generate(part, config, seed=seed)
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`.

@@ -400,7 +400,7 @@ def test_importing_the_package_does_not_import_transformers():
 
 
 def test_bad_fields_are_refused_by_name():
-    with pytest.raises(ValueError, match="'policy' is not a valid Head"):
+    with pytest.raises(ValueError, match="head='policy': unknown choice"):
         TransformersModel("x", head="policy")
     with pytest.raises(ValueError, match="max_nonfinite_in_a_row=0: must be at least 1"):
         TransformersModel("x", max_nonfinite_in_a_row=0)

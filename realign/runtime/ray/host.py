@@ -23,15 +23,7 @@ WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 
 
 class WorkerEngine(PipelinableEngine, Protocol):
-    """What a worker asks of an engine beyond `PipelinableEngine`: its part of a batch, and the halves of a step."""
-
-    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`; on the prompts of this rank."""
-        ...
-
-    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`; for the prompts of this rank."""
-        ...
+    """What a worker asks of an engine beyond `PipelinableEngine`: the halves of a step, and what can be offloaded."""
 
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Add the gradient of this rank's part of a batch of weight `weight`; return its metrics."""
