@@ -134,9 +134,13 @@ def _is_enum(member: Any) -> bool:
     return isinstance(member, type) and issubclass(member, Enum)
 
 
+def _is_settings(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, Settings)
+
+
 def _is_checked(member: Any) -> bool:
-    """Whether values of another type are known to be wrong: for enums and for numbers with a range."""
-    return _is_enum(member) or _range(member) is not None
+    """Whether values of another type are known to be wrong: for enums, numbers with a range, and components."""
+    return _is_enum(member) or _is_settings(member) or _range(member) is not None
 
 
 def _valid(members: tuple[Any, ...]) -> str:
@@ -144,6 +148,8 @@ def _valid(members: tuple[Any, ...]) -> str:
     for member in members:
         if _is_enum(member):
             texts.append(f"one of {', '.join(choices_of(member))}")
+        elif _is_settings(member):
+            texts.append(f"an object of {member.__name__}")
         elif limits := _range(member):
             texts.append(f"{'a whole number' if _plain(member) is int else 'a number'} {limits}")
     return " or ".join(texts)

@@ -503,7 +503,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "ratio_tolerance=-1"],
-        "ratio_tolerance=-1.0: must be at least 0 and finite",
+        "ratio_tolerance=-1.0: must be at least 0",
     ),
     (
         [*GRPO, "~interfaces.reward"],

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from realign.api import (
     RPC,
@@ -33,7 +33,7 @@ from realign.runtime.rollout import RolloutSpec
 from realign.runtime.rollout import Sync as SyncRollout
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.trackers import TrackerSpec
-from realign.settings import Count, NonNegative, NonNegativeInt, Settings
+from realign.settings import Count, NonNegativeInt, Range, Settings
 
 AUTO = "auto"
 """The value of `resume` that goes on with the newest checkpoint of `output_dir`."""
@@ -107,7 +107,7 @@ class Experiment(Settings):
     """Where the models live, and who calls them."""
     rollout: RolloutSpec = field(default_factory=SyncRollout)
     """Whether responses are sampled within the step that trains on them, or ahead of it."""
-    ratio_tolerance: NonNegative = 1e-3
+    ratio_tolerance: Annotated[float, Range(ge=0)] = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False
     """Stop, rather than warn, when it is larger."""

@@ -144,7 +144,7 @@ def test_moments_are_kept_with_the_weights_and_refused_where_they_would_be_ignor
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"epochs": 0}, "epochs must be at least 1, found 0"),
+        ({"epochs": 0}, "epochs=0: must be at least 1"),
         ({"objective": ValueObjective(coef=0.5)}, "objective.coef=0.5"),
     ],
 )
@@ -159,7 +159,7 @@ def test_settings_that_cannot_work_are_refused(kwargs, message):
         (ValueNormalization, {"beta": 0.9}, "beta=0.9 has no effect with scale=none"),
         (ValueNormalization, {"scale": ValueScale.cumulative, "beta": 0.9}, "no effect with scale=cumulative"),
         (ValueNormalization, {"eps": 0.1}, "eps=0.1 has no effect with scale=none"),
-        (ValueNormalization, {"scale": ValueScale.exponential, "beta": 1.0}, r"beta must be in \[0, 1\)"),
+        (ValueNormalization, {"scale": ValueScale.exponential, "beta": 1.0}, "beta=1.0: must be at least 0 and below 1"),
     ],
 )
 def test_options_without_effect_are_refused(kind, kwargs, message):

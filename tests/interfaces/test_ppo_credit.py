@@ -438,7 +438,6 @@ def test_the_launch_table_lists_what_differs_from_plain_ppo():
         "entropy bonus": "coefficient 0.01",
         "pretraining loss": "coefficient 27.8",
         "early stop": "approx_kl above 0.1 or ratio_mean above 5",
-        "steps before the first update": "50 (the critic learns alone)",
     }
     shared = PPOActorInterface(critic="shared", value=ValueObjective(coef=0.1), credit_per_minibatch=True).describe(8)
     assert shared["value loss"] == "mse, clipped at 0.2 from the old value, coefficient 0.1"
