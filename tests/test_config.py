@@ -420,7 +420,7 @@ def test_the_sampler_of_a_model_is_set_by_field_or_by_class():
     for sampler, message in (
         ({"max_slots": 0}, r"models\.actor\.sampler\.max_slots=0: must be at least 1, or null"),
         ({"slots": 3}, r"unknown key 'models\.actor\.sampler\.slots'; did you mean 'max_slots'\?"),
-        ({"_target_": "realign.engines.LoRA"}, r"LoRA is not a SamplerSpec"),
+        ({"_target_": "realign.engines.Lora"}, r"Lora is not a SamplerSpec"),
     ):
         with pytest.raises(ConfigError, match=message):
             build(node | {"sampler": sampler}, ModelSpec, "models.actor")

@@ -56,10 +56,10 @@ def build(node: Any, kind: Any, where: str) -> Any:
     if not inspect.isclass(cls):
         wrong = f"{node[TARGET]} is not a class; here stands a class that is {name}"
         raise ConfigError(f"{key}: {wrong}{beside(node[TARGET], fits, name)}")
+    if inspect.isabstract(cls) and kind in (cls, Any):
+        raise ConfigError(f"{key}: {cls.__qualname__} is a base class{beside(node[TARGET], fits, name)}")
     if kind is not Any and (why := misfit(cls, kind)) is not None:
         raise ConfigError(f"{key}: {cls.__qualname__} is not a {name}{why}{beside(node[TARGET], fits, name)}")
-    if inspect.isabstract(cls):
-        raise ConfigError(f"{key}: {cls.__qualname__} is a base class{beside(node[TARGET], fits, name)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
 

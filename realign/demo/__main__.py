@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realign.api import Panel
-from realign.config import build_experiment, compose
+from realign.config import ConfigError, build_experiment, compose
 from realign.demo.arithmetic import Task, prepare
 from realign.demo.launch import Demo, launch, median, remove_earlier
 from realign.runtime import Experiment, RunResult, run
@@ -61,7 +61,7 @@ def train(demo: Demo, console: Console) -> Results:
     """Prepare the task, then the two runs; seconds are those of the runs.
 
     Raises:
-        ValueError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
+        ConfigError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
     """
     sft, grpo = experiments(demo)
     remove_earlier(demo.output_dir, LEFT)
@@ -96,7 +96,7 @@ def experiments(demo: Demo) -> tuple[Experiment, Experiment]:
     ]
     runs = build_experiment(compose(sft)), build_experiment(compose(grpo))
     if any(run.evaluation is None for run in runs):
-        raise ValueError("the demo compares held-out accuracy: its evaluation cannot be left out")
+        raise ConfigError("the demo compares held-out accuracy: its evaluation cannot be left out")
     return runs
 
 

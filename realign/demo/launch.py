@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import transformers
 from rich.console import Console
 
+from realign.errors import ConfigError, RealignError
+
 Results = TypeVar("Results")
 
 
@@ -36,7 +38,7 @@ class Demo:
             runs: names of the runs before the last one.
 
         Raises:
-            ValueError: a setting of the demo is none of its choices.
+            ConfigError: a setting of the demo is none of its choices.
         """
         own = {"seed": "0", "shuffle": "false", "output_dir": ""}
         overrides: dict[str, list[str]] = {run: [] for run in ("", *runs)}
@@ -50,9 +52,9 @@ class Demo:
             else:
                 overrides[""].append(argument)
         if not own["seed"].isdigit():
-            raise ValueError(f"seed must be a whole number, found {own['seed']!r}")
+            raise ConfigError(f"seed must be a whole number, found {own['seed']!r}")
         if own["shuffle"] not in ("true", "false"):
-            raise ValueError(f"shuffle must be true or false, found {own['shuffle']!r}")
+            raise ConfigError(f"shuffle must be true or false, found {own['shuffle']!r}")
         shuffle = own["shuffle"] == "true"
         folder = own["output_dir"] or f"runs/{name}-seed{own['seed']}" + ("-shuffled" if shuffle else "")
         return cls(int(own["seed"]), shuffle, Path(folder), overrides)
@@ -74,7 +76,7 @@ def launch(
         name: of the demo.
         subject: what it is about, in a few words.
         runs: names of the runs before the last one.
-        train: does the work; a ValueError is a mistake of the user's, found before anything was touched.
+        train: does the work; a RealignError is a configuration error, found before anything was touched.
         show: prints what came of it and returns the JSON object.
 
     Returns:
@@ -87,7 +89,7 @@ def launch(
         demo = Demo.parse(arguments, name=name, runs=runs)
         console.print(f"[bold]realign {name}[/]: {subject}, seed {demo.seed}; everything goes to {demo.output_dir}")
         results = train(demo, console)
-    except (ValueError, ImportError) as error:  # an extra that is not installed is an ImportError that names it
+    except (RealignError, ImportError) as error:  # an extra that is not installed is an ImportError that names it
         print(f"realign: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -105,12 +107,12 @@ def remove_earlier(folder: Path, left: Set[str]) -> None:
         left: names of all that the demo puts there.
 
     Raises:
-        ValueError: the folder holds something that no demo put there.
+        ConfigError: the folder holds something that no demo put there.
     """
     if not folder.is_dir():
         return
     if foreign := sorted({path.name for path in folder.iterdir()} - left):
-        raise ValueError(
+        raise ConfigError(
             f"output_dir {str(folder)!r} holds {foreign[0]!r}, which is not the demo's; choose another one"
         )
     for path in folder.iterdir():

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realign.api import Panel
-from realign.config import build_experiment, compose
+from realign.config import ConfigError, build_experiment, compose
 from realign.demo.gold import Sample, compare, judged
 from realign.demo.launch import Demo, launch, remove_earlier
 from realign.demo.sentiment import GOLD, Task, prepare
@@ -70,7 +70,7 @@ def train(demo: Demo, console: Console) -> Results:
     """Prepare the task, then the three runs.
 
     Raises:
-        ValueError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
+        ConfigError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
         ImportError: vaderSentiment is not installed.
     """
     planned = experiments(demo)
@@ -86,7 +86,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
     """The three runs, checked; nothing is read or written.
 
     Raises:
-        ValueError: an override is wrong, or leaves out what the demo measures.
+        ConfigError: an override is wrong, or leaves out what the demo measures.
     """
     task = Task.of(demo.output_dir / TASK)
     folders = {name: demo.output_dir / name for name in (*RUNS, PPO)}
@@ -125,9 +125,9 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
         for name, own in parts.items()
     )
     if not isinstance(reward.evaluation, LossEvaluation) or not isinstance(ppo.evaluation, Evaluation):
-        raise ValueError("the demo shows accuracy and gold score on held-out data: evaluations cannot be left out")
+        raise ConfigError("the demo shows accuracy and gold score on held-out data: evaluations cannot be left out")
     if not ppo.sample_prompts:
-        raise ValueError("the demo has the lexicon judge responses of PPO: sample_prompts must be at least 1, found 0")
+        raise ConfigError("the demo has the lexicon judge responses of PPO: sample_prompts must be at least 1, found 0")
     return sft, reward, ppo
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from realign.config import ConfigError
 from realign.demo.launch import Demo
 from realign.demo.rlhf import RUNS, experiments, main
 from realign.demo.sentiment import prepare
@@ -65,7 +66,7 @@ def test_the_control_shuffles_the_labels_of_training_pairs(monkeypatch, tmp_path
 
     def stop(folder, **settings):
         asked.append(settings)
-        raise ValueError("enough")
+        raise ConfigError("enough")
 
     monkeypatch.setattr("realign.demo.rlhf.prepare", stop)
     for argument in ("shuffle=true", "shuffle=false"):

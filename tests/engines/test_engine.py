@@ -636,7 +636,9 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     seen = {}
 
     def fake(model, head, data, config, *, seed, eos_token_ids, tokenizer, fusion, max_slots):
-        seen.update(seed=seed, max_slots=max_slots, eos=eos_token_ids, grad=torch.is_grad_enabled(), training=model.training)
+        seen.update(
+            seed=seed, max_slots=max_slots, eos=eos_token_ids, grad=torch.is_grad_enabled(), training=model.training
+        )
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head.weight_VH)
         return data
 

@@ -108,7 +108,10 @@ def every_point(folder):
 
 
 def at_random(folder, count):
-    """Newest step before and after each of `count` kills; every second one waits for 3 writes, however slow they are."""
+    """Newest step before and after each of `count` kills.
+
+    Every second kill waits until 3 steps are written, so that a slow machine makes progress, too.
+    """
     moments = random.Random(0)
     seen = []
     for number in range(count):
