@@ -1,8 +1,8 @@
 """Check the prose of the project against the rules of plain technical English.
 
 Reads docs (`*.md`), docstrings, comments, and the texts of `raise`, `warnings.warn` and logging calls. Rejects the
-phrases of `english_phrases.txt`, and sentences of more than 30 words in docs and docstrings. Prints one line per finding
-and exits with 1 if there is any.
+phrases of `english_phrases.txt`, and sentences of more than 30 words in docs and docstrings. Prints one line per
+finding and exits with 1 if there is any.
 
     python scripts/lint_english.py [FILE OR FOLDER ...]
 """

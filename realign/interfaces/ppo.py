@@ -143,13 +143,13 @@ class PPOActorInterface(ModelInterface):
 
     def _check_critic(self) -> None:
         """Reject settings of values that nothing would learn."""
-        own, advantage = self.critic is Critic.own, type(self.advantage).__name__
+        own = self.critic is Critic.own
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
         if self.value is not None and self.critic is not Critic.shared:
             raise SettingsError(f"value: a loss of values needs critic=shared, found critic={self.critic.value}")
         if self.critic is not Critic.none and not self.advantage.gives_returns:
-            why = f"advantage={advantage} computes no returns for it to learn. Use advantage=gae, or critic=none"
+            why = f"advantage={type(self.advantage).__name__} computes no returns for it to learn. Use advantage=gae, or critic=none"
             raise SettingsError(f"critic={self.critic.value}: {why}")
         if self.critic_warmup_steps and not own:
             raise SettingsError(f"critic_warmup_steps={self.critic_warmup_steps}: needs critic=own")
@@ -223,7 +223,6 @@ class PPOActorInterface(ModelInterface):
         """See `ModelInterface`."""
         kept = [] if self.keep_best is None else [f"the best {self.keep_best} of {self.generation.n} per prompt"]
         kept += [f"those of at least {self.min_response_tokens} tokens"] if self.min_response_tokens else []
-        norm = self.adv_norm.describe() + (" of each mini-batch" if self.credit_per_minibatch else "")
         overridden = type(self).loss is not PPOActorInterface.loss
         return {
             "scores": self.reward.describe(),
@@ -231,7 +230,7 @@ class PPOActorInterface(ModelInterface):
             "responses in the loss": ", ".join(kept),
             "KL to reference": self.kl.describe(),
             "advantage": self.advantage.describe(),
-            "advantage normalization": norm,
+            "advantage normalization": self.adv_norm.describe(per_minibatch=self.credit_per_minibatch),
             "policy objective": self.objective.describe(),
             "importance correction": "" if self.correction is None else self.correction.describe(),
             "entropy bonus": f"coefficient {self.entropy_coef:g}" if self.entropy_coef else "",

@@ -159,7 +159,7 @@ def test_settings_that_cannot_work_are_refused(kwargs, message):
         (ValueNormalization, {"beta": 0.9}, "beta=0.9 has no effect with scale=none"),
         (ValueNormalization, {"scale": ValueScale.cumulative, "beta": 0.9}, "no effect with scale=cumulative"),
         (ValueNormalization, {"eps": 0.1}, "eps=0.1 has no effect with scale=none"),
-        (ValueNormalization, {"scale": ValueScale.exponential, "beta": 1.0}, "beta=1.0: must be at least 0 and below 1"),
+        (ValueNormalization, {"scale": ValueScale.exponential, "beta": 1.0}, "beta=1.0: must be at least 0"),
     ],
 )
 def test_options_without_effect_are_refused(kind, kwargs, message):

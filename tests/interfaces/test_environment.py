@@ -245,9 +245,7 @@ def test_an_algorithm_learns_nothing_from_what_was_observed():
     for fill in (0.0, math.nan):
         engine = BigramEngine(vocabulary=97, seed=1)
         dirty = out.with_tokens(logprobs=torch.where(out["loss_mask"], out["logprobs"], fill))
-        GRPOActorInterface(generation=GenerationConfig(n=2)).train_step(
-            Model("actor", engine), dirty, MicroBatchSpec()
-        )
+        GRPOActorInterface(generation=GenerationConfig(n=2)).train_step(Model("actor", engine), dirty, MicroBatchSpec())
         trained.append(engine.logits_VV.clone())
     assert torch.equal(*trained)
     assert not torch.equal(trained[0], BigramEngine(vocabulary=97, seed=1).logits_VV)
@@ -475,7 +473,7 @@ def test_calls_of_other_settings_are_those_of_a_graph_without_an_environment():
     recomputing = agent_graph(PPOActorInterface(recompute=True))
     assert [r.name for r in recomputing.rpcs] == ["agent_gen", "actor_inf", "actor_train"]
     baseline = PPOActorInterface(reward=RewardShaping(baseline="greedy"))
-    with pytest.raises(ValueError, match="reward.baseline=greedy: role 'agent' rewards whole conversations"):
+    with pytest.raises(ValueError, match=r"reward\.baseline=greedy: role 'agent' rewards whole conversations"):
         agent_graph(baseline)
 
 

@@ -62,8 +62,10 @@ class Normalization(Settings):
             reduce=reduce,
         )
 
-    def describe(self, x: str = "A") -> str:
+    def describe(self, x: str = "A", *, per_minibatch: bool = False) -> str:
         """The settings as a formula; `x` is the symbol of what is normalized."""
+        if per_minibatch:
+            return f"{self.describe(x)} of each mini-batch"
         if not self.active:
             return "none"
         mean = {Scope.none: "", Scope.batch: " - mean(batch)", Scope.group: " - mean(group)"}[self.mean]
