@@ -143,17 +143,17 @@ class PPOActorInterface(ModelInterface):
 
     def _check_critic(self) -> None:
         """Reject settings of values that nothing would learn."""
-        own = self.critic is Critic.own
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
         if self.value is not None and self.critic is not Critic.shared:
             raise SettingsError(f"value: a loss of values needs critic=shared, found critic={self.critic.value}")
         if self.critic is not Critic.none and not self.advantage.gives_returns:
-            why = f"advantage={type(self.advantage).__name__} computes no returns for it to learn. Use advantage=gae, or critic=none"
+            name = type(self.advantage).__name__
+            why = f"advantage={name} computes no returns for it to learn. Use advantage=gae, or critic=none"
             raise SettingsError(f"critic={self.critic.value}: {why}")
-        if self.critic_warmup_steps and not own:
+        if self.critic_warmup_steps and self.critic is not Critic.own:
             raise SettingsError(f"critic_warmup_steps={self.critic_warmup_steps}: needs critic=own")
-        if self.credit_per_minibatch and own:
+        if self.credit_per_minibatch and self.critic is Critic.own:
             why = "critic=own estimates advantages once, for actor and critic. Use critic=shared or critic=none"
             raise SettingsError(f"credit_per_minibatch=true: {why}")
 
@@ -378,7 +378,7 @@ class PPOActorInterface(ModelInterface):
         return merge_stats(stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """The KL coefficient, and the running moments of scores where they are used."""
+        """The KL coefficient and the running moments of scores."""
         return {"kl_controller": self.kl_control.state_dict(), "reward": self.reward.state_of(self.reward_moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -390,7 +390,6 @@ class PPOActorInterface(ModelInterface):
 CREDITED = ("advantages", "returns", "loss_mask")
 """Keys that `credit` writes."""
 LOSS_SETTINGS = "objective, correction, kl (place=loss), entropy_coef, value, ptx_coef, aggregation"
-"""Settings that `PPOActorInterface.loss` reads."""
 
 
 def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
