@@ -212,8 +212,7 @@ class PPOActorInterface(ModelInterface):
 
     def headline(self) -> tuple[str, ...]:
         """See `ModelInterface`."""
-        names = ("reward", "entropy", "clip_fraction", "approx_kl", "ref_kl_per_sequence")
-        return names if self.value is None else (*names, "explained_variance")
+        return ("reward", "entropy", "clip_fraction", "approx_kl", "ref_kl_per_sequence", "explained_variance")
 
     def panels(self) -> tuple[Panel, ...]:
         """See `ModelInterface`."""
