@@ -245,9 +245,7 @@ def test_an_algorithm_learns_nothing_from_what_was_observed():
     for fill in (0.0, math.nan):
         engine = BigramEngine(vocabulary=97, seed=1)
         dirty = out.with_tokens(logprobs=torch.where(out["loss_mask"], out["logprobs"], fill))
-        GRPOActorInterface(generation=GenerationConfig(n=2)).train_step(
-            Model("actor", engine), dirty, MicroBatchSpec()
-        )
+        GRPOActorInterface(generation=GenerationConfig(n=2)).train_step(Model("actor", engine), dirty, MicroBatchSpec())
         trained.append(engine.logits_VV.clone())
     assert torch.equal(*trained)
     assert not torch.equal(trained[0], BigramEngine(vocabulary=97, seed=1).logits_VV)

@@ -11,7 +11,7 @@ import torch
 from realign.api import Model, ModelSpec, SamplerSpec, SequenceSample
 from realign.engines import InProcessSampling, SharedModel
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.runtime import Async, CheckpointSpec, RolloutSpec, run
+from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime import models as loading
 from realign.runtime.local import LocalRuntime
 from realign.runtime.models import load_models
@@ -97,7 +97,11 @@ def test_responses_are_sampled_ahead_of_training_and_carry_the_versions_of_the_s
     graph = replace(plain.graph, rpcs=tuple(rpcs), results=("truncated",))
     interfaces = plain.interfaces | {"actor": actor}
     with pytest.warns(UserWarning, match="max_staleness=2"):
-        run(experiment(tmp_path, steps=6, rollout=Async(max_staleness=2), graph=graph, interfaces=interfaces, overwrite=True))
+        run(
+            experiment(
+                tmp_path, steps=6, rollout=Async(max_staleness=2), graph=graph, interfaces=interfaces, overwrite=True
+            )
+        )
     assert max(actor.ages) <= 2
     assert min(actor.ages) >= 0
     assert opened[0].updates == list(range(1, 7))

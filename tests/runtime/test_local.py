@@ -125,7 +125,9 @@ def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, i
         tmp_path,
         steps=40,
         interfaces={
-            "actor": interface(generation=GENERATION, **({"advantage": GAE(lam=1.0)} if interface is PPOActorInterface else {})),
+            "actor": interface(
+                generation=GENERATION, **({"advantage": GAE(lam=1.0)} if interface is PPOActorInterface else {})
+            ),
             "reward": CountToken(shuffle=shuffle),
         },
         evaluation=None,

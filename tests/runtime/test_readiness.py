@@ -177,4 +177,6 @@ def test_an_objective_that_is_not_made_for_old_samples_is_told(tmp_path, actor, 
         check_ready(replace(made, rollout=Async(max_staleness=0)))
     told = [str(w.message) for w in caught]
     assert len(told) == (text is not None)
-    assert text is None or re.search(rf"max_staleness=2.*{text}.*interfaces\.actor\.correction=importance_correction", told[0])
+    assert text is None or re.search(
+        rf"max_staleness=2.*{text}.*interfaces\.actor\.correction=importance_correction", told[0]
+    )
