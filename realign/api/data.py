@@ -354,7 +354,7 @@ class SequenceSample:
 
     def split(
         self, spec: MicroBatchSpec, key: str = TOKENS, prefixes: IntArray | None = None
-    ) -> Parts:
+    ) -> MicroBatches[SequenceSample]:
         """Cut into micro-batches by the token budget of `spec`, counted on `key`; see `plan_microbatches`."""
         plan = plan_microbatches(self.lengths[self._known(key)], spec, self.ids, prefixes)
         return MicroBatches(self, key, tuple(plan), tuple(self.take_sequences(p, key) for p in plan))
