@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from realign.config.errors import explain, one_line
+from realign.config.errors import one_line
+from realign.config.explain import explain
 from realign.errors import RealignError
 from realign.mistakes import raised_on_purpose
 

@@ -352,7 +352,9 @@ class SequenceSample:
         """
         return self.take(rng.permutation(len(self.ids))).chunks(min(n, len(self.ids)))
 
-    def split(self, spec: MicroBatchSpec, key: str = TOKENS, prefixes: IntArray | None = None) -> MicroBatches:
+    def split(
+        self, spec: MicroBatchSpec, key: str = TOKENS, prefixes: IntArray | None = None
+    ) -> MicroBatches[SequenceSample]:
         """Cut into micro-batches by the token budget of `spec`, counted on `key`; see `plan_microbatches`."""
         plan = plan_microbatches(self.lengths[self._known(key)], spec, self.ids, prefixes)
         return MicroBatches(self, key, tuple(plan), tuple(self.take_sequences(p, key) for p in plan))

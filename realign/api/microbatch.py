@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from realign.api.lengths import IntArray, Lengths, as_integers
 from realign.api.packing import concatenate, pick, some
 
-if TYPE_CHECKING:
-    from realign.api.data import SequenceSample
+
+class Cuttable(Protocol):
+    """What a sample has that can be cut; `SequenceSample` is one, and imports this module."""
+
+    @property
+    def ids(self) -> tuple[Hashable, ...]:
+        """One per prompt."""
+        ...
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """The packed tensors by key."""
+        ...
+
+    @property
+    def lengths(self) -> Mapping[str, Lengths]:
+        """The lengths of the sequences of each key."""
+        ...
+
+
+Sample = TypeVar("Sample", bound=Cuttable)
 
 
 @dataclass
@@ -188,13 +207,13 @@ def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[in
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Cut(Sequence["SequenceSample"]):
+class Cut(Sequence[Sample], Generic[Sample]):
     """A sample in parts, of which it is a sequence; `plan` says what of `key` each part has."""
 
-    whole: SequenceSample
+    whole: Sample
     key: str
     plan: tuple[IntArray, ...]
-    parts: tuple[SequenceSample, ...]
+    parts: tuple[Sample, ...]
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -202,11 +221,11 @@ class Cut(Sequence["SequenceSample"]):
     def __getitem__(self, index: Any) -> Any:
         return self.parts[index]
 
-    def __iter__(self) -> Iterator[SequenceSample]:
+    def __iter__(self) -> Iterator[Sample]:
         return iter(self.parts)
 
 
-class MicroBatches(Cut):
+class MicroBatches(Cut[Sample]):
     """The micro-batches of a sample, and the way back to its order.
 
     Attributes:
@@ -221,7 +240,7 @@ class MicroBatches(Cut):
         sizes = f" of {min(loads)} to {max(loads)} rows of {self.key!r}" if loads else ""
         return f"MicroBatches({len(loads)} micro-batches{sizes})"
 
-    def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
+    def restore(self, parts: Sequence[Sample]) -> Sample:
         """Put results, one sample per micro-batch with the micro-batch's sequences, back into the order of the whole.
 
         Args:
@@ -251,9 +270,11 @@ class MicroBatches(Cut):
                 rows[shared] = joined.rows(back), Lengths(self.whole.lengths[self.key].counts, joined.flat[back])
             index, lengths[name] = rows[shared]
             data[name] = pick(concatenate(name, [part.data[name] for part in parts], [p.ids for p in parts]), index)
-        return replace(self.whole, data=data, lengths=lengths, metadata={})
+        whole: Any = self.whole
+        restored: Sample = replace(whole, data=data, lengths=lengths, metadata={})
+        return restored
 
-    def _check_part(self, part: SequenceSample, asked: SequenceSample, names: Sequence[str]) -> None:
+    def _check_part(self, part: Sample, asked: Sample, names: Sequence[str]) -> None:
         if part.ids != asked.ids:
             raise ValueError(f"restore got a part of ids {some(part.ids)} for the micro-batch of ids {some(asked.ids)}")
         for name in names:

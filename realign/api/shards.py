@@ -45,7 +45,7 @@ def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
     return tuple(np.flatnonzero(ranks == rank) for rank in range(n))
 
 
-class Shards(Cut):
+class Shards(Cut[SequenceSample]):
     """The parts of a batch, one for each rank, and the way back to its order.
 
     Attributes:

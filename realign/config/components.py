@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from realign.config.convert import convert, type_name
+from realign.config.convert import Converter, is_plain_class, type_name
 from realign.config.errors import ConfigError, one_line, unknown_key
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 from realign.config.words import TARGET
@@ -109,6 +109,21 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
         if field.init:
             parameters.append(_Parameter(field.name, hints[field.name], _default(field, base)))
     return _construct(cls, parameters, raw, where)
+
+
+def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any) -> Any:
+    """The object that a mapping stands for; None when it is just a mapping."""
+    if TARGET in raw:
+        return build(raw, annotation, where)
+    fits = annotation is Any or (is_plain_class(annotation) and isinstance(default, annotation))
+    if dataclasses.is_dataclass(default) and not isinstance(default, type) and fits:
+        return fill(type(default), raw, where, default)
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return fill(annotation, raw, where)
+    return None
+
+
+convert = Converter(_component).convert
 
 
 def _of_sibling(made: Any, key: str) -> str:

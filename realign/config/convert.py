@@ -1,4 +1,4 @@
-"""`convert`: a plain value from YAML becomes what a field's annotation says, or one line says why not."""
+"""`Converter`: a plain value from YAML becomes what a field's annotation says, or one line says why not."""
 
 from __future__ import annotations
 
@@ -36,52 +36,101 @@ LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 MAPPINGS = (dict, collections.abc.Mapping)
 
 
-def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
-    """Check and convert one value; scalars follow OmegaConf's rules, enum members go by name.
+class Converter:
+    """Converts values of a config to what the annotations of fields say.
 
     Args:
-        raw: scalars, lists and mappings, as YAML gives them.
-        annotation: of the field. A mapping with `_target_` is built as a component of that kind: of any kind under
-            `Any`, of none in a `dict[str, Any]` or `list[Any]`, which take plain values as they are.
-        where: the key, for messages.
-        default: the field's default; a mapping without `_target_` is laid over it when it is a dataclass.
-
-    Raises:
-        ConfigError: names the key, what was found and what is valid.
+        component: makes the object that a mapping stands for, given the mapping, the annotation, the key and the
+            field's default; None if it is just a mapping.
     """
-    if raw == "???":
-        raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
-    if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
-        if raw == words.NONE and words.is_optional(annotation):
+
+    def __init__(self, component: Callable[[Mapping[Any, Any], Any, str, Any], Any]) -> None:
+        self._component = component
+
+    def convert(self, raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
+        """Check and convert one value; scalars follow OmegaConf's rules, enum members go by name.
+
+        Args:
+            raw: scalars, lists and mappings, as YAML gives them.
+            annotation: of the field. A mapping with `_target_` is built as a component of that kind: of any kind under
+                `Any`, of none in a `dict[str, Any]` or `list[Any]`, which take plain values as they are.
+            where: the key, for messages.
+            default: the field's default; a mapping without `_target_` is laid over it when it is a dataclass.
+
+        Raises:
+            ConfigError: names the key, what was found and what is valid.
+        """
+        if raw == "???":
+            raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
+        if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
+            if raw == words.NONE and words.is_optional(annotation):
+                return None
+            if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
+                raw = {words.TARGET: words.import_path(cls)}
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin in (Union, types.UnionType):
+            return self._one_of(raw, arguments, where, default)
+        if isinstance(raw, Mapping):
+            made = self._component(raw, annotation, where, default)
+            if made is not None:
+                return made
+        if annotation is Any or annotation is object:
+            return self._plain(raw, where)
+        if raw is None and annotation is not type(None):
+            valid = listed(found) if len(found := words.choices(annotation)) > 1 else ""
+            raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}")
+        if origin is Literal:
+            return _choice(raw, {str(a): a for a in arguments}, where)
+        if inspect.isclass(annotation) and issubclass(annotation, Enum):
+            if isinstance(raw, annotation):
+                return raw
+            return _choice(raw, choices_of(annotation), where, annotation.__doc__)
+        if (origin or annotation) in LISTS:
+            return self._list(raw, origin or annotation, arguments, where)
+        if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
+            kind = arguments[1] if arguments else Any
+            return {key: self._member(value, kind, f"{where}.{key}") for key, value in raw.items()}
+        if annotation in LEAVES:
+            return _leaf(raw, annotation, where)
+        if is_plain_class(annotation) and isinstance(raw, annotation):
+            return raw
+        raise wrong_type(raw, annotation, where)
+
+    def _one_of(self, raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
+        if raw is None and type(None) in members:
             return None
-        if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
-            raw = {words.TARGET: words.import_path(cls)}
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        return _one_of(raw, arguments, where, default)
-    if isinstance(raw, Mapping):
-        made = _component(raw, annotation, where, default)
-        if made is not None:
-            return made
-    if annotation is Any or annotation is object:
-        return _plain(raw, where)
-    if raw is None and annotation is not type(None):
-        valid = listed(found) if len(found := words.choices(annotation)) > 1 else ""
-        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}")
-    if origin is Literal:
-        return _choice(raw, {str(a): a for a in arguments}, where)
-    if inspect.isclass(annotation) and issubclass(annotation, Enum):
-        return raw if isinstance(raw, annotation) else _choice(raw, choices_of(annotation), where, annotation.__doc__)
-    if (origin or annotation) in LISTS:
-        return _list(raw, origin or annotation, arguments, where)
-    if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
-        kind = arguments[1] if arguments else Any
-        return {key: _member(value, kind, f"{where}.{key}") for key, value in raw.items()}
-    if annotation in LEAVES:
-        return _leaf(raw, annotation, where)
-    if _is_plain_class(annotation) and isinstance(raw, annotation):
+        members = tuple(m for m in members if m is not type(None))
+        if len(members) == 1:
+            return self.convert(raw, members[0], where, default)
+        if type(raw) in members:
+            return raw
+        for member in members:
+            try:
+                return self.convert(raw, member, where, default)
+            except ConfigError:
+                continue
+        raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
+
+    def _member(self, raw: Any, annotation: Any, where: str) -> Any:
+        return _values(raw, where) if annotation is Any else self.convert(raw, annotation, where)
+
+    def _plain(self, raw: Any, where: str) -> Any:
+        """A value whose field says nothing about it; components inside are built."""
+        if isinstance(raw, Mapping):
+            return {key: self.convert(value, Any, f"{where}.{key}") for key, value in raw.items()}
+        if isinstance(raw, list):
+            return [self.convert(value, Any, f"{where}[{i}]") for i, value in enumerate(raw)]
         return raw
-    raise wrong_type(raw, annotation, where)
+
+    def _list(self, raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
+        if not isinstance(raw, list | tuple):
+            raise ConfigError(f"{where}: expected a list, found {raw!r}; write it in brackets, such as {where}=[{raw}]")
+        fixed = kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
+        if fixed and len(raw) != len(arguments):
+            raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
+        kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
+        values = [self._member(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
+        return tuple(values) if kind is tuple else values
 
 
 def type_name(annotation: Any) -> str:
@@ -91,39 +140,9 @@ def type_name(annotation: Any) -> str:
     return str(annotation).replace("typing.", "").replace("NoneType", "None")
 
 
-def _is_plain_class(annotation: Any) -> bool:
+def is_plain_class(annotation: Any) -> bool:
     """Whether `isinstance` can be asked; of a protocol it cannot."""
     return inspect.isclass(annotation) and not getattr(annotation, "_is_protocol", False)
-
-
-def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any) -> Any:
-    """The object that a mapping stands for; None when it is just a mapping."""
-    from realign.config.components import build, fill  # a component has fields, and a field may hold a component
-
-    if words.TARGET in raw:
-        return build(raw, annotation, where)
-    fits = annotation is Any or (_is_plain_class(annotation) and isinstance(default, annotation))
-    if dataclasses.is_dataclass(default) and not isinstance(default, type) and fits:
-        return fill(type(default), raw, where, default)
-    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-        return fill(annotation, raw, where)
-    return None
-
-
-def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
-    if raw is None and type(None) in members:
-        return None
-    members = tuple(m for m in members if m is not type(None))
-    if len(members) == 1:
-        return convert(raw, members[0], where, default)
-    if type(raw) in members:
-        return raw
-    for member in members:
-        try:
-            return convert(raw, member, where, default)
-        except ConfigError:
-            continue
-    raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
 
 
 def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
@@ -162,10 +181,6 @@ def _meant_number(raw: Any, annotation: type, where: str) -> str:
     return f"; did you mean {int(number) if number.is_integer() else round(number, 9)}?"
 
 
-def _member(raw: Any, annotation: Any, where: str) -> Any:
-    return _values(raw, where) if annotation is Any else convert(raw, annotation, where)
-
-
 def _values(raw: Any, where: str) -> Any:
     """Plain values, among which no component may stand."""
     if isinstance(raw, Mapping):
@@ -173,26 +188,6 @@ def _values(raw: Any, where: str) -> Any:
             raise ConfigError(f"{where}: only plain values stand here, no component; found {raw!r}")
         return {key: _values(value, f"{where}.{key}") for key, value in raw.items()}
     return [_values(value, f"{where}[{i}]") for i, value in enumerate(raw)] if isinstance(raw, list) else raw
-
-
-def _plain(raw: Any, where: str) -> Any:
-    """A value whose field says nothing about it; components inside are built."""
-    if isinstance(raw, Mapping):
-        return {key: convert(value, Any, f"{where}.{key}") for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [convert(value, Any, f"{where}[{i}]") for i, value in enumerate(raw)]
-    return raw
-
-
-def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
-    if not isinstance(raw, list | tuple):
-        raise ConfigError(f"{where}: expected a list, found {raw!r}; write it in brackets, such as {where}=[{raw}]")
-    fixed = kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
-    if fixed and len(raw) != len(arguments):
-        raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
-    kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
-    values = [_member(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
-    return tuple(values) if kind is tuple else values
 
 
 def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | None = None) -> Any:

@@ -17,7 +17,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from realign.config.errors import ConfigError, explain
+from realign.config.errors import ConfigError
+from realign.config.explain import explain
 
 _SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
 LAUNCHERS: Mapping[str, str] = MappingProxyType(

@@ -116,7 +116,7 @@ class ExperimentConfig:
     """Where metrics go besides metrics.jsonl: any name -> component such as `_target_: realign.runtime.TensorBoard`."""
     runtime: dict[str, Any] = field(default_factory=dict)
     """Where models live and who calls them: config group `runtime` (local, ray); `_target_`:
-    realign.runtime.backend.Local."""
+    realign.runtime.runtime_spec.Local."""
     rollout: dict[str, Any] = field(default_factory=dict)
     """When responses are sampled: config group `rollout` (sync, async); `_target_`:
     realign.runtime.rollout.Sync."""

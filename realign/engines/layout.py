@@ -100,7 +100,7 @@ class Layout:
 class Passes:
     """A batch as the passes that compute it: micro-batches, and the layout of each."""
 
-    batches: MicroBatches
+    batches: MicroBatches[SequenceSample]
     layouts: tuple[Layout, ...]
     lanes: int = 1
     """How many of them run at a time."""

@@ -1,7 +1,6 @@
 """What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
 
 from realign.api import ModelSpec
-from realign.runtime.backend import Local, Placement, Ray, RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.episode_evaluation import EpisodeEvaluation
@@ -11,6 +10,7 @@ from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.loss_evaluation import LossEvaluation
 from realign.runtime.rollout import Async, OnUpdate, RolloutSpec
+from realign.runtime.runtime_spec import Local, Placement, Ray, RuntimeSpec
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.signals import Interrupted
 from realign.runtime.trackers import TensorBoard, TrackerSpec, WandB

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from realign.api import MicroBatchSpec, ModelInterface, SequenceSample, Stats, derive_seed, merge_stats, stat_values
 from realign.runtime.evaluation import SEQUENCE_METRICS, sequence_stats
-from realign.runtime.evaluator import Evaluator
-
-if TYPE_CHECKING:
-    from realign.runtime.local import LocalRuntime
+from realign.runtime.evaluator import Evaluator, LoadedRun
 
 
 @dataclass
@@ -39,7 +36,7 @@ class EpisodeEvaluation(Evaluator):
         plan = self.episodes.plan()
         return f"{plan.responses_per_prompt or 1} episodes per row, {plan.sampler or 'sampler not declared'}"
 
-    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """See `Evaluator`."""
         model = runtime.models[self.role]
         stats: list[Stats] = []

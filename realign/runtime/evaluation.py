@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,7 @@ from realign.api.rewards import total_rewards
 from realign.engines.ranks import current
 from realign.errors import SettingsError
 from realign.functional import segment_sum
-from realign.runtime.evaluator import Evaluator
-
-if TYPE_CHECKING:
-    from realign.runtime.local import LocalRuntime
+from realign.runtime.evaluator import Evaluator, LoadedRun
 
 SEQUENCE_METRICS = frozenset({"reward", "missing_rewards", "response_tokens", "truncated_fraction"})
 
@@ -97,7 +94,7 @@ class Evaluation(Evaluator):
         swept = "".join(f"; also {name}={', '.join(map(str, values))}" for name, values in self.sweep.items())
         return self.generation.describe() + swept
 
-    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """See `Evaluator`."""
         return self.run(runtime.models[self.role], dataset)
 

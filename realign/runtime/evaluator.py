@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from realign.api import DataflowGraph, ModelInterface, SequenceSample
+from realign.api import DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.data import DataSpec
 from realign.settings import Count, Settings
 
-if TYPE_CHECKING:
-    from realign.runtime.local import LocalRuntime
+
+class LoadedRun(Protocol):
+    """What an evaluation needs of a loaded run."""
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The model of each role."""
+        ...
+
+    @property
+    def interfaces(self) -> Mapping[str, ModelInterface]:
+        """The interface of each role."""
+        ...
+
+    @property
+    def graph(self) -> DataflowGraph:
+        """The calls of a step."""
+        ...
+
+    @property
+    def microbatch(self) -> MicroBatchSpec:
+        """The token budget of a pass."""
+        ...
 
 
 @dataclass
@@ -52,7 +73,7 @@ class Evaluator(Settings, ABC):
         return None
 
     @abstractmethod
-    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """Take every row of `dataset` once.
 
         Returns:

@@ -23,7 +23,6 @@ from realign.api import (
 from realign.data import DataSpec
 from realign.engines.folders import AVERAGED, check_name, check_run_folder
 from realign.engines.shared import Share, SharedModel, check_shared
-from realign.runtime.backend import Local, RuntimeSpec
 from realign.runtime.calibration import RewardCalibration
 from realign.runtime.contract import check_keys
 from realign.runtime.default_roles import with_default_roles
@@ -31,6 +30,7 @@ from realign.runtime.dynamic_sampling import DynamicSampling
 from realign.runtime.evaluator import Evaluator
 from realign.runtime.rollout import RolloutSpec
 from realign.runtime.rollout import Sync as SyncRollout
+from realign.runtime.runtime_spec import Local, RuntimeSpec
 from realign.runtime.saving import CheckpointSpec
 from realign.runtime.trackers import TrackerSpec
 from realign.settings import Count, NonNegativeInt, Range, Settings

@@ -16,6 +16,7 @@ from typing import Any
 from realign.api import (
     RPC,
     Calibratable,
+    DataflowGraph,
     MicroBatchSpec,
     Model,
     ModelInterface,
@@ -140,6 +141,16 @@ class LocalRuntime:
     def _load_models(self) -> dict[str, Model]:
         """The model of every role; a runtime that keeps them elsewhere gives stand-ins."""
         return load_models(self.experiment)
+
+    @property
+    def graph(self) -> DataflowGraph:
+        """The calls of a step."""
+        return self.experiment.graph
+
+    @property
+    def microbatch(self) -> MicroBatchSpec:
+        """The token budget of a pass."""
+        return self.experiment.microbatch
 
     @cached_property
     def data_sha256(self) -> str | None:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from realign.api import (
     RPC,
@@ -26,11 +26,8 @@ from realign.api import (
 )
 from realign.api.model import LOSS_SUM, LossFn, LossWeightFn, PipelinableEngine, StepIf
 from realign.engines.shared import SharedEngine
-from realign.runtime.evaluator import Evaluator
+from realign.runtime.evaluator import Evaluator, LoadedRun
 from realign.runtime.local import call, inputs_of
-
-if TYPE_CHECKING:
-    from realign.runtime.local import LocalRuntime
 
 
 @dataclass
@@ -42,17 +39,17 @@ class LossEvaluation(Evaluator):
         super().check(graph, models)
         self._training(graph)
 
-    def measure(self, runtime: LocalRuntime, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """See `Evaluator`. The metrics are means over the whole of `dataset`, however it is cut."""
-        training = self._training(runtime.experiment.graph)
+        training = self._training(runtime.graph)
         stats: list[Stats] = []
         first: SequenceSample | None = None
         for batch in self.batches(dataset):
-            for rpc in self._before(training, runtime.experiment.graph):
+            for rpc in self._before(training, runtime.graph):
                 interface = runtime.interfaces[rpc.model]
                 if rpc.method == "credit":  # counts the scores that it shapes into moments
                     interface = copy.deepcopy(interface)
-                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.experiment.microbatch)
+                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.microbatch)
             first = first or batch
             stats.append(self._loss(training, runtime, batch))
         assert first is not None
@@ -77,11 +74,11 @@ class LossEvaluation(Evaluator):
         needed = {rpc.name for key in training.inputs for rpc in graph.leading_to(key)}
         return [rpc for rpc in graph.order if rpc.name in needed]
 
-    def _loss(self, training: RPC, runtime: LocalRuntime, batch: SequenceSample) -> Stats:
+    def _loss(self, training: RPC, runtime: LoadedRun, batch: SequenceSample) -> Stats:
         interface = copy.deepcopy(runtime.interfaces[self.role])  # it may keep state, which nothing here may move
         model = runtime.models[self.role]
         forward_only = dataclasses.replace(model, engine=ForwardOnly(model.name, model.name, model.machine))
-        return interface.train_step(forward_only, inputs_of(training, batch), runtime.experiment.microbatch)
+        return interface.train_step(forward_only, inputs_of(training, batch), runtime.microbatch)
 
 
 class ForwardOnly(SharedEngine):

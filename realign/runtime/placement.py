@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from realign.api.dataflow import nearest
 from realign.engines.shared import SharedModel
-from realign.runtime.backend import Placement, Ray
+from realign.runtime.runtime_spec import Placement, Ray
 
 if TYPE_CHECKING:
     from realign.runtime.experiment import Experiment
@@ -140,3 +141,23 @@ def _groups(
     if ahead:
         groups.append(Group((ROLLOUT,), nodes.get(ROLLOUT, {}).get("devices", 1)))
     return tuple(groups)
+
+
+def check_runtime(experiment: Experiment) -> None:
+    """Find what is wrong with the runtime of an experiment before anything is started.
+
+    Raises:
+        ValueError: Ray is not installed; or names the key, of a placement or a device.
+    """
+    if experiment.runtime.starts_workers:
+        if find_spec("ray") is None:
+            raise ValueError("runtime=ray needs the package ray: install realign[ray], or use runtime=local")
+        plan_groups(experiment)
+        for role in experiment.roles:
+            spec = experiment.models.get(role)
+            device = None if spec is None else spec.facts().device
+            if device is not None and device.startswith("cuda:"):
+                raise ValueError(
+                    f"models.{role}.device={device!r}: with runtime=ray every process has a GPU of its own, which it "
+                    "knows as cuda; set cuda or auto"
+                )

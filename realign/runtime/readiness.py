@@ -19,9 +19,9 @@ from realign.engines.optim import ScheduleUnit
 from realign.engines.ranks import current
 from realign.engines.shared import Share, SharedModel
 from realign.runtime.ahead import owner_of, sampled_roles
-from realign.runtime.backend import check_runtime
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import check_optimizers, check_outputs
+from realign.runtime.placement import check_runtime
 from realign.runtime.rollout import Async
 
 OF_REWARDS = ("reward", "reward_ema", "missing_rewards")

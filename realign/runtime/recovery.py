@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 
-from realign.runtime.backend import Ray, WorkerLost
 from realign.runtime.checkpoints import Checkpoint, list_checkpoints
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment
+from realign.runtime.runtime_spec import Ray
+from realign.runtime.worker_failures import WorkerLost
 
 
 class Attempts:

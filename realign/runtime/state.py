@@ -21,11 +21,11 @@ import torch
 from realign.api import Model
 from realign.api.model import derive_seed
 from realign.engines.shared import ReferenceEngine
-from realign.runtime.backend import WorkerHangs, WorkerLost
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.local import Counters, LocalRuntime
 from realign.runtime.readiness import used_interfaces
 from realign.runtime.trees import hash_of, tensors_of
+from realign.runtime.worker_failures import WorkerHangs, WorkerLost
 
 
 def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:

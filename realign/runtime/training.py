@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from realign.engines.ranks import Ranks, current
-from realign.runtime.backend import WorkerLost, cluster_for, open_runtime
+from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.checkpointing import RunCheckpoints
 from realign.runtime.curves import draw_curves
 from realign.runtime.display import headline, panels
@@ -32,6 +32,7 @@ from realign.runtime.state import check_frozen, frozen_weights, interface_states
 from realign.runtime.tracking import Forgiving, LiveDisplay, Tracker
 from realign.runtime.trees import pack
 from realign.runtime.watch import Watch
+from realign.runtime.worker_failures import WorkerLost
 
 
 @dataclass

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from realign.runtime import CheckpointSpec, Experiment, Ray
-from realign.runtime.backend import WorkerLost
 from realign.runtime.recovery import Attempts
+from realign.runtime.worker_failures import WorkerLost
 from tests.runtime.test_local import experiment
 
 LOST = WorkerLost("RPC 'actor_gen', actor: generate: the worker has died")

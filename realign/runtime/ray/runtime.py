@@ -16,7 +16,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.api.sampler import Sampler, samples_externally
 from realign.runtime.ahead import MOST_CALLS, sampled_roles
-from realign.runtime.backend import Ray, WorkerLost
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
@@ -28,6 +27,8 @@ from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.sampler import RemoteSampler
 from realign.runtime.ray.worker import Setup
 from realign.runtime.rollout import Async
+from realign.runtime.runtime_spec import Ray
+from realign.runtime.worker_failures import WorkerLost
 
 
 class RayRuntime(LocalRuntime):

@@ -18,7 +18,7 @@ from realign.api import MicroBatchSpec, Sum, stat_values
 from realign.engines import TransformersModel
 from realign.engines.optim import OptimizerSpec
 from realign.runtime import Async, Local, Ray
-from realign.runtime.backend import WorkerHangs, open_runtime
+from realign.runtime.backend import open_runtime
 from realign.runtime.checkpoints import list_checkpoints
 from realign.runtime.loss_evaluation import ForwardOnly
 from realign.runtime.models import load_own
@@ -28,6 +28,7 @@ from realign.runtime.ray.hops import counted_hops
 from realign.runtime.ray.runtime import RayRuntime, reserve
 from realign.runtime.ray.worker import HOOK, Setup
 from realign.runtime.state import seed_random
+from realign.runtime.worker_failures import WorkerHangs
 from tests.runtime.test_local import BigramModel
 from tests.runtime.test_state import assert_same_tree, experiment, started, untimed
 from tests.tiny import random_sample
