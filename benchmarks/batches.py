@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.peer.work import CHARACTERS, EOS, Scenario
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines import OptimizerSpec
-from realign.engines.attention import ATTENTION
-from realign.engines.engine import TransformersEngine
+from realign.engines.network.attention import ATTENTION
+from realign.engines.training.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 
 WORDS = len(CHARACTERS)

@@ -65,7 +65,7 @@ def measure(words: Sequence[str], prompts: int, tokens: int, repeats: int = 6) -
 def _step(words: Sequence[str], prompts: int, tokens: int, repeats: int) -> dict[str, float]:
     """Medians of the steps of a run."""
     from realign.config import compose
-    from realign.config.assemble import build_experiment
+    from realign.config.experiment import build_experiment
     from realign.runtime import LocalRuntime
 
     own = (f"batch_prompts={prompts}", f"interfaces.actor.generation.max_new_tokens={tokens}")

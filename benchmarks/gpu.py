@@ -40,7 +40,7 @@ from benchmarks.peer.side_trl import ForcedLengths
 from benchmarks.peer.work import EOS, PAD, SCENARIOS, Scenario
 from benchmarks.report import arguments, facts, table
 from realign.api import GenerationConfig, Lengths, SequenceSample
-from realign.engines.kernels import AttentionArgs, Backend, choose_backend
+from realign.engines.network.kernels import AttentionArgs, Backend, choose_backend
 
 GIB = 2**30
 PARTS = ("peak", "training", "rollout", "trl")

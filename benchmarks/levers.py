@@ -28,10 +28,10 @@ from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
-from realign.engines import trunk
-from realign.engines.cores import ParallelPasses
-from realign.engines.layout import SharedPrompts
-from realign.engines.output import PackedOutput
+from realign.engines.network.cpu_lanes import ParallelPasses
+from realign.engines.network.output import PackedOutput
+from realign.engines.network.shared_prefix import SharedPrompts
+from realign.engines.sampling import trunk
 
 BUDGET = 8192
 

@@ -37,7 +37,7 @@ from benchmarks.memory import MemoryCount
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import Seconds, alternate, arguments, facts, table
 from realign.api import MicroBatchSpec
-from realign.engines.cores import ParallelPasses
+from realign.engines.network.cpu_lanes import ParallelPasses
 
 ROOT = Path(__file__).parents[1]
 BASE = replace(SCENARIOS["long_tail"], name="scaling", prompts=2)
@@ -145,7 +145,7 @@ def child(command: list[str], *, until: Callable[[], bool] | None = None, limit_
 
 def start(repeats: int) -> dict[str, dict[str, float]]:
     """The best of some starts of each kind: a start is slow for many reasons, and fast for one."""
-    realign = [sys.executable, "-m", "realign.cli"]
+    realign = [sys.executable, "-m", "realign"]
     found = {
         "realign --help": [child([*realign, "--help"]) for _ in range(repeats)],
         "config composed": [child([*realign, "experiment=grpo_arithmetic", "--cfg", "job"]) for _ in range(repeats)],

@@ -5,10 +5,10 @@
 Prompts begin in the order of the data, each with a group of responses, on the engine that has the fewest rows. An
 engine decodes its rows together (continuous batching): the time of a step is affine in rows and in tokens of context. A
 prompt whose responses have ended is judged, and then is ready. When a step is trained, the version counts one up, and
-every engine stands still while it gets the weights. Which prompts may begin and which are trained on is decided by the
-code of the runtime itself (`realign.runtime.staleness`). Without a staleness bound (None), generation, rewards and
-training of a batch follow each other, as in the synchronous runtime. Nothing fails here, and a call costs what its size
-says.
+every engine waits while it receives the weights. Which prompts may begin and which are trained on is decided by the
+code of the runtime itself (`realign.runtime.rollout.staleness`). Without a staleness bound (None), generation, rewards
+and training of a batch follow each other, as in the synchronous runtime. Nothing fails here, and a call costs what its
+size says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.costs import Costs
 from benchmarks.plans import Plan, Report, Trained, Work
 from benchmarks.report import arguments
-from realign.runtime.staleness import Staleness
+from realign.runtime.rollout.staleness import Staleness
 
 
 @dataclass

@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.report import arguments, facts, table
 from realign.demo.arithmetic import prepare
-from realign.runtime.checkpoints import Checkpoint, CorruptCheckpoint, list_checkpoints
+from realign.runtime.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints
 
 DAMAGES = ("truncate", "flip", "delete")
 DEFAULTS = {"kills": "20", "damages": "5", "steps": "60", "seed": "0", "threads": "1", "folder": ""}
@@ -376,7 +376,7 @@ def torture(folder: Path, words: dict[str, str]) -> dict[str, Any]:
 
     def run(name: str, keep: int) -> Run:
         own = [f"output_dir={folder / name}", f"checkpoint.keep={keep}"]
-        return Run(folder / name, [sys.executable, "-m", "realign.cli", *settings, *own], folder / f"{name}.mark")
+        return Run(folder / name, [sys.executable, "-m", "realign", *settings, *own], folder / f"{name}.mark")
 
     reference, tormented = run("alone", steps), run("tormented", 3)
     times = undisturbed(reference, console)

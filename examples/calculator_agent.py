@@ -26,12 +26,12 @@ from realign.api.environment import Response
 from realign.data import PromptData, SupervisedData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
 from realign.engines import SharedModel, TransformersModel
-from realign.engines.optim import OptimizerSpec
+from realign.engines.training.optimizer import OptimizerSpec
 from realign.interfaces import sft
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.curves import draw_curves
+from realign.runtime.metrics.curves import draw_curves
 
 CALLS = 0.3
 """Fraction of the demonstrations that use the calculator."""

@@ -24,14 +24,14 @@ from realign.api.environment import Response
 from realign.data import PromptData, SupervisedData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
 from realign.engines import SharedModel, TransformersModel
-from realign.engines.optim import OptimizerSpec
+from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional import Scope
 from realign.interfaces import sft
 from realign.interfaces.components import Normalization
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
-from realign.runtime.curves import draw_curves
+from realign.runtime.metrics.curves import draw_curves
 
 NUMBERS, GUESSES = 7, 3
 PROMPT = "guess"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from realign.cli import main
+from realign.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

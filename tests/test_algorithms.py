@@ -12,15 +12,15 @@ import pytest
 import torch
 import yaml
 
-from realign import cli
 from realign.api import MicroBatchSpec
+from realign.cli import commands as cli
 from realign.config import ConfigError, build_experiment, compose, resolved_config
 from realign.config.folders import experiments_dir, list_algorithms, list_experiments
 from realign.config.targets import import_target
 from realign.demo.arithmetic import prepare
 from realign.interfaces.ppo import PPOActorInterface
 from realign.runtime import Experiment
-from realign.runtime.local import LocalRuntime
+from realign.runtime.step import LocalRuntime
 from realign.testing import BigramEngine, random_batch, train_once
 from tests.test_config import MUST_BE_GIVEN
 

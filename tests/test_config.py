@@ -182,7 +182,7 @@ def test_a_name_of_another_module_of_ours_is_found_and_what_is_merely_imported_i
         ({"_target_": "os.system"}, r"os\.system is of Python's own library, which has no component; nothing was"),
         ({"_target_": "subprocess.Popen"}, r"subprocess\.Popen is of Python's own library"),
         (
-            {"_target_": "realign.cli.os.system"},
+            {"_target_": "realign.cli.commands.os.system"},
             r"os\.system is not a class; here stands a class that is ModelInterface",
         ),
         ({"_target_": f"{HERE}.Norm"}, r"interfaces\.actor\._target_: Norm is not a ModelInterface"),
@@ -204,7 +204,7 @@ def test_trap_g6_a_wrong_target_is_refused_by_name(node, message):
 def test_a_target_of_another_kind_is_never_called(monkeypatch):
     called = []
     monkeypatch.setattr(os, "system", called.append)
-    for target in ("realign.cli.os.system", f"{HERE}.unannotated", f"{HERE}.other_kind"):
+    for target in ("realign.cli.commands.os.system", f"{HERE}.unannotated", f"{HERE}.other_kind"):
         with pytest.raises(ConfigError, match="not a function annotated -> DataflowGraph; nothing was called"):
             build_graph({"_target_": target, "command": "true"}, DataflowGraph, "graph")
         with pytest.raises(ConfigError, match="is not a class"):

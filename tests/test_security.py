@@ -20,16 +20,16 @@ from rich.console import Console
 
 import realign
 from realign.api import RPC, DataflowGraph
-from realign.cli import main
+from realign.cli.commands import main
 from realign.config import ConfigError, build_experiment, compose, resolved_config
 from realign.config.composition import check_launch, config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
-from realign.rewards.functions import load_function
+from realign.rewards.pool.functions import load_function
+from realign.rewards.pool.worker import answer
 from realign.rewards.text import visible
-from realign.rewards.worker import answer
-from realign.runtime.samples import show
-from realign.runtime.tracking import LiveDisplay
+from realign.runtime.metrics.live_display import LiveDisplay
+from realign.runtime.metrics.samples import show
 from tests import security_traps
 from tests.config_parts import EXPERIMENT, write_experiment
 from tests.runtime.launching import Ranks
@@ -39,7 +39,11 @@ PACKAGE = Path(realign.__file__).parent
 TRAPS = "tests.security_traps"
 TARGETS = (
     *("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "pathlib.Path", "antigravity.webbrowser.open"),
-    *("realign.cli.os.system", "realign.rewards.unit_tests.subprocess.Popen", "realign.engines.folders.Path"),
+    *(
+        "realign.cli.commands.os.system",
+        "realign.rewards.unit_tests.subprocess.Popen",
+        "realign.engines.files.folders.Path",
+    ),
     *(f"{TRAPS}.Made", f"{TRAPS}.MadeBeforeInit", f"{TRAPS}.Component", f"{TRAPS}.function", f"{TRAPS}.pathlib.Path"),
 )
 

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from realign.api import SequenceSample
-from realign.engines.attention import ATTENTION
-from realign.engines.engine import TransformersEngine
-from realign.engines.optim import OptimizerSpec
+from realign.engines.network.attention import ATTENTION
+from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.optimizer import OptimizerSpec
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 TEXT = "0123456789+-*/=()., :?!'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"

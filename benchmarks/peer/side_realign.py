@@ -19,10 +19,10 @@ from benchmarks.peer.work import EOS, Scenario, reward
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PromptData
 from realign.engines import OptimizerSpec, Score, TransformersModel, Value
-from realign.engines.decoding import Rollout
-from realign.engines.loading import DType
-from realign.engines.network import Network
-from realign.engines.stepping import Stepper
+from realign.engines.network.network import Network
+from realign.engines.sampling.slots import Rollout
+from realign.engines.training.stepper import Stepper
+from realign.engines.transformers_model import DType
 from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -31,7 +31,7 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Experiment
-from realign.runtime.local import LocalRuntime
+from realign.runtime.step import LocalRuntime
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:

@@ -116,7 +116,7 @@ def predicted(costs: Costs, job: Job, bound: int | None, steps: int) -> Report:
 def reward_seconds(job: Job, steps: int) -> tuple[float, ...]:
     """Of each prompt that a run draws."""
     from realign.config import compose
-    from realign.config.assemble import build_experiment
+    from realign.config.experiment import build_experiment
     from realign.runtime import LocalRuntime
 
     drawn = [word for word in job.words if not word.startswith(("rollout", "runtime"))]

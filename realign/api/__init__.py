@@ -3,7 +3,6 @@
 Imports torch, numpy and `realign.functional`; everything else in realign is written against what stands here.
 """
 
-from realign.api.data import SequenceSample, part_sizes
 from realign.api.dataflow import RPC, SAMPLED, DataflowGraph, Sync, rl_graph
 from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import InProcessSampler
@@ -22,6 +21,7 @@ from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import Model, ModelFacts, ModelOutput, ModelSpec, PipelinableEngine
 from realign.api.rewards import total_rewards
+from realign.api.sample import SequenceSample, part_sizes
 from realign.api.sampler import Capabilities, Completion, Handle, Request, Sampler, SamplerSpec, Tokens, WeightSource
 from realign.api.seeds import derive_seed
 from realign.api.stats import (

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from realign.api.data import SequenceSample
 from realign.api.generation import GenerationConfig
+from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, Completion, FutureHandle, Request, WeightSource
 
 IN_PROCESS = Capabilities(bitwise=True, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from realign.api.data import SequenceSample
 from realign.api.microbatch import MicroBatchSpec
+from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
 from realign.settings import Settings
 

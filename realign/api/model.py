@@ -16,10 +16,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from realign.api.data import SequenceSample
 from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import InProcessSampler
 from realign.api.microbatch import MicroBatchSpec
+from realign.api.sample import SequenceSample
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
 from realign.api.stats import LossStats, Stats, Sum, merge_stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from realign.api.data import SequenceSample
+from realign.api.sample import SequenceSample
 from realign.functional import segment_sum
 
 

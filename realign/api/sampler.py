@@ -17,9 +17,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from realign.api.data import SequenceSample
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
+from realign.api.sample import SequenceSample
 from realign.api.seeds import derive_seed
 from realign.settings import Settings
 

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray, Lengths
 from realign.api.microbatch import Cut
 from realign.api.packing import some
+from realign.api.sample import SequenceSample
 
 
 def shard(data: SequenceSample, n: int, key: str) -> Shards:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from realign.api.data import TOKENS, SequenceSample
 from realign.api.microbatch import MicroBatchSpec
+from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import Stats, TokenValues, Trace
 
 RESPONSE = "trace_response"

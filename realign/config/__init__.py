@@ -8,21 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from realign.config.assemble import build_experiment, resolved_config
-    from realign.config.components import build, build_graph
     from realign.config.composition import compose
+    from realign.config.construct import build, build_graph
     from realign.config.errors import ConfigError
+    from realign.config.experiment import build_experiment, resolved_config
     from realign.config.schema import ExperimentConfig, MicroBatchConfig
 
 HOMES = {
     "ConfigError": "errors",
     "ExperimentConfig": "schema",
     "MicroBatchConfig": "schema",
-    "build": "components",
-    "build_experiment": "assemble",
-    "build_graph": "components",
+    "build": "construct",
+    "build_experiment": "experiment",
+    "build_graph": "construct",
     "compose": "composition",
-    "resolved_config": "assemble",
+    "resolved_config": "experiment",
 }
 """The module of each public name."""
 

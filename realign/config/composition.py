@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from realign.config.components import fill
+from realign.config.construct import fill
 from realign.config.errors import OPTIONAL, ConfigError, not_a_component, one_line
 from realign.config.explain import explain
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra

@@ -35,9 +35,9 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "sync": Root("realign.api.Sync", "realign.api.Sync", per_role=True),
         "data": Root("realign.data.DataSpec"),
         "dynamic_sampling": Root("realign.runtime.DynamicSampling", "realign.runtime.DynamicSampling"),
-        "evaluation": Root("realign.runtime.evaluator.Evaluator", "realign.runtime.Evaluation"),
+        "evaluation": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation"),
         "calibration": Root("realign.runtime.RewardCalibration", "realign.runtime.RewardCalibration"),
-        "trackers": Root("realign.runtime.trackers.TrackerSpec", per_role=True),
+        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
         "runtime": Root("realign.runtime.RuntimeSpec", "realign.runtime.RuntimeSpec"),
         "rollout": Root("realign.runtime.RolloutSpec", "realign.runtime.RolloutSpec"),
     }

@@ -119,7 +119,7 @@ class ExperimentConfig:
     realign.runtime.runtime_spec.Local."""
     rollout: dict[str, Any] = field(default_factory=dict)
     """When responses are sampled: config group `rollout` (sync, async); `_target_`:
-    realign.runtime.rollout.Sync."""
+    realign.runtime.rollout.spec.Sync."""
     ratio_tolerance: float = 1e-3
     """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
     strict_ratio: bool = False

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray, Lengths
+from realign.api.sample import SequenceSample
 
 
 class Dataset(ABC):

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray, Lengths
+from realign.api.sample import SequenceSample
 from realign.data.dataset import PackedDataset, PackedTokens
 from realign.data.files import Table
 from realign.data.source import DataSource, LengthLimit, each_row

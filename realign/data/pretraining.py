@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from realign.api.data import SequenceSample
 from realign.api.lengths import Lengths
 from realign.api.model import derive_seed
+from realign.api.sample import SequenceSample
 from realign.data.dataset import Dataset, DataSpec
 from realign.data.order import epoch_order
 

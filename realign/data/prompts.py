@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray
+from realign.api.sample import SequenceSample
 from realign.data.dataset import PackedDataset, PackedTokens
 from realign.data.files import Row
 from realign.data.source import DataSource, LengthLimit, each_row

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from realign.api.data import SequenceSample
 from realign.api.lengths import IntArray
+from realign.api.sample import SequenceSample
 from realign.data.dataset import PackedDataset, PackedTokens
 from realign.data.source import DataSource, LengthLimit, each_row
 from realign.data.templates import Ending, encode

@@ -18,7 +18,7 @@ from realign.config import ConfigError, build_experiment, compose
 from realign.demo.arithmetic import Task, prepare
 from realign.demo.launch import Demo, launch, median, remove_earlier
 from realign.runtime import Experiment, RunResult, run
-from realign.runtime.curves import draw_curves
+from realign.runtime.metrics.curves import draw_curves
 
 NAME = "demo"
 SFT = "sft"

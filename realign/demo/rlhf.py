@@ -25,7 +25,7 @@ from realign.demo.launch import Demo, launch, remove_earlier
 from realign.demo.sentiment import GOLD, Task, prepare
 from realign.rewards import load_function
 from realign.runtime import Evaluation, Experiment, LossEvaluation, RunResult, run
-from realign.runtime.curves import draw_curves
+from realign.runtime.metrics.curves import draw_curves
 
 NAME = "rlhf"
 RUNS = ("sft", "reward")

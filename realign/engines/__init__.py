@@ -8,14 +8,14 @@ reference, and `trained` says which weights train; `attention` is the one functi
 a part of the weights (`fsdp`, `parts`). Transformers itself is imported when a model is loaded.
 """
 
-from realign.engines.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
-from realign.engines.in_process import InProcessSampling
-from realign.engines.kernels import Backend
-from realign.engines.loading import DType, TransformersModel
-from realign.engines.optim import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
-from realign.engines.sharding import Sharding
-from realign.engines.shared import Share, SharedModel
-from realign.engines.trained import All, Lora, TopLayers, Trained
+from realign.engines.distributed.spec import Sharding
+from realign.engines.network.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
+from realign.engines.network.kernels import Backend
+from realign.engines.network.trains import All, Lora, TopLayers, Trained
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.shared_model import Share, SharedModel
+from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
+from realign.engines.transformers_model import DType, TransformersModel
 
 __all__ = [
     "All",

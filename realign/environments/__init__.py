@@ -1,12 +1,12 @@
 """Conversations with environments: finding an environment, asking many at once, writing what they say as tokens."""
 
-from realign.environments.asking import Answer, Limits
+from realign.environments.batch import Worlds
+from realign.environments.calls import Answer, Limits
+from realign.environments.concurrency import Slots
 from realign.environments.episode import Episode
 from realign.environments.failures import EnvironmentFailure, Failures
 from realign.environments.loading import load_environment
-from realign.environments.slots import Slots
 from realign.environments.turns import TurnWriter
-from realign.environments.worlds import Worlds
 
 __all__ = [
     "Answer",

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from realign.rewards.tally import present_tally
+from realign.rewards.pool.failure_count import present_tally
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from realign.api.environment import Environment
-from realign.rewards.functions import load_object
+from realign.rewards.pool.functions import load_object
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
     """What makes an environment for one episode: the class called `name`, with these keyword arguments.
 
-    A file is imported as that of a reward function is (`realign.rewards.functions.load_function`).
+    A file is imported as that of a reward function is (`realign.rewards.pool.functions.load_function`).
 
     Raises:
         ValueError: there is no such class, the import failed, it does not take the arguments, or its methods are not

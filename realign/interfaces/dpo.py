@@ -33,7 +33,7 @@ from realign.api import (
     masked_mean,
 )
 from realign.functional import DPOLoss, dpo_loss, nll_loss, segment_sum
-from realign.interfaces.pairs import check_pairs, pairs_of, train_on_groups
+from realign.interfaces.components.pairs import check_pairs, pairs_of, train_on_groups
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, Positive, Range
 

@@ -46,8 +46,8 @@ from realign.functional import (
     rating_loss,
     score_moments,
 )
-from realign.interfaces.cutting import ResponseCut, cut_responses, reward_keys
-from realign.interfaces.pairs import answered, check_pairs, pairs_of, train_on_groups
+from realign.interfaces.components.pairs import answered, check_pairs, pairs_of, train_on_groups
+from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
 from realign.settings import Count, Positive
 
 

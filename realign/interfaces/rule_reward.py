@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
-from realign.interfaces.cutting import ResponseCut, cut_responses, reward_keys
-from realign.rewards.limits import Limits, OpenFiles
-from realign.rewards.pool import RewardPool
+from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
+from realign.rewards.pool.limits import Limits, OpenFiles
+from realign.rewards.pool.pool import RewardPool
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive
 
 
@@ -31,7 +31,7 @@ class RuleRewardInterface(ModelInterface):
 
     function: str = "realign.rewards.arithmetic:exact_answer"
     """Import path of the function, `package.module:name` or `path/to/file.py:name`, or a URL that is asked for each
-    response (`realign.rewards.http`)."""
+    response (`realign.rewards.pool.http`)."""
     workers: NonNegativeInt = 2
     """Processes; 0 calls the function in this process (a breakpoint works; a hang is not caught)."""
     timeout_s: Positive = 30.0

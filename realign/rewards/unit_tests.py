@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from realign.rewards.limits import without_secrets
+from realign.rewards.pool.limits import without_secrets
 
 TIMEOUT_S = 10.0
 """Seconds that a program and its tests may take; `timeout_s` of the reward workers must be larger."""

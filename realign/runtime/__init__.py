@@ -1,21 +1,21 @@
 """What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
 
 from realign.api import ModelSpec
-from realign.runtime.calibration import RewardCalibration
-from realign.runtime.dynamic_sampling import DynamicSampling
-from realign.runtime.episode_evaluation import EpisodeEvaluation
-from realign.runtime.evaluation import Evaluation
-from realign.runtime.evaluator import Evaluator
+from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.evaluation.base import Evaluator
+from realign.runtime.evaluation.calibration import RewardCalibration
+from realign.runtime.evaluation.episodes import EpisodeEvaluation
+from realign.runtime.evaluation.generation import Evaluation
+from realign.runtime.evaluation.loss import LossEvaluation
 from realign.runtime.experiment import Experiment
-from realign.runtime.local import LocalRuntime
-from realign.runtime.loss_evaluation import LossEvaluation
-from realign.runtime.rollout import Async, OnUpdate, RolloutSpec
+from realign.runtime.loop import RunResult, run
+from realign.runtime.metrics.live_display import Tracker
+from realign.runtime.metrics.trackers import TensorBoard, TrackerSpec, WandB
+from realign.runtime.processes.signals import Interrupted
+from realign.runtime.rollout.dynamic_sampling import DynamicSampling
+from realign.runtime.rollout.spec import Async, OnUpdate, RolloutSpec
 from realign.runtime.runtime_spec import Local, Placement, Ray, RuntimeSpec
-from realign.runtime.saving import CheckpointSpec
-from realign.runtime.signals import Interrupted
-from realign.runtime.trackers import TensorBoard, TrackerSpec, WandB
-from realign.runtime.tracking import Tracker
-from realign.runtime.training import RunResult, run
+from realign.runtime.step import LocalRuntime
 
 __all__ = [
     "Async",

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from realign.runtime.experiment import Experiment
-from realign.runtime.local import LocalRuntime
-from realign.runtime.placement import plan_groups
+from realign.runtime.processes.placement import plan_groups
 from realign.runtime.runtime_spec import Ray
+from realign.runtime.step import LocalRuntime
 
 
 @contextmanager

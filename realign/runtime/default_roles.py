@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from realign.api import DataflowGraph, ModelInterface, ModelSpec, Role, RoleModel
-from realign.engines.shared import SharedModel
+from realign.engines.shared_model import SharedModel
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,18 @@ from realign.api import (
     Sync,
 )
 from realign.data import DataSpec
-from realign.engines.folders import AVERAGED, check_name, check_run_folder
-from realign.engines.shared import Share, SharedModel, check_shared
-from realign.runtime.calibration import RewardCalibration
-from realign.runtime.contract import check_keys
+from realign.engines.files.folders import AVERAGED, check_name, check_run_folder
+from realign.engines.shared_model import Share, SharedModel, check_shared
+from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.checks.contract import check_keys
 from realign.runtime.default_roles import with_default_roles
-from realign.runtime.dynamic_sampling import DynamicSampling
-from realign.runtime.evaluator import Evaluator
-from realign.runtime.rollout import RolloutSpec
-from realign.runtime.rollout import Sync as SyncRollout
+from realign.runtime.evaluation.base import Evaluator
+from realign.runtime.evaluation.calibration import RewardCalibration
+from realign.runtime.metrics.trackers import TrackerSpec
+from realign.runtime.rollout.dynamic_sampling import DynamicSampling
+from realign.runtime.rollout.spec import RolloutSpec
+from realign.runtime.rollout.spec import Sync as SyncRollout
 from realign.runtime.runtime_spec import Local, RuntimeSpec
-from realign.runtime.saving import CheckpointSpec
-from realign.runtime.trackers import TrackerSpec
 from realign.settings import Count, NonNegativeInt, Range, Settings
 
 AUTO = "auto"

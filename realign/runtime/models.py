@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from realign.api import RPC, Model, ModelInterface, ModelSpec
 from realign.api.sampler import ConfiguresSampler
 from realign.engines import SharedModel
-from realign.engines.folders import AVERAGED, refuse_link, write_state
-from realign.engines.ranks import current
+from realign.engines.distributed.ranks import current
+from realign.engines.files.folders import AVERAGED, refuse_link, write_state
 from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu
-from realign.engines.decoding import Rollout
+from realign.engines.sampling.slots import Rollout
 
 
 def test_on_a_cpu_every_part_runs_and_the_last_line_is_json(capsys, monkeypatch):

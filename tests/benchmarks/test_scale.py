@@ -15,7 +15,7 @@ from benchmarks.scale.rollouts import GROUP, PROMPTS, measured_rollout, predicte
 from benchmarks.scale.runtimes import measured_runtime, runtime_jobs, runtime_words
 from benchmarks.scale.task import REWARD, SIGMA, TOKENS, prepare
 from realign.config import compose
-from realign.config.assemble import build_experiment
+from realign.config.experiment import build_experiment
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import torture
 from benchmarks.torture import Outcome, Run
-from realign.runtime.checkpoints import CorruptCheckpoint, write_checkpoint
+from realign.runtime.checkpoint.folder import CorruptCheckpoint, write_checkpoint
 
 
 def test_a_kill_before_the_first_checkpoint_and_one_with_damage_later_change_nothing(tmp_path, capsys):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from realign.cli.launch_table import derived_rows
 from realign.config import ConfigError, build_experiment, compose
-from realign.derived import derived_rows
 from realign.runtime import Async, Ray
 from tests.config.components import (
     BASE,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realign.cli import _dispatch
+from realign.cli.commands import _dispatch
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose
 from realign.config.folders import experiments_dir
 from tests.config.components import BASE, HERE, Clip, Gspo, TightClip
@@ -85,7 +85,7 @@ def test_a_contradiction_in_a_sweep_is_an_error_before_the_first_run(here):
 
 
 def test_the_run_of_a_command_line_is_that_of_compose(here, monkeypatch):
-    monkeypatch.setattr("realign.train._check_start", lambda experiment: None)
+    monkeypatch.setattr("realign.cli.train._check_start", lambda experiment: None)
     words = ["experiment=clipped", f"{ACTOR}.objective.high=0.28", f"{ACTOR}.objective=gspo"]
     (config,) = configs(*words)
     assert config == compose(words, "conf")
@@ -118,7 +118,7 @@ def test_cfg_prints_what_is_trained_and_what_was_dropped(here, capsys):
 def test_composing_imports_classes_only_where_layers_differ(here, words):
     arguments = ["--config-dir=conf", "--cfg", "job", "experiment=clipped", *words]
     code = (
-        f"import sys; from realign.cli import main; code = main({arguments!r})\n"
+        f"import sys; from realign.cli.commands import main; code = main({arguments!r})\n"
         "sys.exit(code or 'torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from realign.chat import chat_of
+from realign.cli.chat import chat_of
 from realign.config import compose
 from realign.config.folders import list_experiments
 from tests.docs.test_docs import compositions

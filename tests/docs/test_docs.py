@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from realign.chat import chat_of
+from realign.cli.chat import chat_of
+from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
-from realign.derived import derived_rows
 from realign.runtime import run
 from tests.docs import pages
 

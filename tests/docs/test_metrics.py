@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from realign.api import GenerationConfig, MicroBatchSpec, stat_values
-from realign.engines.optim import OptimizerSpec
-from realign.engines.stepping import REASONS
+from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.stepper import REASONS
 from realign.interfaces import grpo, reward_model, sft
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.reference import ReferenceInterface
@@ -19,7 +19,7 @@ from realign.runtime import DynamicSampling, Evaluation, Experiment, LossEvaluat
 from realign.testing import random_batch, random_preferences, train_once
 from tests.config_parts import Bigram, CountThrees, Prompts
 from tests.interfaces import test_invariances
-from tests.runtime.test_loss_evaluation import Judged
+from tests.runtime.evaluation.test_loss import Judged
 from tests.tiny import random_sample, tiny_engine
 
 ROOT = Path(__file__).parents[2]

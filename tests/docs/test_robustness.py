@@ -13,7 +13,7 @@ from realign.data import PromptData
 from realign.engines import OptimizerSpec
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.runtime.saving import CheckpointSpec
+from realign.runtime.checkpoint.exports import CheckpointSpec
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")

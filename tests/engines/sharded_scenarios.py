@@ -22,17 +22,17 @@ from realign.engines import (
     Value,
     ValueHead,
 )
-from realign.engines.parts import whole
-from realign.engines.ranks import current
+from realign.engines.distributed.ranks import current
+from realign.engines.distributed.shards import whole
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.sft import SFTInterface
-from realign.runtime.checkpoints import CheckpointWriter, list_checkpoints
-from realign.runtime.ray.wire import mapped
-from realign.runtime.trees import hash_of
+from realign.runtime.checkpoint.folder import CheckpointWriter, list_checkpoints
+from realign.runtime.checkpoint.serialize import hash_of
+from realign.runtime.ray.wire_format import mapped
 from realign.testing import random_batch, random_preferences
 from tests.tiny import random_sample, save_tiny
 

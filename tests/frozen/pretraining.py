@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realign.api import SequenceSample
-from realign.api.data import TOKENS
+from realign.api.sample import TOKENS
 
 
 def mix_pretraining(

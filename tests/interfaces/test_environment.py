@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync
-from realign.environments import EnvironmentFailure, loops
+from realign.environments import EnvironmentFailure
+from realign.environments import event_loops as loops
 from realign.interfaces import raft
 from realign.interfaces.components import GAE, KLPenalty, RewardShaping
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface, with_environment
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
-from realign.rewards.tally import Tally
+from realign.rewards.pool.failure_count import Tally
 from realign.testing import BigramEngine
 from tests.environments.worlds import Bad, Blocking, Busy, Plain, Tool
 from tests.tiny import TEXT, tiny_tokenizer

@@ -22,9 +22,9 @@ from realign.config.folders import list_algorithms
 from realign.engines import SharedModel
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
-from realign.runtime.local import LocalRuntime
+from realign.runtime.step import LocalRuntime
 from realign.testing import BigramEngine, random_batch
-from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
+from tests.runtime.test_step import BigramModel, CountToken, Prompts, experiment
 
 LIMIT, BUFFER, VOCABULARY = 8, 3, 5
 NEEDS = {"dapo": [f"interfaces.actor.truncation.overlong_buffer={BUFFER}"]}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample
-from realign.interfaces.cutting import ResponseCut
+from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.rule_reward import RuleRewardInterface, texts, token_texts
-from realign.rewards.processes import RewardError
+from realign.rewards.pool.processes import RewardError
 
 LETTERS = "?abcdefgh"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from realign.runtime import checkpoints
-from realign.runtime.checkpoints import CheckpointWriter, list_checkpoints, newest, write_checkpoint
+from realign.runtime.checkpoint import folder as checkpoints
+from realign.runtime.checkpoint.folder import CheckpointWriter, list_checkpoints, newest, write_checkpoint
 
 
 def tree(step, round_=0):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from realign.api import RPC, DataflowGraph, ModelInterface, Role, RoleModel
-from realign.derived import derived_rows
+from realign.cli.launch_table import derived_rows
 from realign.engines import Lora, OptimizerSpec, Share, SharedModel, TopLayers, TransformersModel
 from realign.interfaces import dpo
 from realign.interfaces.dpo import DPOInterface

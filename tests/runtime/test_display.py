@@ -11,8 +11,8 @@ from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime.display import first_metrics, headline, panels, with_held_out
-from realign.runtime.tracking import LiveDisplay
-from tests.runtime.test_local import CountToken
+from realign.runtime.metrics.live_display import LiveDisplay
+from tests.runtime.test_step import CountToken
 
 
 @dataclass

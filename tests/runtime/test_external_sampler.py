@@ -13,13 +13,13 @@ from realign.engines import InProcessSampling, SharedModel
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime import models as loading
-from realign.runtime.local import LocalRuntime
+from realign.runtime.checkpoint.state import restore, run_state
 from realign.runtime.models import load_models
-from realign.runtime.rollout import Sync
-from realign.runtime.state import restore, run_state
+from realign.runtime.rollout.spec import Sync
+from realign.runtime.step import LocalRuntime
 from realign.testing import BigramEngine
-from tests.runtime.test_local import GENERATION, Digits
-from tests.runtime.test_local import experiment as toy
+from tests.runtime.test_step import GENERATION, Digits
+from tests.runtime.test_step import experiment as toy
 from tests.samplers import TableSampling
 
 
@@ -175,7 +175,7 @@ def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
 
 def test_what_samples_ahead_outside_the_engine_cannot_score(tmp_path):
     from realign.api import MicroBatchSpec
-    from realign.runtime.ahead import _SamplesOnly
+    from realign.runtime.rollout.asynchronous import _SamplesOnly
 
     sampler = TableSampling(bitwise=True).open("actor", BigramEngine(), None)
     engine = _SamplesOnly("actor", "actor", TrainsOnly(), sampler)

@@ -21,17 +21,17 @@ from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
 from realign.data.pretraining import WithPretraining
 from realign.engines import Causal, OptimizerSpec, TransformersModel
-from realign.engines.engine import TransformersEngine
+from realign.engines.training.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.interfaces.sft import dataflow as sft_dataflow
 from realign.runtime import Evaluation, Experiment, LossEvaluation, run
-from realign.runtime.checkpoints import list_checkpoints
-from realign.runtime.evaluator import Evaluator
-from realign.runtime.local import LocalRuntime
-from realign.runtime.saving import CheckpointSpec
+from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.evaluation.base import Evaluator
+from realign.runtime.step import LocalRuntime
 from tests.tiny import VOCAB, save_tiny, tiny_tokenizer
 
 EOS = 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realign.api import ModelOutput, SequenceSample, Stats, masked_mean
-from realign.api.data import TOKENS
+from realign.api.sample import TOKENS
 from realign.functional import nll_loss
 
 

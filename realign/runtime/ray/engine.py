@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
-from realign.api.data import TOKENS
 from realign.api.model import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.sample import TOKENS
 from realign.api.shards import Shards, shard
-from realign.engines.stepping import step_weight
+from realign.engines.training.stepper import step_weight
 from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.worker import HOOK

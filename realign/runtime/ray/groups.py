@@ -16,13 +16,13 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from realign.runtime.placement import Group
-from realign.runtime.ray.hops import current_hops
+from realign.runtime.processes.placement import Group
+from realign.runtime.processes.worker_failures import WorkerHangs, WorkerLost
 from realign.runtime.ray.host import Loaded
-from realign.runtime.ray.wire import from_wire, shapes_of, to_wire
+from realign.runtime.ray.overhead import current_hops
+from realign.runtime.ray.wire_format import from_wire, shapes_of, to_wire
 from realign.runtime.ray.worker import Failure, Reply, Setup, Worker
 from realign.runtime.runtime_spec import RuntimeSpec
-from realign.runtime.worker_failures import WorkerHangs, WorkerLost
 
 GRACE_S = 5.0
 """Seconds after the error of one rank in which another one may turn out to have died, and to be its cause."""

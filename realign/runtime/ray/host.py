@@ -13,11 +13,11 @@ from torch import Tensor
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
 from realign.api.model import LossFn, ModelSpec, PipelinableEngine, PostHook, measured
 from realign.api.sampler import Request, Sampler
-from realign.engines.offload import Offload
-from realign.engines.parts import whole
-from realign.runtime.ahead import load_background_sampler
+from realign.engines.distributed.offload import Offload
+from realign.engines.distributed.shards import whole
 from realign.runtime.models import load_own
-from realign.runtime.ray.wire import mapped
+from realign.runtime.ray.wire_format import mapped
+from realign.runtime.rollout.asynchronous import load_background_sampler
 
 WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 """Verbs to which all ranks have the same answer, a large one, so that one of them gives it."""

@@ -15,20 +15,20 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.api.sampler import Sampler, samples_externally
-from realign.runtime.ahead import MOST_CALLS, sampled_roles
 from realign.runtime.experiment import Experiment
-from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
-from realign.runtime.placement import ROLLOUT, Group, plan_groups
+from realign.runtime.processes.placement import ROLLOUT, Group, plan_groups
+from realign.runtime.processes.worker_failures import WorkerLost
 from realign.runtime.ray.engine import RayEngine
 from realign.runtime.ray.groups import WorkerGroup
-from realign.runtime.ray.hops import counted_hops
 from realign.runtime.ray.host import Loaded
+from realign.runtime.ray.overhead import counted_hops
 from realign.runtime.ray.sampler import RemoteSampler
 from realign.runtime.ray.worker import Setup
-from realign.runtime.rollout import Async
+from realign.runtime.rollout.asynchronous import MOST_CALLS, sampled_roles
+from realign.runtime.rollout.spec import Async
 from realign.runtime.runtime_spec import Ray
-from realign.runtime.worker_failures import WorkerLost
+from realign.runtime.step import LocalRuntime, Made
 
 
 class RayRuntime(LocalRuntime):

@@ -19,11 +19,11 @@ import ray
 import torch
 from ray import cloudpickle
 
-from realign.engines.ranks import current
+from realign.engines.distributed.ranks import current
 from realign.mistakes import raised_on_purpose
+from realign.runtime.checkpoint.state import seed_random
 from realign.runtime.ray.host import WHOLE, Host
-from realign.runtime.ray.wire import from_wire, to_wire
-from realign.runtime.state import seed_random
+from realign.runtime.ray.wire_format import from_wire, to_wire
 
 HOOK = "<hook>"
 """Stands for the function that a call brings along."""

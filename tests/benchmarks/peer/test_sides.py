@@ -6,9 +6,9 @@ import torch
 from benchmarks.peer.side_realign import Side
 from benchmarks.peer.side_trl import ForcedLengths
 from benchmarks.peer.work import EOS, SCENARIOS, write_prompts
-from realign.engines.decoding import Rollout
-from realign.engines.network import Network
-from realign.engines.stepping import Stepper
+from realign.engines.network.network import Network
+from realign.engines.sampling.slots import Rollout
+from realign.engines.training.stepper import Stepper
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 

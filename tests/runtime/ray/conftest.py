@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realign.runtime.ray import connected
-from tests.runtime import test_state
+from tests.runtime.checkpoint import test_state
 
 
 @pytest.fixture(scope="package")

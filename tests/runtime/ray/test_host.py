@@ -5,8 +5,8 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Request, SequenceSample, stat_values
 from realign.engines import TopLayers, TransformersModel
-from realign.engines.optim import OptimizerSpec
-from realign.runtime.loss_evaluation import LOSS_SUM
+from realign.engines.training.optimizer import OptimizerSpec
+from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
 from realign.runtime.ray.host import Host
 from tests.tiny import random_sample

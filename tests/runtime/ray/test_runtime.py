@@ -16,21 +16,21 @@ import torch
 
 from realign.api import MicroBatchSpec, Sum, stat_values
 from realign.engines import TransformersModel
-from realign.engines.optim import OptimizerSpec
+from realign.engines.training.optimizer import OptimizerSpec
 from realign.runtime import Async, Local, Ray
 from realign.runtime.backend import open_runtime
-from realign.runtime.checkpoints import list_checkpoints
-from realign.runtime.loss_evaluation import ForwardOnly
+from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
-from realign.runtime.placement import Group
+from realign.runtime.processes.placement import Group
+from realign.runtime.processes.worker_failures import WorkerHangs
 from realign.runtime.ray.groups import RemoteError, WorkerGroup
-from realign.runtime.ray.hops import counted_hops
+from realign.runtime.ray.overhead import counted_hops
 from realign.runtime.ray.runtime import RayRuntime, reserve
 from realign.runtime.ray.worker import HOOK, Setup
-from realign.runtime.state import seed_random
-from realign.runtime.worker_failures import WorkerHangs
-from tests.runtime.test_local import BigramModel
-from tests.runtime.test_state import assert_same_tree, experiment, started, untimed
+from tests.runtime.checkpoint.test_state import assert_same_tree, experiment, started, untimed
+from tests.runtime.test_step import BigramModel
 from tests.tiny import random_sample
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realign.runtime.checkpoints import list_checkpoints
+from realign.runtime.checkpoint.folder import list_checkpoints
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from realign.runtime import CheckpointSpec, Ray, run
-from realign.telling import guarded
-from tests.runtime.test_state import experiment, save_files
+from realign.cli.errors import guarded
+from tests.runtime.checkpoint.test_state import experiment, save_files
 
 torch.set_num_threads(1)
 files = Path(sys.argv[1])

@@ -1,0 +1,106 @@
+"""`realign chat MODEL`: talk to a model, or have it answer the lines of a file; for looking, not for measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from realign.api import GenerationConfig, Model, SequenceSample, derive_seed
+from realign.config.construct import fill
+from realign.config.errors import ConfigError
+from realign.data import Template
+from realign.data.templates import Message, Writer, encode
+from realign.engines import TransformersModel
+from realign.rewards.text import visible
+from realign.runtime.models import open_sampler
+
+
+@dataclass
+class Chat:
+    """How to talk, and with whom."""
+
+    model: TransformersModel
+    """A folder that a run left, such as `runs/grpo/final/actor`, or a hub name."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How answers are sampled; with `n` above 1 all are shown, and the conversation goes on from the first. An answer
+    ends where the model has no more positions."""
+    template: Template | None = None
+    """plain: each line is a text to go on from, with no memory of others. chat: a conversation through the tokenizer's
+    template. null: chat if it has one."""
+    prefix: str = ""
+    """Text before each line (template=plain)."""
+    suffix: str = ""
+    """Text after each line (template=plain)."""
+    system: str = ""
+    """Text of a system message (template=chat)."""
+    seed: int = 0
+    """Of the sampler."""
+
+    def talk(self, lines: Iterable[str], say: Callable[[str], None]) -> None:
+        """Answer each line with `say`, until there is no other.
+
+        Raises:
+            ValueError: the model cannot be loaded, or a setting does not go with the template.
+        """
+        model = self.model.load("chat", seed=self.seed)
+        open_sampler(self.model, model)
+        try:
+            self._talk(model, lines, say)
+        finally:
+            if model.external_sampler is not None:
+                model.external_sampler.close()
+
+    def _talk(self, model: Model, lines: Iterable[str], say: Callable[[str], None]) -> None:
+        template = self.template or (Template.chat if model.tokenizer.chat_template else Template.plain)
+        if template is Template.chat and (self.prefix or self.suffix):
+            raise ConfigError("prefix and suffix belong to template=plain, but the template is chat")
+        if template is Template.plain and self.system:
+            raise ConfigError("system belongs to template=chat, but the template is plain")
+        writer = Writer(model.tokenizer, template, self.prefix, self.suffix, self.system)
+        conversation: list[Message] = []
+        for turn, line in enumerate(lines):
+            conversation.append({"role": "user", "content": line})
+            text = writer.prompt(conversation if template is Template.chat else line)
+            ids = next(encode(model.tokenizer, [text], writer.start()))
+            if not ids:
+                continue  # an empty line, and no start token
+            prompt = SequenceSample.from_sequences([str(turn)], {"prompt_ids": [[ids]]})
+            out = model.sampler.generate(
+                prompt, self._fitting(model, len(ids)), seed=derive_seed(self.seed, "chat", turn)
+            )
+            both = zip(out.sequences("input_ids"), out.sequences("prompt_mask"), strict=True)
+            answers = [model.tokenizer.decode(ids[~given], skip_special_tokens=True) for ids, given in both]
+            for answer in answers:
+                say(visible(answer))
+            conversation.append({"role": "assistant", "content": answers[0]})
+
+    def _fitting(self, model: Model, prompt_tokens: int) -> GenerationConfig:
+        """The sampler, with answers no longer than the model has positions; training refuses instead of cutting."""
+        limit = model.machine.positions
+        if limit is None:
+            return self.generation
+        room = limit - prompt_tokens
+        shortest = self.generation.max_new_tokens if self.generation.fixed_length else self.generation.min_new_tokens
+        if not max(1, shortest) <= room < self.generation.max_new_tokens:
+            return self.generation
+        return replace(self.generation, max_new_tokens=room)
+
+
+def chat_of(words: Sequence[str]) -> Chat:
+    """The chat that a command line asks for: `MODEL key=value ...`, with the fields of `Chat` as keys.
+
+    Raises:
+        ConfigError: no model, two of them, or a wrong key or value.
+    """
+    paths = [word for word in words if "=" not in word]
+    if len(paths) != 1:
+        raise ConfigError(f"realign chat takes one model, a folder or hub name, and key=value; found {paths}")
+    given = OmegaConf.to_container(OmegaConf.from_dotlist([word for word in words if "=" in word]))
+    assert isinstance(given, Mapping)
+    settings: dict[str, Any] = {str(name): value for name, value in given.items()}
+    model = settings.get("model", {})
+    settings["model"] = {"path": paths[0], **(model if isinstance(model, Mapping) else {})}
+    return fill(Chat, settings, "")

@@ -1,0 +1,83 @@
+"""`realign check`: everything but training, so that a mistake costs a minute and not a night."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from realign.api import SequenceSample
+from realign.draw import to_text
+from realign.engines.shared_model import shared_roles
+from realign.runtime import Experiment, LocalRuntime
+from realign.runtime.backend import cluster_for, open_runtime
+from realign.runtime.checkpoint.resume import find_start
+from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
+from realign.runtime.checks.launch import writable
+from realign.runtime.metrics.samples import spoken
+from realign.runtime.step import call
+
+ROWS = 2
+RESPONSES = 3  # of each prompt that are shown
+GIB = 2**30
+
+
+def preflight(experiment: Experiment, console: Console) -> None:
+    """Show the graph, disk and devices; load models and data; run every call but the training ones on two prompts.
+
+    Raises:
+        ValueError: something of it does not work, or it cannot go on from the checkpoint; named in the message.
+        OSError: `output_dir` cannot be written.
+    """
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
+    say("Disk\n  " + disk_line(experiment.output_dir))
+    say("\nDevices\n  " + devices_line())
+    start = find_start(experiment)
+    if experiment.resume is not None:
+        found = "no checkpoint yet: it would start" if start is None else f"it would go on from {start.checkpoint.path}"
+        say(f"\nResume\n  {found}")
+    with cluster_for(experiment), closing(open_runtime(experiment)) as runtime:
+        if start is not None:
+            check_frozen(start.state["frozen"], frozen_weights(runtime))
+            restore(runtime, start.state, experiment.resume_skip)
+        held_out = f", {len(runtime.held_out):,} held out for evaluation" if runtime.held_out is not None else ""
+        say(f"\nData\n  {len(runtime.dataset):,} rows{held_out}")
+        batch = run_calls(runtime)
+        say(f"\nTwo prompts through every call but training\n{batch!r}")
+        shown: Counter[str] = Counter()
+        for record in runtime.readable(batch, ROWS):
+            shown[record["id"]] += 1
+            if shown[record["id"]] <= RESPONSES:
+                say(f"  {spoken(record)}: reward {record['reward']}")
+    say("\nAll good: nothing was trained, nothing was written.")
+
+
+def run_calls(runtime: LocalRuntime) -> SequenceSample:
+    """The first `ROWS` prompts of the first step after every call that does not train."""
+    batch = runtime.batch(1)
+    batch = batch.take(range(min(ROWS, len(batch))))
+    for rpc in runtime.experiment.graph.order:
+        if rpc.method != "train_step":
+            model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
+            batch, _ = call(rpc, model, interface, batch, runtime.experiment.microbatch)
+    return batch
+
+
+def disk_line(output_dir: Path) -> str:
+    """Free space where `output_dir` will be."""
+    return f"{output_dir}: {shutil.disk_usage(writable(output_dir)).free / GIB:.1f} GiB free"
+
+
+def devices_line() -> str:
+    """The accelerators that torch sees, and the CPU threads that it uses."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    named = [f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in gpus]
+    return ", ".join([*named, f"CPU with {torch.get_num_threads()} threads"])

@@ -1,0 +1,118 @@
+"""The table that a run prints at launch: what the config amounts to, in prompts, sequences, tokens and steps."""
+
+from __future__ import annotations
+
+from realign.api import Plan, part_sizes
+from realign.api.sampler import ConfiguresSampler
+from realign.engines.shared_model import shared_roles
+from realign.runtime import Experiment
+from realign.runtime.checks.contract import unread_inputs
+from realign.runtime.processes.placement import plan_groups
+
+LOSS = "loss"
+"""The row of `describe` that is left out for a role that the graph does not train, such as PPO's reward model."""
+
+
+def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
+    """Return the name and value of each row.
+
+    Numbers come from the interfaces' `plan()`, descriptions of algorithms from their `describe()`.
+    """
+    e = experiment
+    rows = {"steps": f"{e.steps:,}", "prompts per step": f"{e.batch_prompts:,}"}
+    roles = list(dict.fromkeys(rpc.model for rpc in e.graph.rpcs))
+    trained = {rpc.model for rpc in e.graph.rpcs if rpc.method == "train_step"}
+    for role in roles:
+        rows |= _sampling_rows(e, role)
+    described = {role: _role_rows(e, role, trained=role in trained) for role in roles}
+    several = sum(map(bool, described.values())) > 1
+    for role, own in described.items():
+        rows |= {f"{role}: {name}" if several else name: value for name, value in own.items()}
+    if e.rollout.ahead:
+        rows["responses are sampled"] = e.rollout.describe()
+    if e.dynamic_sampling is not None:
+        rows["dynamic sampling"] = (
+            f"groups with {e.dynamic_sampling.describe()}, out of up to {e.dynamic_sampling.max_batches} batches of "
+            f"{e.prompts_at_once:,} prompts"
+        )
+    limit = e.microbatch.max_tokens_per_microbatch
+    rows["tokens per micro-batch"] = "no limit" if limit is None else f"at most {limit:,}"
+    if found := e.temperatures:
+        rows["temperature"] = f"{next(iter(found.values())):g} ({', '.join(found)})"
+    if e.evaluation is not None:
+        rows["evaluation"] = f"every {e.evaluation.every_steps} steps, before and after; {e.evaluation.describe()}"
+    rows["checkpoints"] = "none" if e.checkpoint is None else e.checkpoint.describe()
+    if e.calibration is not None:
+        rows["reward calibration"] = e.calibration.describe()
+    if e.runtime.starts_workers:
+        rows["worker processes"] = "; ".join(group.describe() for group in plan_groups(e))
+    rows |= _external_rows(e)
+    if shared := shared_roles(e.models):
+        rows["roles that share a model"] = "; ".join(f"{role}: {what}" for role, what in shared.items())
+    if e.graph.sync:
+        rows["weights after a step"] = "; ".join(f"{role}: {sync.describe()}" for role, sync in e.graph.sync.items())
+    if e.filled_roles:
+        rows["roles filled in by default"] = "; ".join(f"{role}: {what}" for role, what in e.filled_roles.items())
+    rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
+    if unread := unread_inputs(e.graph, e.interfaces):
+        rows["inputs that no component reads"] = "; ".join(f"{rpc}: {', '.join(keys)}" for rpc, keys in unread.items())
+    idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
+    idle += [f"models.{r}" for r in e.models if r not in e.roles]
+    idle += [f"models.{r}.optimizer" for r, spec in e.models.items() if r not in trained and spec.facts().trainable]
+    rows["config keys never read"] = ", ".join(idle) or "none"
+    if e.dropped:
+        rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
+    return list(rows.items())
+
+
+def _external_rows(experiment: Experiment) -> dict[str, str]:
+    """What does not hold for samplers that are not bitwise reproducible; nothing for samplers that are."""
+    found: dict[str, str] = {}
+    for role in experiment.roles:
+        spec = experiment.models.get(role)
+        if isinstance(spec, ConfiguresSampler) and not spec.sampler.capabilities().bitwise:
+            found[role] = type(spec.sampler).__name__
+    if not found:
+        return {}
+    names = ", ".join(f"{name} ({role})" for role, name in found.items())
+    return {
+        "samplers that are not bitwise": f"{names}: micro-batches, ranks, restarts and staleness can change the results"
+    }
+
+
+def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
+    """Group size, sequences and sampler, of a role that generates."""
+    if not any(rpc.model == role and rpc.method == "generate" for rpc in experiment.graph.rpcs):
+        return {}
+    plan = experiment.interfaces[role].plan()
+    n = plan.responses_per_prompt
+    rows: dict[str, str] = {}
+    if n is not None:
+        rows |= {
+            "group size (responses per prompt)": str(n),
+            "sequences per step": f"{n * experiment.batch_prompts:,}",
+        }
+    return rows | ({} if plan.sampler is None else {"sampler": plan.sampler})
+
+
+def _role_rows(experiment: Experiment, role: str, *, trained: bool) -> dict[str, str]:
+    """Rows of a role: how it is trained, and the description of its algorithm."""
+    interface = experiment.interfaces[role]
+    described = {name: value for name, value in interface.describe(experiment.batch_prompts).items() if value}
+    if not trained:
+        return {name: value for name, value in described.items() if name != LOSS}
+    return _training_rows(experiment, interface.plan()) | described
+
+
+def _training_rows(experiment: Experiment, plan: Plan) -> dict[str, str]:
+    """Rows about the optimizer steps of a role."""
+    most = " at most" if plan.at_most else ""
+    idle = plan.first_training_step - 1
+    total = plan.optimizer_steps * max(0, experiment.steps - idle)
+    parts = f"{plan.epochs} epochs x {plan.n_minibatches} mini-batches"
+    rows = {
+        "optimizer steps per step": f"{plan.optimizer_steps}{most} ({parts})",
+        "prompts per optimizer step": part_sizes(experiment.batch_prompts, plan.n_minibatches) + most,
+    }
+    rows |= {"steps before the first update": f"{idle:,}"} if idle else {}
+    return rows | {"optimizer steps in all": f"{total:,}{most}"}

@@ -1,0 +1,252 @@
+"""`realign <overrides>`: a Hydra application around the runtime; a run, a sweep, or one run of many processes.
+
+Of the processes that torchrun started for one run, rank 0 alone reads the command line and is a Hydra application. The
+others are given the composed config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from realign.cli.errors import described, guarded
+from realign.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from realign.config import ExperimentConfig
+    from realign.runtime import Experiment
+    from realign.runtime.processes.rendezvous import Meeting
+
+Start: TypeAlias = "Callable[[ExperimentConfig], int]"
+"""Makes the run of a composed config; returns the exit code."""
+
+
+def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
+    """Check the command line, and let Hydra compose one run, or each of a sweep, for `start`; also `--cfg`."""
+    from realign.config import compose
+    from realign.config.composition import check_launch, register_schema, search_path
+    from realign.config.loader import run_application, show_config, show_info
+
+    check_launch(overrides, args.config_dir)
+    if args.multirun:
+        _check_sweep(overrides)
+    if not (args.multirun or args.cfg or args.info):
+        _check_start(build(compose(overrides, args.config_dir)))  # before Hydra makes a folder for it
+
+    def job(composed: DictConfig) -> None:
+        if code := start(_config_of_job(composed)):
+            raise SystemExit(code)
+
+    words = [*search_path(args.config_dir), *overrides]
+    register_schema()
+    if args.cfg:
+        show_config(words, args.cfg, args.package, args.resolve)
+        return 0
+    if args.info:
+        show_info(words, args.info)
+        return 0
+    with _terminated_by_exception():
+        try:
+            run_application(job, words, args.multirun)
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else 1
+    return 0
+
+
+def _check_sweep(overrides: Sequence[str]) -> None:
+    if given := [word for word in overrides if word.lstrip("+").startswith("resume=")]:
+        raise ConfigError(
+            f"{given[0]} does not go with -m: every call of a sweep makes folders of its own, so that there is nothing "
+            "to go on from; resume its runs one by one, by resume=auto and their output_dir"
+        )
+    if is_one_of_many():
+        raise ConfigError("-m does not go with torchrun, which starts the processes of one run; start each run by it")
+
+
+def _check_start(experiment: Experiment) -> None:
+    """Find out whether the run can start."""
+    from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
+
+    experiment.refuse_earlier_run()
+    check_ready(experiment)
+    try:
+        open_interfaces(experiment)
+    finally:
+        for interface in used_interfaces(experiment).values():
+            interface.close()
+
+
+def _config_of_job(composed: DictConfig) -> ExperimentConfig:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from realign.config.composition import resolve
+
+    config = resolve(composed)
+    hydra = HydraConfig.get()
+    if hydra.mode is RunMode.MULTIRUN:
+        config.output_dir = hydra.runtime.output_dir  # every job of a sweep has its own
+    return config
+
+
+def alone(config: ExperimentConfig, debug: bool) -> int:
+    """Make a run in this process."""
+
+    def make() -> None:
+        from realign.runtime import run
+
+        experiment = build(config)
+        experiment.refuse_earlier_run()
+        run(experiment, console=_console(experiment))
+
+    return guarded(make, debug)
+
+
+def is_one_of_many() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several; asked before torch is imported."""
+    return os.environ.get("WORLD_SIZE", "") not in ("", "1")
+
+
+def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
+    """One command line for all ranks: rank 0 makes `command`, and the others their part of the run that it starts.
+
+    Returns:
+        The exit code: of each rank the same, that of the first that ended by an error.
+    """
+    from realign.config.composition import config_of
+    from realign.engines.distributed.ranks import launched
+    from realign.runtime.processes.rendezvous import met
+
+    ranks = launched()
+    if ranks.size == 1:  # nothing says where they meet
+        return command(lambda config: alone(config, debug))
+    meeting: Meeting | None = None
+    try:
+        with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
+            if ranks.leader:
+                return _led(meeting, command)
+            _quiet()
+            if plan := meeting.plan():
+                _take_part(meeting, config_of(json.loads(plan)))
+            return 0
+    except BaseException:
+        if meeting is None:
+            raise
+        return meeting.watch.code  # the rank that was first has said why
+
+
+def _led(meeting: Meeting, command: Callable[[Start], int]) -> int:
+    def start(config: ExperimentConfig) -> int:
+        try:
+            with meeting.watch.telling():  # here, since Hydra would add a message of its own
+                meeting.plan(json.dumps(dataclasses.asdict(config)))
+                _take_part(meeting, config)
+        except Exception:
+            return meeting.watch.code
+        return 0
+
+    if code := command(start):
+        meeting.watch.leave(code)
+    meeting.plan("")  # of a command that starts no run
+    return 0
+
+
+def _take_part(meeting: Meeting, config: ExperimentConfig) -> None:
+    from realign.runtime import run
+
+    experiment = build(config)
+    console = _console(experiment) if meeting.ranks.leader else None
+    with meeting.joined(experiment.runtime.rpc_timeout_minutes):
+        run(experiment, console=console, watch=meeting.watch)
+
+
+def build(config: ExperimentConfig) -> Experiment:
+    """The experiment of a config; sets the threads of torch that it asks for.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    import torch
+
+    from realign.config import build_experiment
+
+    if config.threads is not None:
+        if config.threads < 1:
+            raise ConfigError(f"threads must be at least 1 or null, found {config.threads}")
+        torch.set_num_threads(config.threads)
+    return build_experiment(config)
+
+
+def print_derived(experiment: Experiment, console: Any) -> None:
+    """Show the table of what the config amounts to on a console of rich."""
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    from realign.cli.launch_table import derived_rows
+
+    table = Table(title=f"{escape(experiment.name)}: what the config amounts to", title_justify="left", box=None)
+    table.add_column("", style="bold")
+    table.add_column("")
+    for name, value in derived_rows(experiment):
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def quiet_transformers() -> None:
+    """Its bars for reading and writing files would break up the live display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _console(experiment: Experiment) -> Any:
+    """Where a run shows its progress, with what the config amounts to."""
+    from rich.console import Console
+
+    console = Console()
+    print_derived(experiment, console)
+    quiet_transformers()
+    return console
+
+
+def _quiet() -> None:
+    """Leave warnings and progress to rank 0, which meets the same."""
+    from transformers.utils import logging
+
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    quiet_transformers()
+
+
+@contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    """A scheduler's SIGTERM ends a run as Ctrl-C does: files are closed and worker processes stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread set handlers
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        from realign.runtime.processes.signals import (
+            Interrupted,  # only now: the package takes a second, and --cfg needs none
+        )
+
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

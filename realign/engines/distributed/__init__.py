@@ -1,0 +1,1 @@
+"""Ranks, sharded weights, whole copies and offloading."""

@@ -1,0 +1,226 @@
+"""How the weights of one network are divided among ranks: FSDP2 over parts of a batch, tensor parallel in layers.
+
+A rank keeps a slice of every weight, and of what an optimizer keeps with it. A layer is whole only while it computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from realign.api.lengths import Lengths
+from realign.api.sample import TOKENS, SequenceSample
+from realign.engines.distributed.full_copy import GatheredCopy
+from realign.engines.distributed.shards import from_slice
+from realign.engines.distributed.spec import Sharding
+from realign.engines.distributed.tensor_parallel import split_layers
+from realign.engines.network.branches import read_stack
+from realign.engines.network.network import Network
+from realign.engines.network.shared_prefix import Layout
+from realign.engines.sampling.weight_fusion import Fusion
+
+NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
+"""A micro-batch of no tokens: a pass over it takes part in what the ranks exchange, and changes nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The ranks of a run by what they have of a network: dimension `dp` of a batch, dimension `tp` of each layer."""
+
+    mesh: DeviceMesh
+    device: torch.device
+
+    @classmethod
+    def of(cls, sharding: Sharding, device: torch.device) -> Grid:
+        """All ranks of the default process group.
+
+        Raises:
+            ValueError: their number is no multiple of `tensor_parallel`.
+        """
+        size, tp = dist.get_world_size(), sharding.tensor_parallel
+        if size % tp:
+            raise ValueError(f"sharding.tensor_parallel={tp} does not divide the number of ranks, {size}")
+        return cls(init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")), device)
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts into which a batch is cut."""
+        return self.mesh["dp"].size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this rank's; ranks that divide a layer have the same."""
+        return self.mesh["dp"].get_local_rank()
+
+    def sum(self, x: Tensor, over: str = "dp") -> Tensor:
+        """The sum over the ranks of dimension `over`."""
+        x = x.to(self.device, copy=True)
+        dist.all_reduce(x, group=self.mesh[over].get_group())
+        return x
+
+    def most(self, n: int) -> int:
+        """The largest number that a rank has."""
+        x = torch.tensor(n, device=self.device)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return int(x)
+
+    def gather(self, x: Any) -> list[Any]:
+        """What the data-parallel ranks have, in their order."""
+        found: list[Any] = [None] * self.data_ranks
+        dist.all_gather_object(found, x, group=self.mesh["dp"].get_group())
+        return found
+
+
+class ShardedNetwork(Network):
+    """A network of which each rank keeps a slice. Its methods are collectives: all ranks call them alike.
+
+    The network itself is the root that FSDP gathers before a pass: embeddings, final norm and heads, which losses use
+    after the pass, too. So they stay gathered until `rest` or the end of the backward pass.
+    """
+
+    def __init__(self, name: str, module: Any, *, sharding: Sharding, dtype: torch.dtype, **settings: Any) -> None:
+        """Probe the model, which is whole on every rank, and keep a slice; the rest as in `Network`.
+
+        Raises:
+            ValueError: the family cannot run packed, its layers are not found, tensor parallel does not know it, or
+                torch is too old.
+        """
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ValueError(f"models.{name}: several processes need torch 2.13 or later, found {torch.__version__}")
+        super().__init__(name, module, dtype=dtype, **settings)
+        layers = read_stack(module).layers
+        self.grid = Grid.of(sharding, self.device)
+        self.gathered = GatheredCopy(module, self.value_head)
+        self.fusion = None if self.fusion is None else Fusion(self.gathered.module)
+        summed: set[str] = set()
+        if sharding.tensor_parallel > 1:
+            copied = split_layers(name, module, layers, self.grid.mesh["tp"])
+            above = next(path for path, part in self.named_modules() if part is layers)
+            summed = {f"{above}.{path}" for path in copied}
+        self._shard(layers, sharding, dtype)
+        self.sharded: dict[str, Any] = dict(self.named_parameters())
+        """The slices by name, as `DTensor`s."""
+        trunk = {id(p) for p in module.base_model.parameters()}
+        self._heads = [name for name, p in self.sharded.items() if id(p) not in trunk and p.requires_grad]
+        self._reached: set[str] = set()
+        self._summed = summed
+        """Weights that ranks of a tensor-parallel group apply to heads of their own; their gradients are parts."""
+        self._owned = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
+
+    def _shard(self, layers: nn.ModuleList, sharding: Sharding, dtype: torch.dtype) -> None:
+        # layers are gathered in the dtype of their products; their inputs stay fp32, as under autocast, and so does the
+        # root with its heads: log-probs, values and scores are computed in fp32
+        low = dtype if dtype == torch.bfloat16 else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
+        mesh = self.grid.mesh["dp"]
+        for layer in layers:
+            fully_shard(
+                layer, mesh=mesh, reshard_after_forward=sharding.reshard, mp_policy=policy, offload_policy=offload
+            )
+        fully_shard(self, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+        root: Any = self
+        for part in self.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)  # the loss is divided once, by the weight of the whole batch
+                part.set_force_sum_reduction_for_comms(True)
+        # where the loss of one rank reaches a head and that of another does not, both must reduce the same tensors
+        root.set_reduce_scatter_unused_params(True)
+
+    def owned(self) -> list[nn.Parameter]:
+        """This rank's slices as plain tensors: what an optimizer does element by element needs no other rank."""
+        return self._owned
+
+    def like(self, own: Tensor, place: int) -> DTensor:
+        """A tensor of this rank's slice of the parameter at `place` of `owned`, as a part of the whole."""
+        return from_slice(own, list(self.sharded.values())[place])
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """See `Network.forward`."""
+        hidden = super().forward(**inputs)
+        return hidden.clone() if hidden._is_view() else hidden  # FSDP hangs its hooks on what is no view
+
+    def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
+        if layout.pieces.any():
+            return super()._hidden(moved, layout)
+        token = moved.with_data({TOKENS: moved[TOKENS].new_zeros(1)}, lengths=Lengths.of([[1]]))
+        return super()._hidden(token, Layout.plain(token.lengths[TOKENS]))[:0]
+
+    def idle(self, *, training: bool = False) -> Tensor:
+        """A pass without tokens, for a rank that has no micro-batch left while others have: its [0, H] states."""
+        moved = NOTHING.to(self.device)
+        return self.run(NOTHING, moved, Layout.plain(moved.lengths[TOKENS]), training=training).hidden_RH
+
+    def rest(self) -> None:
+        """Free what stayed gathered after a pass without gradient: the next pass must see the weights of then."""
+        root: Any = self
+        root.reshard()
+
+    def differentiate(self, hidden_RH: Tensor, loss: Tensor | None) -> None:
+        """Add the gradient of `loss` to that of this rank's slices, summed over the ranks.
+
+        The ranks reduce gradients after every micro-batch: keeping them whole until the last one would take as much
+        memory as the weights. A loss that does not reach the layers, or is none, takes part with a gradient of zero.
+        """
+        hooks = [self._listen(name) for name in self._heads]
+        try:
+            if loss is None or not loss.requires_grad:
+                torch.autograd.backward([hidden_RH], [torch.zeros_like(hidden_RH)])
+            else:
+                torch.autograd.backward([hidden_RH, loss], [torch.zeros_like(hidden_RH), torch.ones_like(loss)])
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _listen(self, name: str) -> Any:
+        """Note whether the gradient reaches a weight of a head, which is gathered now."""
+        return self.get_parameter(name).register_post_accumulate_grad_hook(lambda _: self._reached.add(name))
+
+    def forget_gradients(self) -> None:
+        """Begin a new gradient."""
+        self._reached.clear()
+        for p, own in zip(self.sharded.values(), self._owned, strict=True):
+            p.grad = own.grad = None
+
+    def take_gradients(self) -> None:
+        """Move what `differentiate` accumulated to `owned`; a head that no rank's loss reached has no gradient."""
+        reached = torch.tensor([float(name in self._reached) for name in self._heads], device=self.device)
+        counts = dict(zip(self._heads, self.grid.sum(reached).tolist(), strict=True)) if self._heads else {}
+        for (name, p), own in zip(self.sharded.items(), self._owned, strict=True):
+            if p.grad is not None and counts.get(name, 1):
+                gradient = p.grad.to_local()
+                own.grad = self.grid.sum(gradient, "tp").to(own.device) if name in self._summed else gradient
+            p.grad = None
+
+    def gradient_norm(self) -> Tensor:
+        """Of the whole gradient; the same on every rank."""
+        tp = self.grid.mesh["tp"].size()
+        squares = [torch.zeros((), device=self.device)]
+        for p, own in zip(self.sharded.values(), self._owned, strict=True):
+            if own.grad is not None:
+                copies = 1 if tp == 1 or _divided(p, "tp") else tp
+                squares.append(own.grad.norm().square().to(self.device) / copies)
+        total = self.grid.sum(torch.stack(squares).sum())
+        return (total if tp == 1 else self.grid.sum(total, "tp")).sqrt()
+
+    def gather(self, device: torch.device | None) -> GatheredCopy:
+        """A whole copy on `device`; None: take part only."""
+        self.gathered.fill(self.sharded, dict(self.named_buffers()), device)
+        return self.gathered
+
+    def sampler(self) -> Any:
+        """The model, whole, with the weights of now, on this rank's device."""
+        return self.gathered.current(self.sharded, dict(self.named_buffers()))
+
+
+def _divided(p: DTensor, over: str) -> bool:
+    """Whether the ranks of a dimension have different slices of a tensor."""
+    names = p.device_mesh.mesh_dim_names or ()
+    return over in names and p.placements[names.index(over)].is_shard()

@@ -1,0 +1,1 @@
+"""Folders of models: names, weights, tokenizers and what is known about them before loading."""

@@ -1,0 +1,109 @@
+"""What can be said of a model before its weights are read: by their names, and by whether the hub may be asked.
+
+A run with several models reads gigabytes of the first before it comes to a mistake about the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from realign.engines.network.heads import Head
+
+SCALAR_HEADS = ("score.", "classifier.")
+LANGUAGE_HEADS = ("lm_head.", "embed_out.")
+
+
+def weight_names(folder: Path) -> frozenset[str] | None:
+    """Names of the weights in a model folder, from their index or the head of the file; None without either.
+
+    Raises:
+        ValueError: names the file that cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{str(index)!r} is no index of weights: {error}") from error
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, framework="pt") as weights:
+            return frozenset(weights.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{str(file)!r} cannot be read as safetensors: {error}; was it copied whole?") from error
+
+
+def check_head(what: str, path: str, names: Collection[str], head: Head, *, random_head: bool) -> None:
+    """Compare the head that is asked for with the weights that a folder has.
+
+    Args:
+        what: key of the model, for messages.
+        path: of the folder, for messages.
+        names: of its weights.
+        head: that is asked for.
+        random_head: whether a new scalar head is allowed: it trains, or `Head.replaces`.
+
+    Raises:
+        ValueError: the folder holds a reward model or a critic and head is causal, or the other way round.
+    """
+    scalar = sorted(name for name in names if name.startswith(SCALAR_HEADS))
+    if head.is_scalar and not scalar and not random_head:
+        raise no_trained_head(what, path, head, "score.weight")
+    if not head.is_scalar and scalar and not any(name.startswith(LANGUAGE_HEADS) for name in names):
+        raise ValueError(
+            f"{what}: {path!r} holds a reward model or a critic ({scalar[0]} and no language head), and head is "
+            f"causal; give a language model, or set {what}.head=score"
+        )
+
+
+def no_trained_head(what: str, path: str, head: Head, lacks: str) -> ValueError:
+    """The error about a scalar head that would be drawn at random, and that nothing trains."""
+    return ValueError(
+        f"{what}: {path!r} has no trained head for head={head} (it lacks {lacks}), and this role is not trained: "
+        "what it says would be random; give a folder with that head, such as final/reward of a run of "
+        f"experiment=reward_model, or set {what}.head.init"
+    )
+
+
+def check_hub(what: str, name: str, file: str = "config.json") -> None:
+    """Refuse a hub name whose files are not here when the hub may not be asked.
+
+    Args:
+        what: key of the name, for messages.
+        name: on the hub.
+        file: that would be in the cache if the hub had been asked before.
+
+    Raises:
+        ValueError: names the setting and HF_HUB_OFFLINE.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, file), str):
+        raise ValueError(
+            f"{what}={name!r} is no folder here and not in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to "
+            "ask; give the path of a folder, or unset HF_HUB_OFFLINE"
+        )
+
+
+def pick_device(device: str) -> torch.device:
+    """The device of that name; `auto` is CUDA where there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or CUDA is asked for and there is none.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown to torch; use auto, cpu or cuda") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use cpu or auto")
+    return found

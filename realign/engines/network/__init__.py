@@ -1,0 +1,1 @@
+"""One transformers model on packed rows: attention, heads, adapters, branches and outputs."""

@@ -1,0 +1,233 @@
+"""The one attention function of realign: registered with transformers, told what to do by the caller's context.
+
+A model loaded with `attn_implementation=ATTENTION` calls `_dispatch` in every layer. The keyword `realign_context` of
+the model call reaches it, and says how tokens see each other: packed sequences here, prefill and decoding in
+`generation`.
+Importing this module registers the name in transformers' own table; no model class or instance is patched.
+
+Shapes: T packed tokens, Hq query heads, Hk key-value heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from realign.engines.network.kernels import (
+    AttentionArgs,
+    Backend,
+    choose_backend,
+    explicit_attention,
+    flash_attention,
+    varlen_attention,
+)
+from realign.engines.network.shared_prefix import Layout
+from realign.functional.packed import position_ids
+
+__all__ = ["ATTENTION", "CONTEXT", "AttentionArgs", "AttentionContext", "Backend", "PackedContext", "packed_inputs"]
+
+ATTENTION = "realign"
+CONTEXT = "realign_context"
+
+# Keywords of a model call that reach the attention function and do not change what it computes.
+_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep", "return_dict"})
+
+
+class AttentionContext(Protocol):
+    """Who sees whom in one call of a model."""
+
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """Attend from q [1, Hq, T, D] to k, v [1, Hk, T, D] of layer `layer`; return [1, T, Hq, D]."""
+        ...
+
+
+def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor, positions_T: Tensor | None = None) -> dict[str, Any]:
+    """Keywords with which a transformers model reads packed sequences; add `realign_context=PackedContext(...)`.
+
+    Args:
+        input_ids_T: the tokens.
+        cu_seqlens: boundaries; may be on the host, where finding positions makes nobody wait.
+        positions_T: the place of each token in its sequence, where sequences do not start at 0; may be on the host.
+    """
+    positions_T = position_ids(cu_seqlens) if positions_T is None else positions_T
+    return {
+        "input_ids": input_ids_T[None],
+        "position_ids": positions_T.to(input_ids_T.device, non_blocking=True)[None],
+        "attention_mask": None,
+        "use_cache": False,
+    }
+
+
+def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict[str, Any]:
+    """Keywords, context included, with which a transformers model computes the rows of a layout of these tokens.
+
+    What is found on the host is moved to the device of the tokens, and nobody waits for it.
+    """
+    ids_R = input_ids_T if layout.token_R is None else input_ids_T[layout.token_R]
+    cu_seqlens = layout.cu_seqlens
+    after = None if layout.token_R is None else layout.after.tolist()
+    there = cu_seqlens.to(ids_R.device, non_blocking=True)
+    context = PackedContext(there, backend, layout.pieces.tolist(), after)
+    return {**packed_inputs(ids_R, cu_seqlens, layout.position_R), CONTEXT: context}
+
+
+@dataclass(eq=False)
+class PackedContext:
+    """Causal attention inside each packed sequence, and none between them.
+
+    Attributes:
+        cu_seqlens: int32 [S + 1] boundaries with a leading 0, on the device of the model.
+        backend: the kernel; `auto` is resolved for each call by device, dtype and what the layer asks for.
+        lengths: lengths of the sequences on the host; None reads them from `cu_seqlens` (on CUDA: one host sync).
+        after: for each sequence, the index of the one that it continues and sees, too, or -1. Only `Backend.sdpa`
+            can do that. None: each stands alone.
+    """
+
+    cu_seqlens: Tensor
+    backend: Backend = Backend.auto
+    lengths: Sequence[int] | None = None
+    after: Sequence[int] | None = None
+    _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return self.cu_seqlens.diff().tolist() if self.lengths is None else [int(n) for n in self.lengths]
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(self._lengths, default=0)
+
+    @cached_property
+    def _after(self) -> Sequence[int]:
+        return [-1] * len(self._lengths) if self.after is None else self.after
+
+    @cached_property
+    def _span(self) -> int:
+        """Tokens of the longest sequence with what it continues."""
+        before = (0 if i < 0 else self._lengths[i] for i in self._after)
+        return max(map(sum, zip(self._lengths, before, strict=True)), default=0)
+
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """See `AttentionContext.attend`.
+
+        Raises:
+            ValueError: the backend that was asked for cannot compute this layer.
+        """
+        match choose_backend(Backend(self.backend), q, v, args):
+            case Backend.flash:
+                return flash_attention(q, k, v, args, self.cu_seqlens, self._longest)
+            case Backend.varlen:
+                return varlen_attention(q, k, v, args, self.cu_seqlens, self._longest)
+            case _:
+                return self._loop(q, k, v, args)
+
+    def _loop(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        n = self._lengths
+        queries, keys, values = q.split(n, 2), k.split(n, 2), v.split(n, 2)
+        out = [
+            self._one(queries[i], _joined(keys, before, i), _joined(values, before, i), args).transpose(1, 2)
+            for i, before in enumerate(self._after)
+            if n[i]
+        ]
+        return torch.cat(out, 1) if out else q.new_empty(1, 0, q.shape[1], v.shape[-1])
+
+    def _one(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """One sequence, whose last tokens are the queries."""
+        length = k.shape[2]
+        window = args.sliding_window if args.sliding_window is not None and args.sliding_window < length else None
+        if args.softcap is not None or args.sinks_H is not None:
+            return explicit_attention(q, k, v, args, self._mask(q, length, window))
+        mask = None if window is None and q.shape[2] == length else self._mask(q, length, window)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=args.dropout,
+            scale=args.scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+    def _mask(self, q: Tensor, length: int, window: int | None) -> Tensor:
+        """[queries, length]: 0 where one of the last queries of a sequence sees a key, else -inf.
+
+        A view of one mask that serves all sequences and layers: what autograd keeps of it takes no memory.
+        """
+        key = (window or 0, q.dtype)
+        if key not in self._masks:
+            ones = torch.ones(self._span, self._span, dtype=torch.bool, device=q.device).tril()
+            hidden = ~ones.triu(1 - (window or self._span))
+            self._masks[key] = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return self._masks[key][length - q.shape[2] : length, :length]
+
+
+def _joined(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
+    """[1, Hk, L, D] of a piece, behind those of the piece that it continues."""
+    return pieces[own] if before < 0 else torch.cat([pieces[before], pieces[own]], 2)
+
+
+def _dispatch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    realign_context: AttentionContext | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The registered function: refuse what would change the result unseen, and hand on the rest to the context."""
+    if realign_context is None:
+        raise ValueError(
+            f"{_family(module)} was called without {CONTEXT}=..., which says how its tokens see each other"
+        )
+    _refuse_unknown(module, attention_mask, sliding_window, others)
+    if torch.is_autocast_enabled(query.device.type):  # query and key may be fp32 where a norm follows the projection
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    args = AttentionArgs(float(scale), float(dropout), sliding_window, softcap, s_aux)
+    layer: Any = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise ValueError(f"{_family(module)}: attention layers do not know their index (layer_idx)")
+    return realign_context.attend(int(layer), module, query, key, value, args), None
+
+
+def _refuse_unknown(module: nn.Module, mask: Tensor | None, window: int | None, others: dict[str, Any]) -> None:
+    if mask is not None:
+        raise ValueError(
+            f"{_family(module)} gives its attention a mask of shape {list(mask.shape)}; packed text has none"
+        )
+    if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
+        raise ValueError(f"{_family(module)} has attention that is not causal")
+    for name, x in others.items():
+        if name not in _HARMLESS and x is not None and x is not False:
+            raise ValueError(f"{_family(module)} gives its attention {name!r}, which realign does not know")
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    kind = types[module.layer_idx] if types else None
+    # A family that expresses locality by its mask alone would lose it here, since a registered function gets no mask.
+    if kind not in (None, "full_attention", "attention", "sliding_attention") or (
+        kind == "sliding_attention" and window is None
+    ):
+        raise ValueError(f"{_family(module)} has layers of type {kind!r} whose window does not reach the attention")
+
+
+def _family(module: nn.Module) -> str:
+    config: Any = getattr(module, "config", None)
+    return f"model family {getattr(config, 'model_type', type(module).__name__)!r}"
+
+
+AttentionInterface.register(ATTENTION, _dispatch)

@@ -1,0 +1,145 @@
+"""Branches off a model's trunk: own copies of its top layers, run on what the trunk gave to those layers.
+
+A branch attends as the trunk does: each copy is called with the very arguments of the layer that it copies (positions,
+window, attention context), but for the hidden states. `probe.probe_branch` compares a fresh branch with its trunk.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from realign.engines.network.heads import read_head
+from realign.functional.logprobs import LMHead
+
+Heard: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
+"""Arguments and keywords with which the trunk called each of its top layers, in their order."""
+
+_LAYERS = ("layers", "h")
+_AFTER = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out")
+
+
+class Stack(NamedTuple):
+    """The layers of a model, and the modules that turn the last one's output into its last hidden states."""
+
+    layers: nn.ModuleList
+    after: tuple[nn.Module, ...]
+
+    def top(self, n: int) -> list[nn.Module]:
+        """The top `n` layers and what comes after them."""
+        return [*self.layers[len(self.layers) - n :], *self.after]
+
+
+def read_stack(module: Any) -> Stack:
+    """Where the layers of a transformers model stand.
+
+    Raises:
+        ValueError: names the family, if they are not found.
+    """
+    base = getattr(module.base_model, "decoder", module.base_model)  # opt has its layers one level deeper
+    layers = next((x for name in _LAYERS if isinstance(x := getattr(base, name, None), nn.ModuleList)), None)
+    after = tuple(x for name in _AFTER if isinstance(x := getattr(base, name, None), nn.Module))
+    if layers is None or not after:
+        raise ValueError(
+            f"model family {module.config.model_type!r} has no list of layers with a norm after it that realign "
+            "knows; value_head.layers, trains=top_layers and branch=reference need one"
+        )
+    return Stack(layers, after)
+
+
+def check_layers(what: str, n: int, stack: Stack) -> None:
+    """Raise ValueError, with the name of the setting `what`, if the model has no `n` layers."""
+    if not 1 <= n <= len(stack.layers):
+        raise ValueError(f"{what} must be from 1 to {len(stack.layers)}, the model's number of layers, found {n}")
+
+
+class Branch(nn.Module):
+    """Own copies of a trunk's top layers and final norm."""
+
+    def __init__(self, module: Any, layers: int) -> None:
+        super().__init__()
+        stack = read_stack(module)
+        self._sources = tuple(stack.layers[len(stack.layers) - layers :])  # a tuple: they are no modules of the branch
+        own_config = {id(module.config): module.config}
+        self.layers = copy.deepcopy(nn.ModuleList(self._sources), own_config)
+        self.after = copy.deepcopy(nn.ModuleList(stack.after), own_config)
+
+    @contextmanager
+    def listening(self) -> Iterator[Heard]:
+        """While the trunk runs: collect what its top layers are called with."""
+        heard: Heard = []
+
+        def keep(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            heard.append((args, keywords))
+
+        hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self._sources]
+        try:
+            yield heard
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def forward(self, heard: Heard) -> Tensor:
+        """[T, H] last hidden states of the branch, from what `listening` collected; gradients reach the trunk."""
+        assert len(heard) == len(self.layers)
+        hidden = heard[0][0][0] if heard[0][0] else heard[0][1]["hidden_states"]
+        for layer, (args, keywords) in zip(self.layers, heard, strict=True):
+            called = {k: v for k, v in keywords.items() if k != "hidden_states"}
+            out = layer(hidden, *args[1:], **called)
+            hidden = out[0] if isinstance(out, tuple) else out
+        for module in self.after:
+            hidden = module(hidden)
+        return hidden[0]
+
+
+class ReferenceBranch(nn.Module):
+    """The policy as it was when this was made: frozen copies of all that trains, over the trunk that does not."""
+
+    head: LMHead
+
+    def __init__(self, module: Any, layers: int) -> None:
+        super().__init__()
+        head = read_head(module)
+        assert isinstance(head, LMHead)
+        self.branch = Branch(module, layers).requires_grad_(False).eval()
+        self.head = dataclasses.replace(head, weight_VH=_frozen(head.weight_VH), bias_V=_frozen(head.bias_V))
+
+
+def _frozen(x: Any) -> Any:
+    """A copy of what trains; what does not is shared."""
+    return x.detach().clone() if isinstance(x, Tensor) and x.requires_grad else x
+
+
+def train_top(module: Any, layers: int) -> None:
+    """Freeze all but the top `layers` layers, the final norm and the head; a head tied to the embeddings is frozen."""
+    module.requires_grad_(False)
+    for part in read_stack(module).top(layers):
+        part.requires_grad_(True)
+    for parameter in _head_parameters(module):
+        parameter.requires_grad_(parameter is not module.get_input_embeddings().weight)
+
+
+def layers_that_train(module: Any) -> int | None:
+    """The smallest number of top layers such that nothing below them requires a gradient; None: something always does.
+
+    At least 1. Embeddings are below every layer, also those that the head is tied to; the final norm and any other head
+    are above.
+    """
+    stack = read_stack(module)
+    above = {id(p) for part in stack.top(0) for p in part.parameters()} | {id(p) for p in _head_parameters(module)}
+    above -= {id(p) for p in module.get_input_embeddings().parameters()}
+    trained = {id(p) for p in module.parameters() if p.requires_grad} - above
+    for n in range(len(stack.layers) + 1):
+        if trained <= {id(p) for layer in stack.top(n) for p in layer.parameters()}:
+            return max(n, 1)
+    return None
+
+
+def _head_parameters(module: Any) -> list[Tensor]:
+    head = read_head(module)
+    return [x for x in vars(head).values() if isinstance(x, Tensor)]

@@ -1,0 +1,255 @@
+"""`Network`: the weights of a role, how packed sequences go through them, and what of them is written to a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from realign.api.microbatch import MicroBatchSpec
+from realign.api.sample import TOKENS, SequenceSample
+from realign.engines.network.attention import Backend, layout_inputs
+from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
+from realign.engines.network.heads import read_head
+from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
+from realign.engines.network.probe import probe, probe_branch
+from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
+from realign.engines.network.trains import Trained
+from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.weight_fusion import Fusion
+from realign.functional.logprobs import LMHead
+
+Run: TypeAlias = Callable[[SequenceSample, SequenceSample, Layout], PackedOutput]
+"""From a micro-batch where it is, the same one on the device of the model, and the layout of its rows, to the output of
+a forward pass."""
+
+
+class Network(nn.Module):
+    """A transformers model in eval mode, and beside it a value head where there is one."""
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        *,
+        dtype: torch.dtype,
+        attention: Backend,
+        dropout: bool,
+        value_head: ValueNetwork | None,
+        trains: Trained,
+        vocabulary: int | None,
+        shared_prompts: SharedPrompts,
+        fused_rollout: bool,
+        parallel_passes: ParallelPasses,
+    ) -> None:
+        """Probe the model; the arguments are those of `TransformersEngine`.
+
+        Raises:
+            ValueError: the model family cannot run packed.
+        """
+        super().__init__()
+        self.name = name
+        self.module = module
+        self.value_head = value_head
+        self.eval()
+        self.trains = trains
+        self.device: torch.device = next(module.parameters()).device
+        self._attention = attention
+        self._vocabulary = vocabulary
+        self._dropout = dropout
+        self._draws = dropout or bool(trains.dropouts(module))
+        self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
+        # what a branch hears of the trunk's layers comes by hooks, which do not know the pass that they are called in
+        alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
+        self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
+        self.fusion = Fusion(module) if fused_rollout and isinstance(self.head, LMHead) else None
+        self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
+            torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
+        )
+        probe(
+            module,
+            self.head,
+            attention=attention,
+            autocast=self.autocast if dtype == torch.bfloat16 else None,
+            share=self._shares,
+        )
+
+    @property
+    def head(self) -> LMHead | ScalarHead:
+        """The last layer, with the parameters that it has now: a sharded network has others while it runs."""
+        return read_head(self.module)
+
+    def owned(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer of this process may change in place."""
+        return list(self.parameters())
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """[1, R, H] last hidden states, from the keywords of `layout_inputs`."""
+        hidden: Tensor = self.module.base_model(**inputs).last_hidden_state
+        return hidden
+
+    def passes(
+        self, data: SequenceSample, mb_spec: MicroBatchSpec, *, parallel: bool = False, training: bool = False
+    ) -> Passes:
+        """The micro-batches of a batch, the rows of each, and how many of them run at a time.
+
+        Nothing is shared on an accelerator, since its kernels know no shared keys, and in training under dropout, which
+        draws for each sequence, and from one source of random numbers for all threads.
+
+        Args:
+            data: the batch.
+            mb_spec: the budget.
+            parallel: they may run at the same time.
+            training: they are differentiated.
+        """
+        draws = training and self._draws
+        share = self._shares and data[TOKENS].device.type == "cpu" and not draws
+        threads = torch.get_num_threads() if parallel and self._parallel and not draws else 1
+        return Passes.of(data, mb_spec, share=share, threads=threads)
+
+    def run(
+        self,
+        part: SequenceSample,
+        moved: SequenceSample,
+        layout: Layout | None = None,
+        *,
+        training: bool = False,
+        with_values: bool = True,
+    ) -> PackedOutput:
+        """The packed forward pass of a micro-batch.
+
+        Args:
+            part: where it is, usually on the host, so that asking for lengths makes nobody wait.
+            moved: the same on the network's device.
+            layout: its rows; None: one for each token.
+            training: keep the dropout before a scalar head.
+            with_values: give the output its value head, where there is one.
+        """
+        value = self.value_head if with_values else None
+        layout = layout or Layout.plain(part.lengths[TOKENS])
+        listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
+        with listening as heard:
+            hidden_RH = self._hidden(moved, layout)
+        branch = None
+        if value is not None:
+            branch = ScalarBranch(partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH, value)
+        head = read_head(self.module, dropout=training and self._dropout)
+        limited = self.limited(head) if isinstance(head, LMHead) else head
+        return PackedOutput(hidden_RH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch, layout.row_T)
+
+    def reference(self, layers: int | None = None) -> Run:
+        """`run` of the policy as it is now, whatever is trained later; without values.
+
+        With LoRA it is the base model. Otherwise the model's lower layers must be frozen: a frozen copy of the top
+        `layers` layers, by default of all that train, stands beside the trained ones and shares what is below. A call
+        runs the trained ones, too.
+
+        Raises:
+            ValueError: the model has a scalar head, or more of it is trained than is copied.
+        """
+        if not isinstance(self.head, LMHead):
+            raise ValueError(f"model {self.name!r} has a scalar head; branch=reference is of a language model")
+        if self.trains.only_adds:
+            if layers is not None:
+                raise ValueError(f"layers={layers} has no effect: the reference of a model with LoRA is its base model")
+            return self._run_base
+        needed = layers_that_train(self.module)
+        if needed is None:
+            raise ValueError(
+                f"model {self.name!r} trains all of its weights, so that no branch of it stays as it is: "
+                f"set models.{self.name}.trains=top_layers or lora"
+            )
+        if layers is not None:
+            check_layers("layers", layers, read_stack(self.module))
+            if layers < needed:
+                raise ValueError(f"layers={layers} of the reference are fewer than the {needed} that are trained")
+        frozen = ReferenceBranch(self.module, layers or needed)
+        probe_branch(self.module, frozen.branch)
+        return partial(self._run_branch, reference=frozen)
+
+    def _run_base(self, part: SequenceSample, moved: SequenceSample, layout: Layout) -> PackedOutput:
+        with self.trains.without(self.module):
+            return self.run(part, moved, layout, with_values=False)
+
+    def _run_branch(
+        self, part: SequenceSample, moved: SequenceSample, layout: Layout, *, reference: ReferenceBranch
+    ) -> PackedOutput:
+        with reference.branch.listening() as heard:
+            hidden_RH = self._hidden(moved, layout)
+        if heard:
+            with self.autocast():
+                hidden_RH = reference.branch(heard)
+        head = self.limited(reference.head)
+        return PackedOutput(hidden_RH, head, moved[TOKENS], part.cu_seqlens(), self.autocast, row_T=layout.row_T)
+
+    def limited(self, head: LMHead) -> LMHead:
+        """The head, for those tokens that can follow a text."""
+        return head if self._vocabulary is None else head.first(self._vocabulary)
+
+    def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
+        """[R, H] last hidden states; the model is not called where there is no token."""
+        if not layout.pieces.any():
+            head = self.head
+            weight = head.weight_VH if isinstance(head, LMHead) else head.weight_1H
+            return weight.new_zeros(0, weight.shape[1])
+        with self.autocast():
+            hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention))
+        return hidden[0]
+
+    def fixed_names(self) -> set[str]:
+        """Names, in the state of the module, of the weights that do not train."""
+        return {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+    def module_state(self, *, fixed: bool) -> dict[str, Tensor]:
+        """Those of the module's weights that do not train (`fixed`), or all the others and its buffers."""
+        names = self.fixed_names()
+        return {name: x for name, x in self.module.state_dict().items() if (name in names) == fixed}
+
+    def load_module_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `module_state(fixed=False)` gave.
+
+        Raises:
+            ValueError: it is of a module of which other weights train.
+        """
+        found = self.module.load_state_dict(state, strict=False)
+        if wrong := [*found.unexpected_keys, *sorted(set(found.missing_keys) ^ self.fixed_names())]:
+            raise ValueError(
+                f"model {self.name!r}: the saved state is of a model of which other weights train: {wrong[0]!r}"
+                + (f" and {len(wrong) - 1} more" if wrong[1:] else "")
+            )
+
+    def nonfinite_weight(self) -> str | None:
+        """The name of a weight that is not finite, None if all are."""
+        return nonfinite_weight(self.module, self.value_head)
+
+    def save(self, folder: Path) -> None:
+        """See `write_network`."""
+        write_network(folder, self.module, self.value_head, self.trains)
+
+
+def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | None:
+    """The name of a weight of a model or of its value head that is not finite, None if all are."""
+    for network in (module, *([] if value_head is None else [value_head])):
+        for name, x in network.state_dict().items():
+            if x.is_floating_point() and not bool(x.isfinite().all()):
+                return str(name)
+    return None
+
+
+def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> None:
+    """Raise ValueError, with the name of the weight, if one is not finite and would be saved as the model of `role`."""
+    if (name := nonfinite_weight(module, value_head)) is not None:
+        raise ValueError(f"model {role!r} is not saved: weight {name!r} is not finite")
+
+
+def write_network(folder: Path, module: Any, value_head: ValueNetwork | None, trains: Trained) -> None:
+    """Write the folder of a model, see `Trained.save`, and the value head into it."""
+    trains.save(module, folder)
+    if value_head is not None:
+        value_head.save(folder)

@@ -1,0 +1,157 @@
+"""The test that a model passes when it is loaded: packed sequences give what each sequence gives alone.
+
+A family can ignore the registered attention function without an error (bloom adds alibi biases in its own attention),
+or change its logits in a way that its config does not say. Both are found here by comparing numbers, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realign.api.lengths import Lengths
+from realign.engines.network.attention import ATTENTION, Backend, layout_inputs
+from realign.engines.network.branches import Branch
+from realign.engines.network.output import ScalarHead
+from realign.engines.network.shared_prefix import Layout
+from realign.functional.logprobs import LMHead
+
+GROUPS = ((9,), (1,), (14, 5))
+LENGTHS = tuple(n for group in GROUPS for n in group)
+PREFIX = 3
+"""Tokens with which the sequences of the last group begin alike."""
+
+# Largest error, as a part of the largest number, that is rounding. Families that are wrong are off by percents.
+_TOLERANCE_FP32 = 2e-4
+# In bfloat16 single tokens may be far off where a mixture of experts routes them elsewhere: the median is compared.
+_TOLERANCE_BF16 = 3e-2
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@torch.no_grad()
+def probe(
+    model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast: Autocast | None, share: bool = False
+) -> None:
+    """Check a loaded model (in eval mode) on a few short random sequences.
+
+    Args:
+        model: a transformers model with a causal, sequence- or token-classification head.
+        head: what realign will use in place of the model's own head.
+        attention: backend of packed attention.
+        autocast: the context of bfloat16 computing; None where the model computes in fp32.
+        share: check passes that compute a common beginning once, too.
+
+    Raises:
+        ValueError: names the family and what differs.
+    """
+    family = f"model family {model.config.model_type!r}"
+    ids_T = _random_ids(model)
+    with _own_attention(model):
+        alone_TH = torch.cat([_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)])
+        own = torch.cat([model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)])
+    packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
+    error = _relative(packed_TH, alone_TH).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ValueError(
+            f"{family} cannot run packed: its hidden states differ by {error:.1e} (relative) from those of each "
+            "sequence alone; it computes attention or positions in a way of its own"
+        )
+    if share:
+        _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
+    error = _relative(_apply(head, alone_TH, own), own).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ValueError(
+            f"{family} computes its outputs from hidden states in an unknown way: they differ by {error:.1e}"
+        )
+    if autocast is None:
+        return
+    with autocast():
+        error = _relative(_packed(model, ids_T, attention, family), alone_TH).median().item()
+    if not error <= _TOLERANCE_BF16:
+        raise ValueError(
+            f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32"
+        )
+
+
+def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backend, family: str) -> None:
+    layout = Layout.of(Lengths.of(GROUPS), np.array([0, 0, PREFIX]))
+    assert layout.row_T is not None
+    shared_TH = _hidden(model, **layout_inputs(ids_T, layout, attention))[layout.row_T]
+    error = _relative(shared_TH, alone_TH).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ValueError(
+            f"{family} cannot share a prompt: its hidden states differ by {error:.1e} (relative) from those of each "
+            "sequence alone; set shared_prompts=off"
+        )
+
+
+@torch.no_grad()
+def probe_branch(model: Any, branch: Branch) -> None:
+    """Check that a branch that is still a copy of the trunk's top computes, packed, what the trunk does.
+
+    Args:
+        model: the trunk, in eval mode and fp32, that passed `probe`.
+        branch: made from it.
+
+    Raises:
+        ValueError: names the family and what differs.
+    """
+    family = f"model family {model.config.model_type!r}"
+    ids_T = _random_ids(model)
+    with branch.listening() as heard:
+        trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
+    error = _relative(branch(heard), trunk_TH).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ValueError(
+            f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from them"
+        )
+
+
+def _random_ids(model: Any) -> Tensor:
+    """[T] tokens of sequences of `LENGTHS`, without pad tokens: a score is read before the first one."""
+    words = model.get_input_embeddings().weight.shape[0]
+    device = next(model.parameters()).device
+    ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
+    ids_T[ids_T == (model.config.get_text_config().pad_token_id or 0)] = 1
+    ids_T[-LENGTHS[-1] :][:PREFIX] = ids_T[-sum(GROUPS[-1]) :][:PREFIX]
+    return ids_T
+
+
+def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tensor:
+    try:
+        return _hidden(model, **layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), attention))
+    except TypeError as error:
+        raise ValueError(f"{family} cannot run packed: {error}") from error
+
+
+def _hidden(model: Any, **inputs: Any) -> Tensor:
+    hidden: Tensor = model.base_model(**inputs).last_hidden_state
+    return hidden[0]
+
+
+def _apply(head: LMHead | ScalarHead, hidden_TH: Tensor, own: Tensor) -> Tensor:
+    """Our head on the hidden states, for the tokens of which the model's own output speaks."""
+    if isinstance(head, LMHead):
+        return head.logits(hidden_TH)
+    last_S = torch.tensor(LENGTHS, device=hidden_TH.device).cumsum(0) - 1
+    return head(hidden_TH if len(own) == len(hidden_TH) else hidden_TH[last_S])[:, None]
+
+
+def _relative(got: Tensor, want: Tensor) -> Tensor:
+    return (got.float() - want.float()).abs() / want.float().abs().max().clamp(min=1e-30)
+
+
+@contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    """Let the model attend as its authors wrote it."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ATTENTION)

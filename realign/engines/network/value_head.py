@@ -1,0 +1,88 @@
+"""A value head beside the language-model head: policy and values from one forward pass of a shared trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from realign.api.model import derive_seed
+from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
+from realign.engines.network.heads import ValueHead, ValueHidden, init_linear
+
+FILE = "value_head.safetensors"
+"""Where a value head lies in the folder of its model."""
+
+
+class ValueNetwork(nn.Module):
+    """The parameters of a value head; computes in fp32 from the hidden states on."""
+
+    def __init__(self, spec: ValueHead, module: Any, hidden_size: int, *, seed: int, what: str = "value_head") -> None:
+        """Build it beside the transformers model `module`.
+
+        Raises:
+            ValueError: the model has fewer layers, or they are not found.
+        """
+        super().__init__()
+        if spec.layers:
+            check_layers(f"{what}.layers", spec.layers, read_stack(module))
+        self.spec = spec
+        self.branch = Branch(module, spec.layers).requires_grad_(True) if spec.layers else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inner = [nn.Linear(hidden_size, 2 * hidden_size), nn.ReLU()] if spec.hidden is ValueHidden.mlp else []
+            last = nn.Linear(2 * hidden_size if inner else hidden_size, 1)
+        init_linear(last.weight, last.bias, spec.init, seed=derive_seed(seed, "last"))
+        self.head = nn.Sequential(*inner, last)
+
+    @contextmanager
+    def listening(self) -> Iterator[Heard]:
+        """While the trunk runs: collect what the branch needs."""
+        if self.branch is None:
+            yield []
+            return
+        with self.branch.listening() as heard:
+            yield heard
+
+    def hidden(self, hidden_TH: Tensor, heard: Heard) -> Tensor:
+        """[T, H] that the head reads: of the branch where it has layers, else the trunk's own."""
+        return hidden_TH if self.branch is None else self.branch(heard)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        """[N] fp32."""
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return self.head(hidden_NH.float())[:, 0]
+
+    def save(self, folder: Path) -> None:
+        """Write `value_head.safetensors`."""
+        state = {name: x.contiguous() for name, x in self.state_dict().items()}
+        save_file(state, folder / FILE, metadata=self._shape)
+
+    def load(self, path: str, what: str) -> None:
+        """Take the weights from a local folder, if it has a value head.
+
+        Raises:
+            ValueError: names the setting, if that head is of another shape.
+        """
+        file = Path(path).expanduser() / FILE
+        if not file.is_file():
+            return
+        with safe_open(file, framework="pt") as opened:
+            found = opened.metadata() or {}
+        for name, wanted in self._shape.items():
+            if found.get(name) != wanted:
+                raise ValueError(f"{what}.{name} is {wanted}, but {str(file)!r} holds one with {found.get(name)}")
+        try:
+            self.load_state_dict(load_file(file))
+        except RuntimeError as error:
+            raise ValueError(f"{what}: {str(file)!r} does not fit the model: {error}") from error
+
+    @property
+    def _shape(self) -> dict[str, str]:
+        return {"layers": str(self.spec.layers), "hidden": self.spec.hidden.value}

@@ -1,0 +1,1 @@
+"""The in-process sampler: slots, KV cache, drawing tokens and stopping."""

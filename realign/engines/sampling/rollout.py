@@ -1,0 +1,171 @@
+"""Sampling responses from a transformers model, with the training model's own modules and attention function.
+
+Sequences are decoded in slots of a static cache. A finished one leaves and a waiting one takes its place between two
+steps, so a long response does not hold up the others. Each prompt is read once, whatever the number of its responses.
+
+Shapes: S sequences (responses), N tokens of the longest response, T packed tokens of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realign.api.lengths import Lengths
+from realign.api.model import GenerationConfig
+from realign.api.sample import SequenceSample
+from realign.engines.sampling.counter_rng import response_keys
+from realign.engines.sampling.fused_layers import for_few_rows
+from realign.engines.sampling.slots import Responses, Rollout
+from realign.engines.sampling.stopping import Stopping
+from realign.engines.sampling.trunk import ModuleTrunk, Trunk, one_core_for_small_products, positions_of
+from realign.engines.sampling.weight_fusion import Fusion
+from realign.functional.logprobs import LMHead
+from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
+
+PROMPTS = "prompt_ids"
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    head: LMHead,
+    data: SequenceSample,
+    config: GenerationConfig,
+    *,
+    seed: int,
+    eos_token_ids: Sequence[int],
+    tokenizer: Any,
+    fusion: Fusion | None = None,
+    max_slots: int | None = None,
+) -> SequenceSample:
+    """Sample `config.n` responses for each prompt, as `PipelinableEngine.generate` says.
+
+    The same arguments and weights give the same result, bit by bit. Which responses are decoded together changes no
+    more than the rounding of logits: the random number of a token depends on seed, id, response and place alone.
+    Without `max_slots`, as many sequences are decoded at once as fit 1 GiB of cache (a slot holds the longest
+    prompt and `max_new_tokens`).
+
+    Args:
+        model: a transformers causal LM loaded with the attention `realign.engines.network.attention.ATTENTION`.
+        head: its last layer.
+        data: key `prompt_ids`, one non-empty sequence per id.
+        config: the sampler; nothing of the model's own generation settings is read.
+        seed: of this call.
+        eos_token_ids: the model's end tokens, used when `config.stop_token_ids` is None.
+        tokenizer: decodes responses for `config.stop_strings`; otherwise not used.
+        fusion: runs the layers with fewer operators, where it can; None runs the modules.
+        max_slots: sequences decoded at once.
+
+    Returns:
+        The same ids, each with its `n` sequences: `input_ids` (prompt and response, the stop token included),
+        `prompt_mask`, `loss_mask` (the response), `logprobs` fp32 (0 on the prompt), and `truncated` [S] bool, True
+        where the length limit ended the response (never under `fixed_length`, where the length is the design).
+
+    Raises:
+        ValueError: an id has not exactly one prompt, or an empty one, or one with tokens outside the vocabulary; prompt
+            and response exceed the model's positions; stop settings do not fit; a log-prob is not finite.
+    """
+    prompts = checked_prompts(model, data, config)
+    length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
+    with _evaluating(model):
+        trunk, head = prepared(model, head, fusion, length)
+        device = head.weight_VH.device
+        stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
+        with one_core_for_small_products(trunk, model) as trunk:
+            rollout = Rollout(trunk, head, config, stopping, max_slots=max_slots)
+            rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
+            responses = rollout.run()
+    return packed(data, responses, config.n)
+
+
+def prepared(model: Any, head: LMHead, fusion: Fusion | None, length: int) -> tuple[Trunk, LMHead]:
+    """Trunk and head as a rollout runs them, with the weights of now: cast and joined once, not in every step.
+
+    Args:
+        model: see `generate`, also for the others.
+        head: its last layer.
+        fusion: how its layers may run with fewer operators.
+        length: positions that can occur.
+    """
+    device = next(model.parameters()).device
+    dtype = torch.float32
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        head = dataclasses.replace(head, weight_VH=head.weight_VH.to(dtype))
+    if fusion is None:
+        return ModuleTrunk(model), head
+    return fusion.trunk(length, dtype), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
+
+
+def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
+    """The prompts, one per id; refuses what `generate` cannot start from."""
+    ids_T, lengths = data[PROMPTS], data.lengths[PROMPTS]
+    for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
+        if count != 1:
+            raise ValueError(f"id {i!r} has {count} sequences of {PROMPTS!r}; generation needs exactly one")
+    limit = positions_of(model)
+    for i, length in zip(data.ids, lengths.flat.tolist(), strict=True):
+        if length == 0:
+            raise ValueError(f"id {i!r} has an empty prompt; generation needs at least one token to start from")
+        if limit is not None and length + config.max_new_tokens > limit:
+            raise ValueError(
+                f"id {i!r}: a prompt of {length} tokens and max_new_tokens {config.max_new_tokens} make "
+                f"{length + config.max_new_tokens}, but the model has {limit} positions (max_position_embeddings)"
+            )
+    words = len(model.get_input_embeddings().weight)
+    for i, prompt in zip(data.ids, data.sequences(PROMPTS), strict=True):
+        if len(ids_T) and not (int(prompt.min()) >= 0 and int(prompt.max()) < words):
+            raise ValueError(
+                f"id {i!r} has a prompt with ids {int(prompt.min())} to {int(prompt.max())}; the model "
+                f"has ids 0 to {words - 1}"
+            )
+    return list(data.sequences(PROMPTS))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards every module is as it was, also if only some were training."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_logprobs(logprobs: Tensor) -> None:
+    """Refuse what a broken model samples.
+
+    Raises:
+        ValueError: a log-prob is not finite.
+    """
+    if not bool(logprobs.isfinite().all()):
+        raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
+
+
+def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
+    """Prompts and responses as packed sequences, n for each id, on the device of the prompts; see `generate`."""
+    check_logprobs(responses.logprobs)
+    device = data[PROMPTS].device
+    tokens_SN, logprobs_SN, counts_S, truncated_S = (x.to(device) for x in responses)
+    prompts_S = torch.from_numpy(data.lengths[PROMPTS].flat.repeat(n)).to(device)
+    lengths = Lengths.of((prompts_S + counts_S).view(-1, n).tolist())
+    cu_seqlens = cu_seqlens_of(prompts_S + counts_S)
+    prompt_mask_T = position_ids(cu_seqlens) < prompts_S[sequence_index(cu_seqlens)]
+    sampled_SN = torch.arange(tokens_SN.shape[1], device=device) < counts_S[:, None]
+    repeated = [prompt for prompt in data.sequences(PROMPTS) for _ in range(n)]
+    ids_T = torch.empty(lengths.total, dtype=torch.int64, device=device)
+    ids_T[prompt_mask_T] = torch.cat([ids_T[:0], *repeated])
+    ids_T[~prompt_mask_T] = tokens_SN[sampled_SN]
+    logprobs_T = torch.zeros(lengths.total, device=device)
+    logprobs_T[~prompt_mask_T] = logprobs_SN[sampled_SN]
+    keys = {"input_ids": ids_T, "prompt_mask": prompt_mask_T, "loss_mask": ~prompt_mask_T, "logprobs": logprobs_T}
+    return SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)

@@ -1,0 +1,277 @@
+"""From the modules of a model to a `FusedTrunk`, where that computes the same.
+
+The weights are read anew for each rollout, so that what an optimizer step changed is seen. A module is used this way
+only if everything in it is known, and if it gave the same hidden states in a comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from realign.engines.network.attention import AttentionArgs, PackedContext
+from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
+from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
+from realign.engines.sampling.trunk import ModuleTrunk, Trunk
+from realign.functional.head import no_autocast
+from realign.functional.packed import cu_seqlens_of, position_ids
+
+FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+"""Values of `model_type` whose layers are those of `fused`."""
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary positions that do not depend on the length of the text."""
+
+CPU_BYTES = 2**32
+"""Memory that copies of weights may take on a CPU; on an accelerator, a quarter of what is free."""
+
+logger = logging.getLogger(__name__)
+
+PROBE_LENGTHS = (9, 4, 14, 5)
+PROBE_STEPS = 3
+TOLERANCE = 2e-5
+"""Largest error, as a part of the largest hidden state, that is rounding in fp32. A wrong layer is off by percents."""
+
+
+class _Unknown(Exception):
+    """The module has something that `fused` has not."""
+
+
+class Fusion:
+    """Whether a model's rollouts can run on a `FusedTrunk`: found out once, at the first one."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._args: list[AttentionArgs] | None = None
+        self.obstacle: str | None = None
+        """Why the last rollout ran the model's own modules; None if it did not, or none has run."""
+
+    @property
+    def known(self) -> bool:
+        """Whether a comparison has shown no difference."""
+        return self._args is not None
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Find out now. A run that is resumed does with the weights that it began with, as it did then."""
+        with suppress(_Unknown):
+            self._args = _compared(self._model)
+
+    @torch.no_grad()
+    def trunk(self, length: int, dtype: torch.dtype) -> Trunk:
+        """The trunk for a rollout with the weights of now: a fused one, or where that cannot be, the modules.
+
+        Args:
+            length: positions that can occur.
+            dtype: of matrix products.
+        """
+        try:
+            if self._args is None:
+                self._args = _compared(self._model)
+            trunk = _read(self._model, self._args, length, dtype)
+            self.obstacle = None
+            return trunk
+        except _Unknown as error:
+            if self.obstacle != str(error):
+                logger.info("rollouts run the modules of %s: %s", type(self._model).__name__, error)
+            self.obstacle = str(error)
+            return ModuleTrunk(self._model)
+
+
+@dataclass(eq=False)
+class _Recorder(PackedContext):
+    """Packed attention that notes what each layer asks for."""
+
+    args: list[AttentionArgs] = field(default_factory=list, init=False)
+
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """See `AttentionContext.attend`."""
+        self.args.append(args)
+        return super().attend(layer, module, q, k, v, args)
+
+
+def _compared(model: Any) -> list[AttentionArgs]:
+    """What each layer asks of its attention, after a comparison of prefill and decoding with the modules.
+
+    Raises:
+        _Unknown: the module has unknown parts, or other hidden states.
+    """
+    _check_parts(model)
+    device, words = next(model.parameters()).device, len(model.get_input_embeddings().weight)
+    ids_T = torch.randint(words, (sum(PROBE_LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
+    cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
+    positions_T = position_ids(cu_seqlens)
+    recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
+    with no_autocast(ids_T):
+        want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
+        if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
+            raise _Unknown("its layers do not attend once each, without sinks")
+        trunk = _read(model, recorder.args, max(PROBE_LENGTHS), torch.float32)
+        got_TH = _prefilled_and_decoded(trunk, ids_T, positions_T)
+    error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
+    if not error <= TOLERANCE:
+        raise _Unknown(f"hidden states differ by {error:.1e} (relative) from those of the modules")
+    return recorder.args
+
+
+def _prefilled_and_decoded(trunk: Trunk, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    """[T, H], the last `PROBE_STEPS` tokens of each sequence fed one by one."""
+    device = ids_T.device
+    ends = cu_seqlens_of(PROBE_LENGTHS)[1:].to(device).long()
+    prompts = [n - PROBE_STEPS for n in PROBE_LENGTHS]
+    given_T = torch.ones(len(ids_T), dtype=torch.bool, device=device)
+    for step in range(PROBE_STEPS):
+        given_T[ends - PROBE_STEPS + step] = False
+    prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
+    first_TH = trunk(ids_T[given_T], positions_T[given_T], prefill)
+    hidden_TH = first_TH.new_empty(len(ids_T), first_TH.shape[1])
+    hidden_TH[given_T] = first_TH
+    read = list(prefill.per_sequence(prompts))
+    cache = KVCache(read[0], len(prompts), max(PROBE_LENGTHS))
+    for row, kv in enumerate(read):
+        cache.fill(row, row + 1, kv)
+    for step in range(PROBE_STEPS):
+        at = ends - PROBE_STEPS + step
+        context = DecodeContext(cache, positions_T[at], max(PROBE_LENGTHS) - PROBE_STEPS + step)
+        hidden_TH[at] = trunk(ids_T[at], positions_T[at], context)
+    return hidden_TH
+
+
+def _check_parts(model: Any) -> None:
+    """Raise `_Unknown` if the module has a part that `_read` does not."""
+    base, config = model.base_model, model.config
+    if config.model_type not in FAMILIES:
+        raise _Unknown(f"model family {config.model_type!r} is not written out")
+    _check_children("the model", base, {"embed_tokens", "layers", "norm", "rotary_emb"}, set())
+    rope = getattr(base.rotary_emb, "rope_type", None)
+    if rope not in ROPE_TYPES:
+        raise _Unknown(f"rotary positions of type {rope!r} are not tabulated")
+    for layer in base.layers:
+        dropouts = {"resid_attn_dropout", "resid_mlp_dropout"}
+        _check_children("a layer", layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, dropouts)
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = {"qkv_proj"} if hasattr(attention, "qkv_proj") else {"q_proj", "k_proj", "v_proj"}
+        norms = {"q_norm", "k_norm"} if hasattr(attention, "q_norm") else set()
+        _check_children("attention", attention, projections | norms | {"o_proj"}, set())
+        inner = {"gate_up_proj"} if hasattr(mlp, "gate_up_proj") else {"gate_proj", "up_proj"}
+        _check_children("an mlp", mlp, inner | {"down_proj"}, {"act_fn", "activation_fn"})
+        for linear in (*(getattr(attention, n) for n in projections), attention.o_proj, mlp.down_proj):
+            _check_plain(linear, nn.Linear)
+        for name in inner:
+            _check_plain(getattr(mlp, name), nn.Linear)
+    _check_plain(base.embed_tokens, nn.Embedding)
+
+
+def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set[str]) -> None:
+    found = {name for name, _ in module.named_children()}
+    if not needed <= found <= needed | allowed:
+        raise _Unknown(f"{what} has the parts {sorted(found)}, not {sorted(needed)}")
+
+
+def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Nothing but a weight in fp32 and perhaps a bias: no adapter, no parametrization, no shard."""
+    weight: Any = module.weight
+    if type(module) is not kind or type(weight) is not nn.Parameter or weight.dtype != torch.float32:
+        found = f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
+        raise _Unknown(f"one layer is no plain {kind.__name__} in float32, but {found} (an adapter, or a cast)")
+
+
+def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:
+    """Copy what has to be copied.
+
+    Raises:
+        _Unknown: someone listens to a module, which would not run, or the copies are too large.
+    """
+    base = model.base_model
+    if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
+        raise _Unknown("a module has forward hooks")
+    _check_memory(base.layers, dtype)
+    device = next(model.parameters()).device
+    cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
+    attention = base.layers[0].self_attn
+    half = cos.shape[-1] // 2
+    pairs = attention.head_dim // 2
+    turns = torch.ones(length, 1, pairs, dtype=torch.complex64, device=device)
+    turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+    order = torch.arange(attention.head_dim, device=device)
+    order[: 2 * half] = order[: 2 * half].view(2, half).t().flatten()
+    layers = [_read_layer(layer, a, order, dtype) for layer, a in zip(base.layers, args, strict=True)]
+    return FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns)
+
+
+def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    weights = [p for layer in layers for p in layer.parameters()]
+    copied = sum(p.numel() for p in weights) * dtype.itemsize
+    device = weights[0].device
+    limit = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else CPU_BYTES
+    if copied > limit:
+        raise _Unknown(f"copies of the weights would take {copied} bytes, more than {limit}")
+
+
+def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    size = len(order_D)
+    if hasattr(attention, "qkv_proj"):
+        keys = attention.num_key_value_heads
+        parts = attention.qkv_proj.weight.unflatten(0, (-1, size)).split_with_sizes
+        queries = attention.qkv_proj.out_features // size - 2 * keys
+        weights, biases = parts((queries, keys, keys)), _biases(attention.qkv_proj)
+    else:
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weights = tuple(p.weight.unflatten(0, (-1, size)) for p in projections)
+        biases = _biases(*projections)
+        queries, keys = len(weights[0]), len(weights[1])
+    joined = torch.cat([weights[0][:, order_D], weights[1][:, order_D], weights[2]]).flatten(0, 1)
+    if biases is not None:
+        by_head = biases.view(-1, size)
+        biases = torch.cat([by_head[: queries + keys, order_D], by_head[queries + keys :]]).flatten()
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm, attention.k_norm
+        weight = torch.cat([q.weight[order_D].expand(queries, -1), k.weight[order_D].expand(keys, -1)])
+        if q.variance_epsilon != k.variance_epsilon:
+            raise _Unknown("queries and keys are normalised with different eps")
+        qk_norm = RMSNorm.of(weight, q.variance_epsilon)
+    inner = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    return Layer(
+        attention_norm=_norm(layer.input_layernorm),
+        qkv=_linear(joined, biases, dtype),
+        heads=(queries, keys, keys),
+        qk_norm=qk_norm,
+        args=args,
+        output=_linear(attention.o_proj.weight, attention.o_proj.bias, dtype),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_linear(_cat([p.weight for p in inner]), _biases(*inner), dtype),
+        activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
+        down=_linear(mlp.down_proj.weight, mlp.down_proj.bias, dtype),
+        module=attention,
+    )
+
+
+def _norm(module: Any) -> RMSNorm:
+    return RMSNorm.of(module.weight, module.variance_epsilon)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    return Linear(for_few_rows(weight.detach().to(dtype)), None if bias is None else bias.detach().to(dtype))
+
+
+def _biases(*linears: Any) -> Tensor | None:
+    """The joined biases of all or of none of the layers."""
+    found = [x.bias for x in linears if x.bias is not None]
+    if len(found) not in (0, len(linears)):
+        raise _Unknown("only some of the joined layers have a bias")
+    return _cat(found) if found else None
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

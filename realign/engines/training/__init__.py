@@ -1,0 +1,1 @@
+"""Training of one network: micro-batches, optimizer steps, schedules and weight averages."""

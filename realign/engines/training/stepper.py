@@ -1,0 +1,165 @@
+"""When an accumulated gradient becomes an optimizer step, and when it does not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realign.api.model import LossWeightFn
+from realign.api.sample import SequenceSample
+from realign.api.stats import Mean, Stats, Sum
+from realign.engines.training.optimizer import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step
+
+REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps", "vetoed_steps")
+
+
+class Stepper:
+    """An optimizer, its schedule and its policy: a step that would do harm, or nothing, is skipped and counted.
+
+    A skipped step changes no weight, moment or schedule. That holds for a zero gradient too, although AdamW would still
+    move the weights by its moments and by weight decay.
+    """
+
+    def __init__(self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> None:
+        """Build the optimizer of the model of role `name`, over those of its parameters that require a gradient."""
+        self.name = name
+        self.spec = spec
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.optimizer = build_optimizer(spec, self.parameters)
+        self.optimizer_steps = 0
+        """Steps taken."""
+        self.train_steps = 0
+        """Training steps (rollout batches) that lie behind; set from outside."""
+        self.nonfinite_in_a_row = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        by_train_step = self.spec.schedule.unit is ScheduleUnit.train_step
+        return learning_rate(self.spec, self.train_steps if by_train_step else self.optimizer_steps)
+
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def differentiate(self, loss: Tensor) -> list[Tensor | None]:
+        """The gradient of `loss` by each parameter, None where it does not reach; what was accumulated stays."""
+        return list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
+
+    def accumulate(self, gradients: Iterable[Tensor | None]) -> None:
+        """Add what `differentiate` gave to the gradient that stands in the parameters."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:  # in memory of its own: two parameters may have been given the same tensor
+                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+
+    def step(
+        self, loss: Tensor, weight: Tensor, *, vetoed: bool = False, culprits: Callable[[], str] | None = None
+    ) -> Stats:
+        """Use the gradient that stands in the parameters, and forget it.
+
+        Args:
+            loss: the sum whose gradient, divided by `weight`, was accumulated; 0-d.
+            weight: what it was divided by; 0-d.
+            vetoed: make no step, but report what it would have been.
+            culprits: says where a loss or gradient that is not finite comes from; asked only if there is one, when the
+                gradient is forgotten, and leaves none behind.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping) and what `report` gives.
+
+        Raises:
+            FloatingPointError: loss or gradient was not finite, as often in a row as is allowed.
+        """
+        norm = self.gradient_norm().to(loss.device)
+        finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
+        if not finite:
+            self.zero_grad()
+            self._count_nonfinite(loss, norm, f", from {culprits()}" if culprits else "")
+            return self.report(loss.device, skipped="nonfinite_steps")
+        self.nonfinite_in_a_row = 0
+        stats: Stats = {"loss": Mean(loss, weight), "grad_norm": Mean(norm, torch.ones_like(norm))}
+        skipped = "vetoed_steps" if vetoed else None if norm_value else "zero_gradient_steps"
+        stats |= self.report(loss.device, skipped=skipped)
+        if skipped is None:
+            if self.spec.grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.grad_clip, norm)
+            set_step(self.optimizer, self.spec, lr=self.lr, step=self.optimizer_steps + 1)
+            self.optimizer.step()
+            self.optimizer_steps += 1
+        self.zero_grad()
+        return stats
+
+    def report(self, device: torch.device, *, skipped: str | None) -> Stats:
+        """`lr`, and how often a step was taken (`optimizer_steps`) or skipped (`skipped_steps` and the reasons)."""
+        counts = {"optimizer_steps": skipped is None, "skipped_steps": skipped is not None}
+        counts |= {reason: reason == skipped for reason in REASONS}
+        return {"lr": single(self.lr, device), **{name: counted(n, device) for name, n in counts.items()}}
+
+    def gradient_norm(self) -> Tensor:
+        """Of the gradient that stands in the parameters."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+
+    def moments(self) -> Iterator[Tensor]:
+        """The tensors that the optimizer keeps for the parameters."""
+        for state in self.optimizer.state.values():
+            yield from (x for x in state.values() if isinstance(x, Tensor))
+
+    def _count_nonfinite(self, loss: Tensor, norm: Tensor, origin: str) -> None:
+        self.nonfinite_in_a_row += 1
+        n, most = self.nonfinite_in_a_row, self.spec.max_nonfinite_in_a_row
+        found = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
+        if n >= most:
+            raise FloatingPointError(
+                f"model {self.name!r}: loss or gradient was not finite in {n} optimizer steps in a row, and none was "
+                f"taken (last: {found})"
+            )
+        warnings.warn(
+            f"model {self.name!r}: loss or gradient is not finite after optimizer step {self.optimizer_steps}: "
+            f"{found}; this step is skipped, {n} in a row, and {most} end the run",
+            stacklevel=2,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and counts."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_steps": self.optimizer_steps,
+            "train_steps": self.train_steps,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; settings (decay rates, weight decay) stay those of `spec`."""
+        settings = [{k: x for k, x in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        self.optimizer_steps = state["optimizer_steps"]
+        self.train_steps = state["train_steps"]
+        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+
+def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:
+    """What the loss of a batch is divided by, fp32 and 0-d.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    weight = loss_weight_fn(data).detach().float()
+    if not 0 <= float(weight) < float("inf"):
+        raise ValueError(f"loss_weight_fn must return a finite number of at least 0, found {float(weight)}")
+    return weight
+
+
+def single(x: float, device: torch.device) -> Mean:
+    """A number of one optimizer step as a metric."""
+    return Mean(torch.tensor(float(x), device=device), torch.ones((), device=device))
+
+
+def counted(n: float, device: torch.device) -> Sum:
+    """A count of one optimizer step as a metric that adds up over several."""
+    return Sum(torch.tensor(float(n), device=device))

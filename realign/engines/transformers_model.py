@@ -1,0 +1,306 @@
+"""From a config node to a model that can run: reading a folder or hub name, and refusing what would compute wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
+from realign.api.sampler import Sampler, SamplerSpec
+from realign.engines.distributed.ranks import current
+from realign.engines.distributed.spec import Sharding
+from realign.engines.files.folders import check_path, read_states, warn_if_misread
+from realign.engines.files.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
+from realign.engines.network.cpu_lanes import ParallelPasses
+from realign.engines.network.heads import Causal, Head, head_mapping, read_head
+from realign.engines.network.kernels import Backend
+from realign.engines.network.shared_prefix import SharedPrompts
+from realign.engines.network.trains import All, Trained
+from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.shared_model import Share, SharedModel
+from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
+from realign.errors import SettingsError
+from realign.settings import Settings
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Without one of these AutoTokenizer builds an empty tokenizer of the model's family, and says nothing."""
+
+
+class DType(StrEnum):
+    """The precision of matrix products. Weights, optimizer state, log-probs, values and losses are fp32 in any case."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class TransformersModel(Settings, ModelSpec):
+    """A transformers model as a role of an experiment.
+
+    Attributes:
+        path: a local folder, or a name on the hub.
+        head: what the model computes: causal (a language model) | score (one number per sequence: a reward model) |
+            value (one number per token: a critic). See `Causal`, `Score`, `Value`.
+        tokenizer: folder or hub name of the tokenizer; null takes the model's.
+        dtype: float32 | bfloat16 (autocast over fp32 weights).
+        device: auto | cpu | cuda | cuda:0 ...; auto takes CUDA where there is one.
+        attention: auto | sdpa | flash | varlen.
+        gradient_checkpointing: recompute each layer in the backward pass: less memory, about a third more time.
+        dropout: apply the model's dropout while training. Off, since ratios of PPO compare two passes over one text.
+        optimizer: how to train it; null freezes the model.
+        trains: the weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
+        trust_remote_code: run model code that comes with the weights.
+        shared_prompts: auto | off; auto computes the prompt of a group once where that saves a twentieth of the group's
+            tokens, in training and in scoring. The results are the same. On a CPU, and without dropout.
+        fused_rollout: sample with layers written out in few operators over joined copies of the weights, where the
+            family is known and a comparison with its modules shows no difference; else, and with false, the modules.
+        parallel_passes: auto | off; auto computes micro-batches side by side on a CPU, in as many threads as torch has,
+            and divides the token budget among them. The results are the same. Without dropout.
+        sharding: how several processes (torchrun) divide the model; without effect in one.
+        sampler: what samples responses: this model in its own process (`InProcessSampling`), or an external sampler.
+    """
+
+    path: str
+    head: Head = field(default_factory=Causal)
+    tokenizer: str | None = None
+    dtype: DType = DType.float32
+    device: str = "auto"
+    attention: Backend = Backend.auto
+    gradient_checkpointing: bool = False
+    dropout: bool = False
+    optimizer: OptimizerSpec | None = None
+    trains: Trained = field(default_factory=All)
+    trust_remote_code: bool = False
+    shared_prompts: SharedPrompts = SharedPrompts.auto
+    fused_rollout: bool = True
+    parallel_passes: ParallelPasses = ParallelPasses.auto
+    sharding: Sharding = field(default_factory=Sharding)
+    sampler: SamplerSpec = field(default_factory=InProcessSampling)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer is None and self.trains != All():
+            raise SettingsError(f"trains={self.trains}: it is ignored without an optimizer. Set optimizer.lr.")
+        if self.head.is_scalar and self.sampler != InProcessSampling():
+            raise SettingsError(f"sampler: a model with head={self.head} does not sample")
+
+    def facts(self) -> ModelFacts:
+        """See `ModelSpec.facts`."""
+        facts = ModelFacts(
+            path=self.path,
+            device=self.device,
+            outputs=self.head.outputs,
+            trainable=self.optimizer is not None,
+            branches=self.trains.keeps_start,
+        )
+        schedule = None if self.optimizer is None else self.optimizer.schedule
+        if schedule is None or schedule.kind is ScheduleKind.constant or schedule.min_ratio:
+            return facts
+        return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
+
+    def frozen_start(self, role: str) -> ModelSpec:
+        """See `ModelSpec.frozen_start`; a model that trains adapters or its top layers contains its own start."""
+        if self.optimizer is not None and self.trains.keeps_start:
+            return SharedModel(role, Share.reference)
+        head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
+        return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False)
+
+    def for_sampling(self) -> ModelSpec:
+        """See `ModelSpec.for_sampling`: the copy keeps no moving average."""
+        return self if self.optimizer is None else replace(self, optimizer=replace(self.optimizer, ema_decay=None))
+
+    def check(self, name: str) -> None:
+        """Find what is wrong before any weights are read.
+
+        Raises:
+            ValueError: names the key: of a path, a device, a package that is missing, or the wrong head.
+        """
+        what = f"models.{name}"
+        self.sampler.check(f"{what}.sampler")
+        self.trains.check(f"{what}.trains")
+        if self.attention is Backend.flash and find_spec("flash_attn") is None:
+            raise ValueError(f"{what}.attention=flash needs the package flash-attn (realign[flash-attn]); use auto")
+        try:
+            pick_device(self.device)
+        except ValueError as error:
+            raise ValueError(f"{what}.{error}") from error
+        path = check_path(f"{what}.path", self.path)
+        if self.tokenizer is not None:
+            tokenizer = check_path(f"{what}.tokenizer", self.tokenizer, TOKENIZER_FILES)
+            if not Path(tokenizer).is_dir():
+                check_hub(f"{what}.tokenizer", tokenizer, "tokenizer_config.json")
+        if not Path(path).is_dir():
+            check_hub(f"{what}.path", path)
+        elif names := weight_names(Path(path)):
+            random_head = self.optimizer is not None or self.head.replaces
+            check_head(what, self.path, names, self.head, random_head=random_head)
+
+    def load(self, name: str, *, seed: int) -> Model:
+        """Read weights and tokenizer, probe the model, and build its engine.
+
+        Args:
+            name: the role, for messages and seeds.
+            seed: the run's root seed; weights that the folder lacks (a new scalar head) are drawn from it.
+
+        Raises:
+            ValueError: names the role and the path or the model family, and why it cannot be used.
+        """
+        from realign.engines.training.engine import TransformersEngine
+
+        build: Callable[..., TransformersEngine] = TransformersEngine
+        if current().size > 1:
+            from realign.engines.distributed.engine import ShardedEngine
+
+            build = partial(ShardedEngine, sharding=self.sharding)
+        self.check(name)
+        module = self._read_module(name, seed)
+        self.head.start(module, seed=derive_seed(seed, name, "head"))
+        tokenizer = self._read_tokenizer(name)
+        words = module.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > words:
+            raise ValueError(f"models.{name}: the tokenizer has {len(tokenizer)} tokens, the model only {words}")
+        vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
+        if vocabulary is not None and vocabulary > words:
+            raise ValueError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
+        module = module.to(pick_device(self.device)).eval()
+        value_head = self._read_value_head(name, module, seed)
+        with _readable(f"models.{name}.trains"):
+            self.trains.prepare(module, path=self.path, seed=derive_seed(seed, name, "lora"))
+        engine = build(
+            name,
+            module,
+            tokenizer,
+            dtype=torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32,
+            attention=self.attention,
+            optimizer=self.optimizer,
+            gradient_checkpointing=self.gradient_checkpointing,
+            dropout=self.dropout,
+            seed=seed,
+            value_head=value_head,
+            trains=self.trains,
+            vocabulary=vocabulary,
+            shared_prompts=self.shared_prompts,
+            fused_rollout=self.fused_rollout,
+            parallel_passes=self.parallel_passes,
+            max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
+        )
+        saved, saved_views = read_states(self.path)
+        return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
+
+    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
+        """See `realign.api.sampler.SamplesInBackground`: a copy of the model, without an average of its weights."""
+        from realign.engines.sampling.background_sampler import StreamingEngine
+
+        engine = self.for_sampling().load(name, seed=seed).machine
+        return StreamingEngine(name, engine, recompute=recompute)
+
+    def _read_module(self, name: str, seed: int) -> Any:
+        from transformers import AutoConfig
+
+        from realign.engines.network.attention import ATTENTION
+
+        path = check_path(f"models.{name}.path", self.path)
+        hub = "" if Path(path).is_dir() else " from the hub (without a network, HF_HUB_OFFLINE=1 says so at once)"
+        with _readable(f"models.{name}: cannot load {self.path!r}{hub}"):
+            family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
+        labels = {"num_labels": 1} if self.head.is_scalar else {}
+        what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head}"
+
+        def read(**more: Any) -> tuple[Any, dict[str, Any]]:
+            with torch.random.fork_rng(), _quietly():
+                torch.manual_seed(derive_seed(seed, name, "init"))
+                return self.head.auto_class().from_pretrained(
+                    path,
+                    dtype=torch.float32,
+                    attn_implementation=ATTENTION,
+                    trust_remote_code=self.trust_remote_code,
+                    use_safetensors=True,  # its other format is a pickle
+                    output_loading_info=True,
+                    **labels,
+                    **more,
+                )
+
+        with _readable(what):
+            try:
+                module, info = read()
+                if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
+                    module, info = read(key_mapping=mapping)
+            except KeyError as error:
+                if error.args != (ATTENTION,):
+                    raise
+                raise ValueError("it cannot run packed, since it chooses among attention classes of its own") from error
+        self._check_complete(name, module.base_model_prefix, sorted(info["missing_keys"]))
+        return module
+
+    def _check_complete(self, name: str, body: str, missing: Sequence[str]) -> None:
+        """Refuse weights that transformers draws at random and nothing trains; it only prints a table of them."""
+        inside = [key for key in missing if key.startswith(f"{body}.")]
+        heads = [key for key in missing if key not in inside and key.endswith(".weight")]
+        if absent := inside or ([] if self.head.is_scalar else heads):
+            raise ValueError(
+                f"models.{name}: {self.path!r} lacks weights that head={self.head} needs: {absent[0]}"
+                + (f" and {len(absent) - 1} more" if absent[1:] else "")
+            )
+        if heads and self.optimizer is None and not self.head.replaces:
+            raise no_trained_head(f"models.{name}", self.path, self.head, heads[0])
+
+    def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
+        """The value head of the folder, or a new one, beside the model `module`."""
+        from realign.engines.network.probe import probe_branch
+
+        spec = self.head.value_head if isinstance(self.head, Causal) else None
+        if spec is None:
+            return None
+        what = f"models.{name}.head.value_head"
+        head: Any = read_head(module)
+        network = ValueNetwork(
+            spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
+        )
+        network.to(module.device).eval()
+        if network.branch is not None:
+            probe_branch(module, network.branch)
+        network.load(self.path, what)
+        return network
+
+    def _read_tokenizer(self, name: str) -> Any:
+        from transformers import AutoTokenizer
+
+        path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, TOKENIZER_FILES)
+        with _readable(f"models.{name}: cannot load a tokenizer from {path!r}"):
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        warn_if_misread(f"models.{name}", tokenizer, path)
+        return tokenizer
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep transformers' report of missing weights off the screen: what may be missing is checked, and said, here."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Turn what transformers raises, often pages long, into one line; the whole stays attached as the cause."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        cure = "; trust_remote_code=true of this role runs it" if "trust_remote_code" in str(error) else ""
+        raise ValueError(f"{what}: {kind}{first}{cure}") from error

@@ -1,0 +1,153 @@
+"""Finding a reward function by its name: `package.module:function`, `path/to/file.py:function`, or a URL."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from realign.rewards.pool.http import HttpReward
+
+RewardFunction: TypeAlias = Callable[[str, str, dict[str, Any]], float | None]
+DenseRewardFunction: TypeAlias = Callable[[str, str, dict[str, Any], list[str]], Sequence[float] | None]
+ARGUMENTS = ("prompt", "response", "row")
+DENSE_ARGUMENTS = (*ARGUMENTS, "tokens")
+
+_FORMS = "'package.module:function', 'path/to/file.py:function'"
+
+
+def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Callable[..., Any]:
+    """Import the reward function called `name`.
+
+    A file is imported under a name of its own, once per process, so it needs no package and may be called like an
+    installed module; its folder is appended to `sys.path`, so it can import its neighbours. A URL becomes an
+    `HttpReward`; nothing is asked yet.
+
+    Args:
+        name: of the function.
+        arguments: names of what it must take; None checks nothing.
+
+    Raises:
+        ValueError: no such module, file or function (says what is there and what is near), the import failed, or it
+            is not a function of `arguments`.
+    """
+    if "://" in name:
+        return HttpReward(name)
+    function: Callable[..., Any] = load_object(name, "reward function", f"{_FORMS} or 'http://host:port/path'")
+    if arguments is not None:
+        check_function(function, name, arguments)
+    return function
+
+
+def load_object(name: str, kind: str, forms: str) -> Any:
+    """Import what is called `name`: `package.module:attribute` or `path/to/file.py:attribute`, as `load_function` does.
+
+    Args:
+        name: of the object.
+        kind: what it is, for messages.
+        forms: how names of this kind are written, for messages.
+
+    Raises:
+        ValueError: no such module, file or attribute (says what is there and what is near), or the import failed.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not (colon and place and attribute):
+        raise ValueError(f"{kind} {name!r} must be written as {forms}")
+    if place.split(".")[0] in sys.stdlib_module_names and not place.endswith(".py"):
+        raise ValueError(f"{kind} {name!r} is of Python's own library, which has none; nothing was imported")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except ValueError as error:
+        raise ValueError(f"{kind} {name!r}: {error}") from error.__cause__
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            own = getattr(found, "__name__", place)
+            there = sorted(  # what is defined there; what is merely imported is not meant
+                n
+                for n, value in vars(found).items()
+                if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
+            )
+            raise ValueError(f"{kind} {name!r}: {place!r} has no {part!r}; {_nearest(part, there)}")
+        found = getattr(found, part)
+    return found
+
+
+def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENTS) -> None:
+    """Raise ValueError unless `function` can be called with these arguments, by position."""
+    if isinstance(function, type) or not callable(function):
+        raise ValueError(f"reward function {name!r} is a {type(function).__name__}, expected a function")
+    home = str(getattr(function, "__module__", None) or "").split(".")[0]
+    if inspect.isroutine(function) and home in sys.stdlib_module_names:
+        raise ValueError(
+            f"reward function {name!r} is of Python's own library, which has none; it would get what a model wrote"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"reward function {name!r} is async; it must return a number, not a coroutine")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some functions written in C do not tell their signature
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"reward function {name!r} takes {signature}, but is called as function({', '.join(arguments)}): {error}"
+        ) from None
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(f"importing {name!r} failed: {error}") from error
+        file = Path(name.replace(".", "/") + ".py")
+        hint = f"; there is a file {str(file)!r}: write '{file}:...'" if file.is_file() else ""
+        raise ValueError(f"no module named {error.name!r}{hint}") from error
+    except Exception as error:
+        raise ValueError(f"importing {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    file = path.expanduser().resolve()
+    if not file.is_file():
+        folder = file.parent
+        if not folder.is_dir():
+            raise ValueError(f"no file {str(file)!r}: the folder {str(folder)!r} does not exist")
+        raise ValueError(f"no file {str(file)!r}; {_nearest(file.name, sorted(p.name for p in folder.glob('*.py')))}")
+    main = sys.modules["__main__"]
+    if (script := getattr(main, "__file__", None)) and Path(script).resolve() == file:
+        return main  # the running script itself: importing it again would run it again
+    name = f"_reward_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
+        raise ValueError(f"importing {str(file)!r} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _nearest(name: str, there: Iterable[str]) -> str:
+    names = list(there)
+    near = difflib.get_close_matches(name, names, n=1)
+    found = f"found {', '.join(names[:12]) or 'nothing'}" + (", ..." if len(names) > 12 else "")
+    return f"{found}; did you mean {near[0]!r}?" if near else found

@@ -1,0 +1,283 @@
+"""The worker processes of a reward pool: sending chunks, keeping deadlines, finding out who broke a chunk."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing.context import SpawnContext
+from typing import TypeAlias
+
+from pebble import ProcessExpired, ProcessPool
+
+from realign.rewards.pool.limits import Limits
+from realign.rewards.pool.memory_watch import KEPT, RETIRED
+from realign.rewards.pool.spawn import SpawnWithoutMain
+from realign.rewards.pool.worker import Answer, FailureKind, Item, Problem, answer_some, start_worker
+
+logger = logging.getLogger(__name__)
+
+Answers: TypeAlias = Generator[tuple[int, Answer], None, None]
+
+# A worker hands back what it has after so long: little is lost with a chunk that fails, and slow items spread evenly.
+_SLICE_S = 0.1
+_FIRST_CHUNK = 16
+_LARGEST_CHUNK = 128
+# Time allowed for a worker to start and import the function before the pool is taken for stuck.
+_START_S = 120.0
+_RESTARTS = 3
+
+
+class RewardError(RuntimeError):
+    """The reward function failed too often to go on, or its workers cannot be kept alive."""
+
+
+class WorkerProcesses:
+    """Processes that answer items, started at the first call of `answers`, which several threads may call at once.
+
+    Args:
+        name: of the function, for messages.
+        source: its import string, or its pickle.
+        workers: number of processes.
+        timeout_s: deadline of one item.
+        limits: what each may use.
+    """
+
+    def __init__(self, name: str, source: str | bytes, *, workers: int, timeout_s: float, limits: Limits) -> None:
+        self.name = name
+        self.source = source
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.limits = limits
+        self._leak_told = False
+        self._lock = threading.Lock()  # guards what follows
+        self._closed = 0
+        self._heard = 0.0
+        self._futures: set[Future[list[Answer]]] = set()
+        self._pool: ProcessPool | None = None
+        self._stop: Callable[[], object] | None = None
+
+    def close(self) -> None:
+        """Stop the processes at once, whatever they are doing; calls of `answers` under way end with an error."""
+        with self._lock:
+            self._closed += 1
+            self._stop_all()
+
+    def _stop_all(self) -> None:
+        if self._stop is not None:
+            self._stop()
+        self._pool = self._stop = None
+        for future in list(self._futures):  # a pool that was stopped leaves them open, and callers wait for them
+            with suppress(InvalidStateError):
+                future.set_exception(BrokenProcessPool("the workers were stopped"))
+
+    def answers(self, items: Sequence[Item]) -> Answers:
+        """Yield (index, answer) as they come, each index once; closing it early stops what is under way.
+
+        The members of a chunk that ended its worker are sent again one by one, so that only the guilty one fails.
+
+        Raises:
+            RewardError: the workers do not stay alive, or were closed.
+        """
+        closed = self._closed
+        pickled: list[bytes] = []
+        sendable: list[int] = []
+        for index, item in enumerate(items):
+            try:
+                pickled.append(pickle.dumps(item))
+                sendable.append(index)
+            except Exception as error:
+                pickled.append(b"")
+                yield index, Problem(FailureKind.exception, f"the row cannot be sent to a worker: {error!r}")
+        todo = _Todo(sendable, self.workers)
+        running: dict[Future[list[Answer]], list[int]] = {}
+        restarts = 0
+        try:
+            while todo or running:
+                pool = self._started(closed)
+                while todo and len(running) < 2 * self.workers:
+                    members = todo.next()
+                    running[self._submit(pool, [pickled[i] for i in members])] = members
+                try:
+                    done = self._wait(running)
+                except BrokenProcessPool as error:
+                    restarts += 1
+                    todo.put_back(i for members in running.values() for i in members)
+                    running.clear()
+                    self._restart(pool, error, restarts)
+                    continue
+                for future in done:
+                    members = running.pop(future)
+                    if self._retired(future):
+                        todo.again(members)
+                        continue
+                    answers = self._answers_of(future, single=len(members) == 1)
+                    if answers is None:
+                        todo.suspect(members)
+                        continue
+                    restarts = 0
+                    todo.answered(members, len(answers))
+                    yield from zip(members, answers, strict=False)
+        finally:
+            for future in running:  # left early: an error, or Ctrl-C
+                future.cancel()
+
+    def _started(self, closed: int) -> ProcessPool:
+        """The processes, which are started if need be, for a call that began when `close` had been called so often."""
+        with self._lock:
+            if self._closed != closed:
+                raise RewardError(f"the workers of reward function {self.name} were closed")
+            if self._pool is None:
+                with_main = isinstance(self.source, bytes) and b"__main__" in self.source
+                self._pool = ProcessPool(
+                    max_workers=self.workers,
+                    initializer=start_worker,
+                    initargs=(self.source, self.limits),
+                    context=SpawnContext() if with_main else SpawnWithoutMain(),
+                )
+                self._stop = weakref.finalize(self, _stop_pool, self._pool)  # runs when this process ends, too
+            return self._pool
+
+    def _submit(self, pool: ProcessPool, pickled: list[bytes]) -> Future[list[Answer]]:
+        deadline = self.timeout_s if len(pickled) == 1 else self.timeout_s + _SLICE_S
+        try:
+            with self._lock:  # none is added while the workers are being stopped
+                future: Future[list[Answer]] = pool.schedule(
+                    answer_some, (self.source, pickled, _SLICE_S, self.limits.cpu_s), timeout=deadline
+                )
+                self._futures.add(future)
+        except RuntimeError as error:  # the pool broke meanwhile; `_wait` will find out
+            broken: Future[list[Answer]] = Future()
+            broken.set_exception(BrokenProcessPool(str(error)))
+            return broken
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def _wait(self, running: Iterable[Future[list[Answer]]]) -> set[Future[list[Answer]]]:
+        patience, began = self.timeout_s + _START_S, time.monotonic()
+        done: set[Future[list[Answer]]] = set()
+        while not done:
+            # the items of other callers may be in front: it is enough that some of them are answered
+            left = max(began, self._heard) + patience - time.monotonic()
+            if left <= 0:
+                raise BrokenProcessPool(f"no answer in {patience:.0f} s")
+            done = wait(running, timeout=left, return_when=FIRST_COMPLETED).done
+        self._heard = time.monotonic()
+        for future in done:
+            if isinstance(error := future.exception(), BrokenProcessPool):
+                raise error
+        return done
+
+    def _retired(self, future: Future[list[Answer]]) -> bool:
+        """Whether the worker ended before it began, since its function leaks; the first time it is told."""
+        error = future.exception()
+        if not isinstance(error, ProcessExpired) or error.exitcode != RETIRED:
+            return False
+        if not self._leak_told:
+            self._leak_told = True
+            logger.warning(
+                "a worker of reward function %s kept more than %.0f%% of memory_mb=%s from call to call and was "
+                "replaced: the function seems to leak (no reward is lost; told once)",
+                self.name,
+                100 * KEPT,
+                self.limits.memory_mb,
+            )
+        return True
+
+    def _answers_of(self, future: Future[list[Answer]], *, single: bool) -> list[Answer] | None:
+        """The answers of a chunk; None if it failed and it is not yet known which member did it."""
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if not single:
+            return None
+        if isinstance(error, TimeoutError):
+            return [Problem(FailureKind.timeout, f"no answer within timeout_s={self.timeout_s} s; worker stopped")]
+        if isinstance(error, ProcessExpired):
+            return [Problem(FailureKind.crash, f"the worker process died: {_exit_reason(error.exitcode)}")]
+        kind = FailureKind.memory if isinstance(error, MemoryError) else FailureKind.exception
+        return [Problem(kind, f"{type(error).__name__}: {error}")]
+
+    def _restart(self, pool: ProcessPool, error: BrokenProcessPool, restarts: int) -> None:
+        with self._lock:
+            first = self._pool is pool  # else another caller has done it, or the workers were closed
+            if first:
+                self._stop_all()
+        if restarts > _RESTARTS:
+            raise RewardError(
+                f"the workers of reward function {self.name} died {restarts} times in a row without an answer "
+                f"({error}). See the messages of the worker processes above. A function defined in the main script "
+                "needs `if __name__ == '__main__':` around what the script does, or a file of its own"
+            ) from error
+        if first:
+            logger.warning("the workers of reward function %s are started again: %s", self.name, error)
+
+
+class _Todo:
+    """Which items are sent next, and how many together."""
+
+    def __init__(self, indices: Iterable[int], workers: int) -> None:
+        self.queue = deque(indices)
+        self.alone: deque[int] = deque()
+        self.workers = workers
+        self.chunk = _FIRST_CHUNK
+
+    def __bool__(self) -> bool:
+        return bool(self.queue or self.alone)
+
+    def next(self) -> list[int]:
+        if self.alone:
+            return [self.alone.popleft()]
+        fair_share = math.ceil(len(self.queue) / self.workers)
+        return [self.queue.popleft() for _ in range(min(self.chunk, fair_share))]
+
+    def put_back(self, members: Iterable[int]) -> None:
+        self.queue.extendleft(reversed(list(members)))
+
+    def again(self, members: Sequence[int]) -> None:
+        """Nobody began these: a single one stays alone, since it may have been suspected."""
+        if len(members) == 1:
+            self.alone.extend(members)
+        else:
+            self.put_back(members)
+
+    def suspect(self, members: Iterable[int]) -> None:
+        self.alone.extend(members)
+
+    def answered(self, members: Sequence[int], n: int) -> None:
+        """The first `n` members have answers; the time for more was over."""
+        self.put_back(members[n:])
+        if n < len(members):
+            self.chunk = n
+        elif len(members) > 1:
+            self.chunk = min(2 * self.chunk, _LARGEST_CHUNK)
+
+
+def _stop_pool(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
+
+
+_CAUSES = {
+    "SIGKILL": ", perhaps by the system for want of memory",
+    "SIGXCPU": ": the call used more CPU time than cpu_s",
+}
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    return f"signal {-code} ({name}){_CAUSES.get(name, '')}"

@@ -1,0 +1,1 @@
+"""Checkpoints of a run, resuming from them, and saved models."""

@@ -1,0 +1,196 @@
+"""Where a resumed run starts: the checkpoint that is meant, and whether this run may go on from it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from realign.errors import CheckpointError
+from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest
+from realign.runtime.checkpoint.state import config_of, environment
+from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
+
+FREE = (
+    "checkpoint",
+    "evaluation.every_steps",
+    "keep_saves",
+    "name",
+    "output_dir",
+    "overwrite",
+    "print_samples_every_steps",
+    "ratio_tolerance",
+    "resume",
+    "resume_allow",
+    "resume_skip",
+    "runtime",
+    "sample_prompts",
+    "save_best",
+    "save_every_steps",
+    "steps",
+    "strict_ratio",
+    "threads",
+    "trackers",
+)
+"""Keys of the config that change nothing of what is trained: they may differ between a checkpoint and the run."""
+
+KEYS = frozenset(
+    {"config", "counters", "data", "environment", "frozen", "interfaces", "models", "random", "records", "saves"}
+)
+"""What the tree of a checkpoint must have."""
+
+ABSENT = "(none)"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a resumed run starts."""
+
+    checkpoint: Checkpoint
+    state: Mapping[str, Any]
+    own: bool
+    """Whether the checkpoint is one of this run's own folder, whose record goes on."""
+    anew: bool
+    """Whether this is a new run, which counts from step 0 and takes over no record."""
+
+    @property
+    def step(self) -> int:
+        """Steps that lie behind."""
+        return 0 if self.anew else self.checkpoint.step
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run that wrote the checkpoint."""
+        return self.checkpoint.path.parent.parent
+
+
+def find_start(experiment: Experiment) -> Start | None:
+    """The checkpoint that `experiment.resume` asks for, read and compared with the config; None: there is none yet.
+
+    Raises:
+        ValueError: there is no checkpoint at that path, none can be read, it is of another config, or no step is left.
+    """
+    if experiment.resume is None:
+        return None
+    found = _find(experiment)
+    if found is None:
+        return None
+    checkpoint, state = found
+    check_version(str(checkpoint.path), state, config_of(experiment), version("realign"))
+    if missing := KEYS - state.keys():
+        raise ValueError(f"{checkpoint.path} is no checkpoint of a run: it lacks {', '.join(sorted(missing))}")
+    anew = Part.counters in experiment.resume_skip
+    if not anew and checkpoint.step >= experiment.steps:
+        raise ValueError(
+            f"nothing is left to do: {checkpoint.path} is of step {checkpoint.step}, and steps={experiment.steps}; "
+            "give more steps to go on"
+        )
+    check_config(state["config"], config_of(experiment), experiment.resume_allow)
+    warn_of_another_environment(state["environment"])
+    return Start(checkpoint, state, experiment.owns(checkpoint.path), anew)
+
+
+def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
+    def warn(message: str) -> None:
+        warnings.warn(message, stacklevel=2)
+
+    assert experiment.resume is not None
+    if experiment.resume == AUTO:
+        return newest(experiment.output_dir / CHECKPOINTS, warn)
+    path = experiment.resume_folder()
+    assert path is not None
+    for checkpoint in list_checkpoints(path.parent):
+        if checkpoint.path == path:
+            return checkpoint, checkpoint.read()
+    for folder in (path / CHECKPOINTS, path):
+        if (found := newest(folder, warn)) is not None:
+            return found
+    raise ValueError(f"resume={experiment.resume!r} holds no checkpoint (checkpoints/step_000010, say)")
+
+
+def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any], running: str) -> None:
+    """Raise an error for a checkpoint of an earlier version whose config has keys that this version lacks.
+
+    Args:
+        path: of the checkpoint, for the message.
+        state: content of the checkpoint.
+        present: config of the resumed run.
+        running: this version of realign.
+
+    Raises:
+        CheckpointError: names the version that can resume it.
+    """
+    written = str(state.get("realign", ""))
+    minor = ".".join(written.split(".")[:2])
+    if not written or minor == ".".join(running.split(".")[:2]):
+        return
+    now = {key for key, _ in _leaves(present)}
+    gone = [key for key, _ in _leaves(state.get("config", {})) if key not in now and key.split(".")[0] not in FREE]
+    if gone:
+        names = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+        raise CheckpointError(
+            f"{path} was written by realign {written}; realign {running} has no keys {names}. Resume the run with "
+            f"realign {minor}, or start a new one"
+        )
+
+
+def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: Iterable[str]) -> None:
+    """Refuse to go on under a config that would compute something else.
+
+    Args:
+        saved: the config that the checkpoint was written under.
+        present: the config of now.
+        allow: keys that may differ; a key stands for all below it.
+
+    Raises:
+        ValueError: names every key that differs, with both values; or one of `allow` is no key of either.
+    """
+    before, now = dict(_leaves(saved)), dict(_leaves(present))
+    known = {key[:end] for key in before | now for end in _ends(key)}
+    for key in allow:
+        if key not in known:
+            near = get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"resume_allow: the config has no key {key!r}{hint}")
+    meant = {*FREE, *allow}
+    differing = [
+        f"{key} was {before.get(key, ABSENT)}, is {now.get(key, ABSENT)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not any(key[:end] in meant for end in _ends(key))
+    ]
+    if differing:
+        raise ValueError(
+            f"the checkpoint is of another config: {'; '.join(differing)}. Where that is meant, name the keys in "
+            f"resume_allow, such as 'resume_allow=[{differing[0].split()[0]}]'"
+        )
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Path and value (as JSON) of everything in a config that is no mapping with entries."""
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, json.dumps(node, default=str, sort_keys=True)
+
+
+def _ends(key: str) -> list[int]:
+    """Where the parts of a dotted key end."""
+    return [i for i, char in enumerate(key) if char == "."] + [len(key)]
+
+
+def warn_of_another_environment(saved: Mapping[str, Any]) -> None:
+    """Say what is not as it was: such a run goes on, but not bit for bit."""
+    now = environment()
+    differing = [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]
+    if differing:
+        warnings.warn(
+            f"the run goes on in another environment ({'; '.join(differing)}), so that its numbers may differ in the "
+            "last bits from those of a run that was never stopped",
+            stacklevel=2,
+        )

@@ -1,0 +1,105 @@
+"""`RunCheckpoints`: the checkpoints of a run: when they are due, what goes in, and what could not be written."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from realign.engines.distributed.ranks import current
+from realign.runtime.checkpoint.exports import Saves
+from realign.runtime.checkpoint.folder import CheckpointWriter
+from realign.runtime.checkpoint.state import interface_states, run_state
+from realign.runtime.experiment import CHECKPOINTS
+from realign.runtime.metrics.records import Records
+from realign.runtime.step import LocalRuntime
+
+
+class RunCheckpoints:
+    """Writes them until the end of the context; several processes call each method together.
+
+    Args:
+        runtime: what is to be kept.
+        records: the files of the run, which are cut back to their present size on a resume.
+        saves: the folders of models.
+        frozen: what `frozen_weights` gave before the first step.
+    """
+
+    def __init__(self, runtime: LocalRuntime, records: Records, saves: Saves, frozen: Mapping[str, Any]) -> None:
+        self._runtime, self._records, self._saves, self._frozen = runtime, records, saves, frozen
+        self._ranks = current()
+        self._spec = runtime.experiment.checkpoint
+        self._writer: CheckpointWriter | None = None
+        if self._spec is not None:
+            folder = runtime.experiment.output_dir / CHECKPOINTS
+            self._writer = CheckpointWriter(folder, self._spec.keep, self._ranks)
+        self._last = time.monotonic()
+        self._stalled: dict[str, float] = {}
+        self._interfaces: dict[str, Any] | None = None
+        self._problems: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if not isinstance(value, KeyboardInterrupt):  # whoever interrupts does not want to wait
+            _warn_of(self.close())
+
+    def begin(self) -> None:
+        """Write one before the first step: where models are saved, there is something to go on from."""
+        if self._writer is not None:
+            self._write(self._writer, 0)
+            self._writer.close()
+
+    def after_step(self, step: int, *, now: bool) -> None:
+        """Write one if it is due, or `now`, or if this is the best step so far."""
+        now = now or self._saves.best_step == step
+        if self._spec is None or self._writer is None:
+            return
+        if self._ranks.broadcast(now or self._spec.due(step, time.monotonic() - self._last)):
+            self._write(self._writer, step)
+
+    def finish(self, step: int) -> None:
+        """Write the last one: that it is there says that the run is done, with its models saved."""
+        if self._writer is not None:
+            self._write(self._writer, step)
+
+    def metrics(self) -> dict[str, float]:
+        """`time/checkpoint_s`, once, when one was written before the step that has just been made."""
+        stalled, self._stalled = self._stalled, {}
+        return stalled
+
+    def keep_interfaces(self) -> None:
+        """Take the interfaces as they are now into the next one, whatever is done with them until then."""
+        self._interfaces = interface_states(self._runtime)
+
+    def close(self) -> list[str]:
+        """Wait until the last one is written; returns what could not be, if it has not been said."""
+        if self._writer is not None:
+            self._writer.close()
+        return self._take_problems()
+
+    def _write(self, writer: CheckpointWriter, step: int) -> None:
+        started = time.perf_counter()
+        _warn_of(self._take_problems())
+        try:
+            state = run_state(self._runtime, self._frozen)
+            state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict()}
+            if self._interfaces is not None:
+                state["interfaces"] = self._interfaces
+            writer.write(step, state, best=self._saves.best_step)
+        except (OSError, ValueError) as error:  # a full disk; a value of an interface that cannot be kept
+            self._problems.append(f"the checkpoint of step {step} was not written: {error}")
+        self._last = time.monotonic()
+        self._stalled = {"time/checkpoint_s": time.perf_counter() - started}
+
+    def _take_problems(self) -> list[str]:
+        problems, self._problems = self._problems, []
+        return problems + (self._writer.failed() if self._writer is not None else [])
+
+
+def _warn_of(problems: Iterable[str]) -> None:
+    for problem in problems:
+        warnings.warn(problem, stacklevel=3)

@@ -1,0 +1,263 @@
+"""Trees of plain values and tensors as JSON and safetensors: every bit comes back, and nothing is unpickled.
+
+JSON alone has no tensors, tuples, keys that are numbers, or values that are not finite. They become objects of one
+key: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}`, `{"$float": "nan"}`, and, for
+text that has no UTF-8 (a lone surrogate), `{"$text": hex}`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from realign.engines.distributed.shards import is_part, memory_of, whole
+
+Tree: TypeAlias = Mapping[str, Any]
+"""Dicts (keys: text or whole numbers), lists and tuples of None, bool, int, float, str and tensors."""
+
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""What a safetensors file calls each dtype that it can hold here."""
+
+CHUNK = 1 << 22
+"""Bytes that are written at once."""
+
+
+class Packed(NamedTuple):
+    """A tree taken apart."""
+
+    state: dict[str, Any]
+    """What JSON can hold, with the names of tensors."""
+    tensors: dict[str, torch.Tensor]
+    """Contiguous, on the CPU; tensors that were the same memory are one."""
+    parts: dict[str, torch.Tensor]
+    """Of tensors that several ranks divide, this rank's part; never copied."""
+
+
+def pack(tree: Tree, *, copy: bool) -> Packed:
+    """Take a tree apart.
+
+    Args:
+        tree: what is to be kept.
+        copy: give copies of the tensors, so that `tree` may change from now on.
+
+    Raises:
+        ValueError: a value or key of another kind stands in the tree; the message has its place.
+    """
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"a checkpoint is made of a mapping, found {type(tree).__name__}")
+    packer = _Packer(copy)
+    state = packer.pack({**tree}, ())
+    return Packed({"tree": state}, packer.tensors, packer.parts)
+
+
+def unpack(state: Any, tensors: Mapping[str, Any]) -> Any:
+    """Put together what `pack` took apart.
+
+    Args:
+        state: of `Packed`.
+        tensors: of its `tensors` and `parts`, or what stands for them.
+
+    Raises:
+        ValueError: `pack` cannot have made this.
+    """
+    if not isinstance(state, dict) or set(state) != {"tree"}:
+        raise ValueError("the state must be an object whose only key is 'tree'")
+    tree = _unpack(state["tree"], tensors)
+    if not isinstance(tree, dict):
+        raise ValueError(f"the tree must be a dict, found {type(tree).__name__}")
+    return tree
+
+
+class _Packer:
+    def __init__(self, copy: bool) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, torch.Tensor] = {}
+        self._copy = copy
+        self._names: dict[Hashable, str] = {}
+
+    def pack(self, value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._name(value, path)}
+        if isinstance(value, Mapping):
+            return self._pack_mapping(value, path)
+        if isinstance(value, list | tuple):
+            items = [self.pack(item, (*path, str(i))) for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"$tuple": items}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"$float": str(float(value))}
+        if isinstance(value, str):
+            return {"$text": _bytes(value).hex()} if _has_surrogates(value) else value
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise ValueError(
+            f"{_shown(path)}: a value of type {type(value).__name__} cannot be kept; valid: dict, list, tuple, None, "
+            "bool, int, float, str, Tensor"
+        )
+
+    def _pack_mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                raise ValueError(f"{_shown(path)}: keys must be str or int, found {key!r}")
+        items = [(key, self.pack(inner, (*path, str(key)))) for key, inner in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") and not _has_surrogates(key) for key in value):
+            return dict(items)
+        return {"$dict": [[self.pack(key, path), inner] for key, inner in items]}
+
+    def _name(self, value: torch.Tensor, path: tuple[str, ...]) -> str:
+        if is_part(value):
+            return self._named(memory_of(value), path, self.parts, value.detach)
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
+            raise ValueError(f"{_shown(path)}: only plain dense tensors can be kept, found {type(value).__name__}")
+        if value.dtype not in DTYPES:
+            raise ValueError(
+                f"{_shown(path)}: dtype {value.dtype} cannot be kept; valid: {', '.join(map(str, DTYPES))}"
+            )
+        memory = (
+            (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else id(value)
+        )
+        return self._named(memory, path, self.tensors, lambda: self._taken(value.detach()))
+
+    def _named(
+        self,
+        memory: Hashable,
+        path: tuple[str, ...],
+        into: dict[str, torch.Tensor],
+        take: Callable[[], torch.Tensor],
+    ) -> str:
+        """The name of what lies in `memory`, put `into` where it belongs when it is met first."""
+        if memory not in self._names:
+            name = "/".join(path).encode(errors="replace").decode()
+            while name in self.tensors or name in self.parts or name == "__metadata__":
+                name += "'"
+            into[name] = take()
+            self._names[memory] = name
+        return self._names[memory]
+
+    def _taken(self, value: torch.Tensor) -> torch.Tensor:
+        if self._copy:
+            return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+        return value.cpu().contiguous()
+
+
+def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tags = [key for key in value if key.startswith("$")]
+    if not tags:
+        return {key: _unpack(inner, tensors) for key, inner in value.items()}
+    if len(value) > 1:
+        raise ValueError(f"an object with {tags[0]!r} has other keys")
+    inner = value[tags[0]]
+    match tags[0], inner:
+        case "$tensor", str() if inner in tensors:
+            return tensors[inner]
+        case "$tuple", list():
+            return tuple(_unpack(item, tensors) for item in inner)
+        case "$float", "nan" | "inf" | "-inf":
+            return float(inner)
+        case "$text", str():
+            return bytes.fromhex(inner).decode(errors="surrogatepass")
+        case "$dict", list():
+            return dict(_items(inner, tensors))
+    raise ValueError(f"{str(value)[:80]} means nothing")
+
+
+def _items(pairs: list[Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str | int, Any]]:
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError("an item of a '$dict' must be a key and a value")
+        key = _unpack(pair[0], tensors)
+        if not isinstance(key, str | int):
+            raise ValueError(f"a key of a '$dict' must be text or a whole number, found {type(key).__name__}")
+        yield key, _unpack(pair[1], tensors)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _has_surrogates(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _shown(path: tuple[str, ...]) -> str:
+    return "/".join(path) or "the tree"
+
+
+def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a safetensors file to `write`, part by part.
+
+    The library's own writer gives no bytes to hash on the way, and turns a full disk into an error of its own.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # what is wide comes first: aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        tensor = tensors[name]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        if tensors[name].numel():
+            data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), CHUNK):
+                write(data[start : start + CHUNK])
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, each in memory of its own.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, it is no mapping
+    except SafetensorError as error:
+        raise ValueError(f"no safetensors: {error}") from error
+
+
+def hash_of(tree: Any) -> str:
+    """sha256 of the tensors of a tree, with their places, shapes and dtypes; a collective where ranks have parts."""
+    digest = hashlib.sha256()
+    for path, x in tensors_of(tree):
+        digest.update(f"{path} {x.dtype} {list(x.shape)}\n".encode())
+        digest.update(whole(x.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Place and value of each tensor in mappings, lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for key, inner in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from tensors_of(inner, f"{path}/{key}")

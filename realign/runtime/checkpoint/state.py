@@ -1,0 +1,229 @@
+"""The state of a run as one tree, and the way back.
+
+Everything that a step changes is in it, so that a run that is killed and resumed computes what it would have computed
+(bit for bit on a CPU). What no step changes is not: models that are neither trained nor take weights from one that is,
+and the frozen start of one that is trained, are loaded from where they came from, and their weights compared with those
+of then.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+
+from realign.api import Model
+from realign.api.model import derive_seed
+from realign.engines.shared_model import ReferenceEngine
+from realign.runtime.checkpoint.serialize import hash_of, tensors_of
+from realign.runtime.checks.launch import used_interfaces
+from realign.runtime.experiment import Experiment, Part
+from realign.runtime.processes.worker_failures import WorkerHangs, WorkerLost
+from realign.runtime.step import Counters, LocalRuntime
+
+
+def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """What the steps so far have made of a run, but for its records and saves.
+
+    Args:
+        runtime: between two steps.
+        frozen: what `frozen_weights` gave before the first step.
+    """
+    return {
+        "realign": version("realign"),
+        "environment": environment(),
+        "config": config_of(runtime.experiment),
+        "frozen": {role: found for role, found in frozen.items() if role not in runtime.sync.syncs},
+        "models": {role: _model_state(model, role in runtime.sync.syncs) for role, model in runtime.models.items()},
+        "interfaces": interface_states(runtime),
+        "random": random_state(),
+        "data": runtime.prompts.state_dict() | {"sha256": runtime.data_sha256},
+        "counters": runtime.counters.state_dict(),
+        "rollout": None if runtime.ahead is None else runtime.ahead.state_dict(),
+    }
+
+
+def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str] = ()) -> None:
+    """Bring a runtime that was just loaded to where `run_state` was taken.
+
+    Args:
+        runtime: before its first step.
+        state: what `run_state` gave.
+        skip: parts that stay as they are.
+
+    Raises:
+        ValueError: models, interfaces or data do not fit the state; says which, and how.
+    """
+    skipped = set(skip)
+    _restore_models(runtime, state["models"], skipped)
+    if Part.interfaces not in skipped:
+        _restore_interfaces(runtime, state["interfaces"])
+    if Part.data not in skipped:
+        if state["data"]["sha256"] != runtime.data_sha256:
+            raise ValueError(
+                "data: the rows are not those of the run that wrote the checkpoint; give it the same file, or start at "
+                "the beginning of this one by resume_skip=[data]"
+            )
+        _restore_place(runtime, state["data"], state.get("rollout"))
+    if Part.counters not in skipped:
+        runtime.counters = Counters.from_state(state["counters"])
+    if Part.random not in skipped:  # last: nothing above may draw from them
+        restore_random(state["random"])
+
+
+def _model_state(model: Model, synced: bool) -> dict[str, Any]:
+    trained = model.engine is not None and model.engine.trainable
+    own = {"version": model.version, "engine": model.machine.state_dict() if trained else None}
+    return own | ({"weights": model.machine.weights()} if synced else {})
+
+
+def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: set[str]) -> None:
+    if differing := sorted(states.keys() ^ runtime.models.keys()):
+        where = "the checkpoint" if differing[0] in states else "this run"
+        raise ValueError(f"models: role {differing[0]!r} is only in {where}, so that the rest cannot go on")
+    for role, model in runtime.models.items():
+        state, trained = states[role], model.engine is not None and model.engine.trainable
+        if (state["engine"] is not None) != trained:
+            now, then = ("trains", "did not") if trained else ("does not train", "did")
+            raise ValueError(f"models.{role} {now} in this run, and {then} in the one that wrote the checkpoint")
+        if trained:
+            with _fitting(f"models.{role}", Part.optimizer):
+                model.machine.load_state_dict(state["engine"], weights_only=Part.optimizer in skipped)
+        if "weights" in state:  # of a role that takes them from a trained one
+            model.machine.load_weights(state["weights"])
+        if Part.counters not in skipped:
+            model.version = state["version"]
+        if model.engine is not None:
+            model.move_to(model.version)
+
+
+def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
+    """Where the next prompt stands, and which had begun ahead and were not trained on."""
+    place = data["drawn"] * data["batch_prompts"] if rollout is None else rollout["next_place"]
+    runtime.prompts.load_state_dict(data, place, cut=runtime.ahead is not None)
+    if runtime.ahead is not None and rollout is not None:
+        runtime.ahead.load_state_dict(rollout)
+    elif runtime.ahead is not None:
+        runtime.ahead.start_at(place)
+    elif rollout is not None and rollout["untrained"]:
+        raise ValueError(
+            f"data: {len(rollout['untrained'])} prompts had begun ahead of training when the checkpoint was written, "
+            "and with rollout=sync nothing would train on them; keep rollout=async, or start at the beginning of the "
+            "data by resume_skip=[data]"
+        )
+
+
+def interface_states(runtime: LocalRuntime) -> dict[str, Any]:
+    """The state of the interface of each role, and of those that judge held-out responses."""
+    return {name: interface.state_dict() for name, interface in used_interfaces(runtime.experiment).items()}
+
+
+def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> None:
+    for name, interface in used_interfaces(runtime.experiment).items():
+        if name in states or name.startswith("interfaces."):  # an evaluation may be new (resume_allow)
+            with _fitting(name, Part.interfaces):
+                interface.load_state_dict(states[name])
+
+
+@contextmanager
+def _fitting(what: str, part: Part) -> Iterator[None]:
+    """Say whose state it is that does not fit."""
+    try:
+        yield
+    except (WorkerLost, WorkerHangs):  # not what it holds
+        raise
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"{what}: what the checkpoint holds does not fit ({detail[:300]}); resume_skip=[{part}] leaves it out, "
+            "unless it is the weights that differ"
+        ) from error
+
+
+def seed_random(seed: int) -> None:
+    """Seed the global generators: the project draws from none of them, but a reward function of a user may."""
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(derive_seed(seed, "numpy") % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch"))
+
+
+def random_state() -> dict[str, Any]:
+    """Where the global random number generators stand."""
+    kind, words, place = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)
+    return {
+        "python": [kind, list(words), place],
+        "numpy": {
+            **{key: value for key, value in numpy.items() if key != "state"},
+            "key": numpy["state"]["key"].tolist(),
+            "pos": int(numpy["state"]["pos"]),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random(state: Mapping[str, Any]) -> None:
+    """Take back what `random_state` gave; the devices of now that were not there then stay as they are."""
+    kind, words, place = state["python"]
+    random.setstate((kind, tuple(words), place))
+    numpy = dict(state["numpy"])
+    numpy["state"] = {"key": np.array(numpy.pop("key"), dtype=np.uint32), "pos": numpy.pop("pos")}
+    np.random.set_state(numpy)
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(saved, device)
+
+
+def config_of(experiment: Experiment) -> dict[str, Any]:
+    """What a resumed run is compared with: the resolved config; of a script, the settings that order the data."""
+    own = {"seed": experiment.seed, "batch_prompts": experiment.batch_prompts, "shuffle": experiment.shuffle}
+    return own | dict(experiment.resolved)
+
+
+def environment() -> dict[str, Any]:
+    """What can change the last bits of a number."""
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {**packages, "python": platform.python_version(), "device": where, "threads": torch.get_num_threads()}
+
+
+def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
+    """Path and hash of the weights that no checkpoint holds: those that do not train.
+
+    Of a model whose frozen start is a role of its own, the hash is of all weights. To be taken before the first step,
+    and before a state is restored.
+    """
+    found = {}
+    for role, model in runtime.models.items():
+        if model.engine is None:
+            continue
+        origin = any(isinstance(view.engine, ReferenceEngine) for view in model.views)
+        tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}
+        if any(True for _ in tensors_of(tree)):
+            path = runtime.experiment.models[role].facts().path
+            found[role] = {"path": path, "sha256": hash_of(tree)}
+    return found
+
+
+def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to go on with other weights where the checkpoint has none.
+
+    Raises:
+        ValueError: names the role and the path.
+    """
+    for role, then in saved.items():
+        now = present.get(role)
+        if now is None or now["sha256"] != then["sha256"]:
+            where = "" if now is None else f" from {now['path']!r}"
+            raise ValueError(
+                f"models.{role}: the weights loaded{where} are not those that the run started with (sha256 "
+                f"{then['sha256'][:12]}, from {then['path']!r}), and a checkpoint does not hold what is not trained"
+            )

@@ -1,0 +1,1 @@
+"""Checks of an experiment before anything is loaded, and of its data once it is."""

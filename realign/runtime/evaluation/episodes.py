@@ -1,0 +1,50 @@
+"""`EpisodeEvaluation`: conversations with an environment on held-out rows; no part of the training graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from realign.api import MicroBatchSpec, ModelInterface, SequenceSample, Stats, derive_seed, merge_stats, stat_values
+from realign.runtime.evaluation.base import Evaluator, LoadedRun
+from realign.runtime.evaluation.generation import SEQUENCE_METRICS, sequence_stats
+
+
+@dataclass
+class EpisodeEvaluation(Evaluator):
+    """What to converse with, and how to sample."""
+
+    episodes: ModelInterface = field(kw_only=True)
+    """Samples and scores, such as `EnvironmentInterface`, with any sampler, since nothing trains on the samples."""
+
+    @property
+    def judges(self) -> dict[str, ModelInterface]:
+        """See `Evaluator`."""
+        return {"episodes": self.episodes}
+
+    @property
+    def longest_response(self) -> int:
+        """See `Evaluator`."""
+        return self.episodes.plan().longest_response
+
+    def metric_names(self) -> frozenset[str] | None:
+        """See `Evaluator`."""
+        return frozenset(f"eval/{name}" for name in (*SEQUENCE_METRICS, "turns"))
+
+    def describe(self) -> str:
+        """See `Evaluator`."""
+        plan = self.episodes.plan()
+        return f"{plan.responses_per_prompt or 1} episodes per row, {plan.sampler or 'sampler not declared'}"
+
+    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+        """See `Evaluator`."""
+        model = runtime.models[self.role]
+        stats: list[Stats] = []
+        first: SequenceSample | None = None
+        for number, rows in enumerate(self.batches(dataset)):
+            player = replace(model, seed=derive_seed(model.seed, "evaluation", number))
+            judged = self.episodes.generate(player, rows, MicroBatchSpec())
+            first = first or judged
+            stats.append(sequence_stats(judged))
+        assert first is not None
+        return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first

@@ -1,0 +1,115 @@
+"""`LossEvaluation`: the loss and the metrics of a training call on held-out rows, without a step.
+
+For models that do not sample: the accuracy of a reward model, the likelihood of demonstrations under SFT, the accuracy
+of DPO. The calls of the graph that the training call waits for are made first (a reference's log-probs, say), then its
+own `train_step`, on an engine that only runs forward. So it works with every interface, and measures what it trains on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    Mean,
+    MicroBatchSpec,
+    SequenceSample,
+    Stats,
+    Sum,
+    merge_stats,
+    stat_values,
+)
+from realign.api.model import LOSS_SUM, LossFn, LossWeightFn, PipelinableEngine, StepIf
+from realign.engines.shared_model import SharedEngine
+from realign.runtime.evaluation.base import Evaluator, LoadedRun
+from realign.runtime.step import call, inputs_of
+
+
+@dataclass
+class LossEvaluation(Evaluator):
+    """The loss of `role`, and the metrics that come with it, on rows like those that it trains on (config node)."""
+
+    def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
+        """See `Evaluator`; also, the graph must train `role`, by one call."""
+        super().check(graph, models)
+        self._training(graph)
+
+    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+        """See `Evaluator`. The metrics are means over the whole of `dataset`, however it is cut."""
+        training = self._training(runtime.graph)
+        stats: list[Stats] = []
+        first: SequenceSample | None = None
+        for batch in self.batches(dataset):
+            for rpc in self._before(training, runtime.graph):
+                interface = runtime.interfaces[rpc.model]
+                if rpc.method == "credit":  # counts the scores that it shapes into moments
+                    interface = copy.deepcopy(interface)
+                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.microbatch)
+            first = first or batch
+            stats.append(self._loss(training, runtime, batch))
+        assert first is not None
+        return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first
+
+    def describe(self) -> str:
+        """See `Evaluator`."""
+        return f"loss of {self.role}"
+
+    def _training(self, graph: DataflowGraph) -> RPC:
+        found = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
+        if len(found) != 1:
+            trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))
+            raise ValueError(
+                f"evaluation.role {self.role!r} has {len(found)} training calls in the graph, but the loss is that of "
+                f"one; trained are: {trained or 'none'}"
+            )
+        return found[0]
+
+    def _before(self, training: RPC, graph: DataflowGraph) -> list[RPC]:
+        """The calls that `training` needs the keys of, in their order."""
+        needed = {rpc.name for key in training.inputs for rpc in graph.leading_to(key)}
+        return [rpc for rpc in graph.order if rpc.name in needed]
+
+    def _loss(self, training: RPC, runtime: LoadedRun, batch: SequenceSample) -> Stats:
+        interface = copy.deepcopy(runtime.interfaces[self.role])  # it may keep state, which nothing here may move
+        model = runtime.models[self.role]
+        forward_only = dataclasses.replace(model, engine=ForwardOnly(model.name, model.name, model.machine))
+        return interface.train_step(forward_only, inputs_of(training, batch), runtime.microbatch)
+
+
+class ForwardOnly(SharedEngine):
+    """An engine whose `train_batch` measures the loss and takes no step; it skips prompts that it has measured.
+
+    So an interface that passes over its batch several times, in mini-batches, is measured once on each prompt.
+    """
+
+    trainable = True
+
+    def __init__(self, name: str, of: str, engine: PipelinableEngine) -> None:
+        """See `SharedEngine`."""
+        super().__init__(name, of, engine)
+        self._measured: set[Hashable] = set()
+
+    def train_batch(
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
+    ) -> Stats:
+        """The metrics of `loss_fn`, and `loss`; nothing of a batch of weight 0."""
+        if self._measured.issuperset(data.ids):
+            return {}
+        self._measured.update(data.ids)
+        weight = loss_weight_fn(data).detach()
+        if not weight > 0:
+            return {}
+        merged = dict(self.engine.measure(data, mb_spec, loss_fn))
+        total = merged.pop(LOSS_SUM)
+        assert isinstance(total, Sum)
+        return {**merged, "loss": Mean(total.value, weight.to(total.value))}

@@ -1,0 +1,302 @@
+"""`run`: the loop around the steps of an experiment: records, evaluations, saved models, checkpoints, a clean stop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from realign.engines.distributed.ranks import Ranks, current
+from realign.runtime.backend import cluster_for, open_runtime
+from realign.runtime.checkpoint.exports import Saves
+from realign.runtime.checkpoint.recovery import Attempts
+from realign.runtime.checkpoint.resume import Start, find_start
+from realign.runtime.checkpoint.schedule import RunCheckpoints
+from realign.runtime.checkpoint.serialize import pack
+from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore, seed_random
+from realign.runtime.display import headline, panels
+from realign.runtime.experiment import Experiment
+from realign.runtime.metrics.curves import draw_curves
+from realign.runtime.metrics.live_display import Forgiving, LiveDisplay, Tracker
+from realign.runtime.metrics.records import NoRecords, Records
+from realign.runtime.metrics.samples import SHOWN, show
+from realign.runtime.models import lead_role
+from realign.runtime.processes.lock import alone_in
+from realign.runtime.processes.signals import Interrupted, StopSignals
+from realign.runtime.processes.watchdog import Watch
+from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.step import LocalRuntime
+
+
+@dataclass
+class RunResult:
+    """What a run leaves behind."""
+
+    output_dir: Path
+    history: list[dict[str, float]] = field(default_factory=list)
+    """One record per step: `step` and its metrics (step 0: before training)."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Judged held-out responses after training: prompt, response, reward."""
+
+    def series(self, metric: str) -> list[float]:
+        """The values of one metric, over the steps that have it."""
+        return [record[metric] for record in self.history if metric in record]
+
+
+def run(
+    experiment: Experiment,
+    *,
+    console: Console | None = None,
+    trackers: Iterable[Tracker] = (),
+    watch: Watch | None = None,
+) -> RunResult:
+    """Load everything, train for `experiment.steps`, evaluate, save; see `Experiment` for the knobs.
+
+    In the main thread, Ctrl-C and SIGTERM let the step under way end and write a checkpoint first.
+
+    In the processes of a torch.distributed group each calls this with the same experiment. Rank 0 writes the files, and
+    decides whatever a clock, a disk or a signal decides. With runtime=ray, a run whose worker died goes on from its
+    last checkpoint.
+
+    Args:
+        experiment: what to do.
+        console: where progress is shown; None shows nothing.
+        trackers: further receivers of the metrics; whoever made them closes them.
+        watch: is told what is under way, and of an error before anything is closed.
+
+    Returns:
+        The history, and where the files are.
+
+    Raises:
+        ValueError: something in the experiment, its data or the checkpoint to resume from is wrong; named in the
+            message; or another run is under way in the same folder.
+        RuntimeError: training went wrong (a reward function that fails too often, no optimizer step in the whole run).
+        FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
+        Interrupted: a signal stopped the run; the message says after which step.
+    """
+    ranks, watch, trackers = current(), watch or Watch(), tuple(trackers)
+    _check_ranks(experiment, ranks)
+    ranks.lead(experiment.refuse_earlier_run)
+    attempts = Attempts(experiment)
+    while True:
+        try:
+            # each attempt has a cluster of its own: what killed a worker may have taken that with it
+            with cluster_for(experiment), ExitStack() as stack, watch.telling():  # told before anything is closed
+                training = _opened(attempts.experiment, ranks, watch, console, trackers, stack)
+                attempts.began()
+                return training.run()
+        except WorkerLost as lost:
+            attempts.recover(lost)
+
+
+def _opened(
+    experiment: Experiment,
+    ranks: Ranks,
+    watch: Watch,
+    console: Console | None,
+    trackers: Iterable[Tracker],
+    stack: ExitStack,
+) -> _Training:
+    """The run, loaded and restored, in its folder; `stack` closes it."""
+
+    def hold() -> None:
+        stack.enter_context(alone_in(experiment.output_dir))
+
+    if is_there := ranks.lead(experiment.output_dir.is_dir):
+        ranks.lead(hold)
+    start = find_start(experiment)
+    _check_start(start, ranks)
+    seed_random(experiment.seed)
+    runtime = open_runtime(experiment)
+    stack.callback(runtime.close)
+    runtime.watch = watch
+    ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
+    if not is_there:
+        ranks.lead(hold)
+    return _Training(runtime, start, console, trackers, stack)
+
+
+def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
+    """Refuse what several processes cannot do together."""
+    if ranks.size == 1:
+        return
+    if experiment.runtime.starts_workers:
+        raise ValueError("runtime=ray starts its own processes: start it without torchrun")
+    if experiment.rollout.ahead:
+        raise ValueError("rollout=async runs in one process, or with runtime=ray; under torchrun take rollout=sync")
+
+
+def _check_start(start: Start | None, ranks: Ranks) -> None:
+    """Refuse to start from different checkpoints."""
+    found = ranks.gather(None if start is None else str(start.checkpoint.path))
+    for rank, path in enumerate(found):
+        if path != found[0]:
+            raise ValueError(
+                f"rank 0 would go on from {found[0]}, and rank {rank} from {path}: output_dir and the path in resume "
+                "must lie on a disk that all machines share"
+            )
+
+
+class _Training:
+    """One run while it lasts."""
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        start: Start | None,
+        console: Console | None,
+        trackers: Iterable[Tracker],
+        stack: ExitStack,
+    ) -> None:
+        """Restore what `start` holds, and open files and trackers, which `stack` closes."""
+        self.experiment, self.out = runtime.experiment, runtime.experiment.output_dir
+        self.runtime, self.ranks = runtime, current()
+        self.console = console if self.ranks.leader else None
+        self.first = 1 if start is None else start.step + 1
+        self.fresh = start is None or start.anew
+        e = self.experiment
+        self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best, self.ranks)
+        frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
+        if start is not None:
+            check_frozen(start.state["frozen"], frozen)
+            restore(runtime, start.state, e.resume_skip)
+            runtime.batches_ahead = runtime.prompts.drawn - start.step
+            if not start.anew:
+                self.saves.load_state_dict(start.state["saves"])
+            self._say(f"resumed from {start.checkpoint.path}: step {self.first} of {e.steps} is next")
+        if e.checkpoint is not None:
+            pack(interface_states(runtime), copy=False)  # what cannot be kept is told now, not in ten minutes
+        if start is None or not start.own:
+            self.ranks.lead(e.clear_earlier_run)
+        self.result = RunResult(self.out)
+        self.records: Records = NoRecords()
+        self.receivers: list[Tracker] = []
+        self.ranks.lead(partial(self._open_files, start, trackers, stack))
+        self.checkpoints = stack.enter_context(RunCheckpoints(runtime, self.records, self.saves, frozen))
+        if not self.fresh:
+            self.result.history = self.ranks.lead(self.records.history)
+
+    def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
+        """What only rank 0 has."""
+        stack.callback(_draw, self.experiment, self.result)  # an interrupted run leaves its curves too
+        self.records = stack.enter_context(Records(self.out, start))
+        if self.experiment.resolved:
+            text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
+            (self.out / "config.yaml").write_text(text, encoding="utf-8")
+        self.receivers = [self.records.metrics, *trackers, *self._opened(stack)]
+
+    def _opened(self, stack: ExitStack) -> Iterable[Tracker]:
+        for name, spec in self.experiment.trackers.items():
+            tracker = Forgiving(name, spec.open(self.experiment.name, self.out))
+            stack.callback(tracker.close)
+            yield tracker
+        if self.console is not None:
+            e = self.experiment
+            shown = headline(e.graph, e.interfaces, lead_role(e))
+            display = LiveDisplay(self.console, e.name, e.steps, shown)
+            yield Forgiving("display", stack.enter_context(display))
+
+    def run(self) -> RunResult:
+        """All steps that are left."""
+        if self.fresh:
+            before = self.runtime.calibrate("before") | self._evaluate(0)
+            self._log(0, before)
+            self.saves.after_step(0, before, last=False)
+            if self.experiment.save_every_steps or self.experiment.save_best or self._may_lose_workers:
+                self.checkpoints.begin()
+        steps = self.experiment.steps
+        with StopSignals(quiet=not self.ranks.leader) as signals, _ended_by(signals):
+            for step in range(self.first, steps + 1):
+                self._step(step)
+                if step < steps:
+                    received = self.ranks.first(signals.received)
+                    self.checkpoints.after_step(step, now=received is not None)
+                    if received is not None:
+                        raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
+            self.runtime.check_progress()
+            self.runtime.save(self.out / "final")
+            self.checkpoints.finish(steps)
+        return self.result
+
+    @property
+    def _may_lose_workers(self) -> bool:
+        return self.experiment.runtime.starts_workers
+
+    def _step(self, step: int) -> None:
+        last = step == self.experiment.steps
+        values, batch = self.runtime.step(step)
+        values |= self.checkpoints.metrics()
+        try:
+            if last or self.runtime.evaluation_due(step):
+                values |= self._evaluate(step)
+            if last:
+                values |= self._calibrate_after()
+            values = self.ranks.broadcast(values)  # times are not the same everywhere, and `save_best` may be one
+        finally:  # a step that was made is on record, also when the evaluation after it fails
+            self._log(step, values)
+        for record in self.runtime.readable(batch, self.experiment.sample_prompts):
+            self.records.samples.write({"step": step, **record})
+        if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
+            show(self.console, step, self.runtime.readable(batch, SHOWN))
+        self.saves.after_step(step, values, last=last)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        self.result.history.append({"step": step, **values})
+        for receiver in self.receivers:
+            receiver.log(step, values)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        measured, self.result.samples = self.runtime.evaluate()
+        for record in self.result.samples:
+            self.records.eval_samples.write({"step": step, **record})
+        return measured
+
+    def _calibrate_after(self) -> dict[str, float]:
+        if self.experiment.calibration is None or not self.experiment.calibration.after:
+            return {}
+        self.runtime.check_progress()
+        self.runtime.save(self.out / "final")  # a calibration that fails costs no training
+        self.checkpoints.keep_interfaces()
+        return self.runtime.calibrate("after")
+
+    def _stopped(self, step: int) -> str:
+        message = f"stopped after step {step} of {self.experiment.steps}"
+        if self.experiment.checkpoint is None:
+            return f"{message}; it cannot be gone on with, since checkpoint=null"
+        if problems := self.checkpoints.close():
+            return f"{message}; {'; '.join(problems)}"
+        return f"{message}; go on with resume=auto"
+
+    def _say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _ended_by(signals: StopSignals) -> Iterator[None]:
+    """A signal that stops a run may have gone to its workers, too: their death is then no reason to go on."""
+    try:
+        yield
+    except WorkerLost as lost:
+        if signals.received is None:
+            raise
+        raise Interrupted(signals.received, f"stopped within a step ({lost})") from lost
+
+
+def _draw(experiment: Experiment, result: RunResult) -> None:
+    if len(result.history) < 2:
+        return
+    try:
+        reported = dict.fromkeys(name for record in result.history for name in record if name != "step")
+        charts = panels(experiment.graph, experiment.interfaces, lead_role(experiment), reported)
+        path = result.output_dir / "curves.png"
+        draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
+    except Exception as error:  # a picture neither ends a run nor hides what did
+        warnings.warn(f"curves.png was not drawn: {error}", stacklevel=2)

@@ -1,0 +1,1 @@
+"""Metrics of a run: live display, files, trackers, curves and samples."""

@@ -1,0 +1,83 @@
+"""The files of a run that get a line per step or response, and how a resumed run goes on with them."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from realign.runtime.checkpoint.resume import Start
+from realign.runtime.metrics.live_display import JsonLines, Nowhere
+
+
+class Records:
+    """metrics.jsonl, samples.jsonl and eval_samples.jsonl."""
+
+    NAMES = ("metrics", "samples", "eval_samples")
+
+    def __init__(self, folder: Path, start: Start | None) -> None:
+        """Open them in `folder`, cut to where they were when the checkpoint of `start` was written."""
+        state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
+        if start is not None and not start.anew:
+            state = start.state["records"]
+            self._take_over(folder, start, state["sizes"])
+        self.metrics, self.samples, self.eval_samples = (
+            JsonLines(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
+            for name in self.NAMES
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        with ExitStack() as stack:  # one that fails to close keeps no other from it
+            for file in (self.metrics, self.samples, self.eval_samples):
+                stack.callback(file.close)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seconds so far, and the size of each file, which is on the disk."""
+        files = dict(zip(self.NAMES, (self.metrics, self.samples, self.eval_samples), strict=True))
+        return {"seconds": self.metrics.seconds, "sizes": {name: file.sync() for name, file in files.items()}}
+
+    def history(self) -> list[dict[str, float]]:
+        """The metrics of the steps so far; what cannot be read is left out, and said."""
+        records = []
+        for number, line in enumerate(self.metrics.path.read_bytes().splitlines(), 1):
+            try:
+                record = json.loads(line)
+                record.pop("seconds", None)
+                records.append({name: math.nan if value is None else value for name, value in record.items()})
+            except (ValueError, AttributeError) as error:
+                warnings.warn(f"{self.metrics.path}, line {number}: {error}; the record has a gap", stacklevel=2)
+        return records
+
+    def _take_over(self, folder: Path, start: Start, sizes: Mapping[str, int]) -> None:
+        if unknown := sizes.keys() - set(self.NAMES):
+            raise ValueError(
+                f"records.sizes={sorted(map(str, unknown))} in the checkpoint: expected only {', '.join(self.NAMES)}. "
+                "The checkpoint was changed; resume from another one."
+            )
+        for name, size in sizes.items():
+            source = start.run / f"{name}.jsonl"
+            found = source.stat().st_size if source.is_file() else 0
+            if found < size:
+                warnings.warn(
+                    f"{source} has {found} bytes, and had {size} when the checkpoint of step {start.step} was written: "
+                    "the record has a gap",
+                    stacklevel=2,
+                )
+            if not start.own and source.is_file():
+                with source.open("rb") as file:
+                    (folder / source.name).write_bytes(file.read(size))
+
+
+class NoRecords(Records):
+    """Of a process that writes no files, since another one of its run does."""
+
+    def __init__(self) -> None:
+        self.metrics = self.samples = self.eval_samples = Nowhere()

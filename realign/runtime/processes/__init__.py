@@ -1,0 +1,1 @@
+"""The processes of a run: rendezvous, placement, watchdog, signals and locks."""

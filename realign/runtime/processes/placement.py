@@ -1,0 +1,163 @@
+"""Which roles share worker processes, and how many of them there are (config node `runtime.placement`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from realign.api.dataflow import nearest
+from realign.engines.shared_model import SharedModel
+from realign.runtime.runtime_spec import Placement, Ray
+
+if TYPE_CHECKING:
+    from realign.runtime.experiment import Experiment
+
+ROLLOUT = "rollout"
+"""The name in a placement of the workers that sample ahead (rollout=async); they hold copies of the policy."""
+FIELDS = ("devices", "with", "offload")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Worker processes that hold the same roles: one rank each, on one device each."""
+
+    roles: tuple[str, ...]
+    """The first one gives the group its name."""
+    devices: int = 1
+    """Processes: data-parallel ranks. On CUDA each has a GPU."""
+    offload: frozenset[str] = frozenset()
+    """Roles whose weights and optimizer state wait on the host between their calls."""
+
+    @property
+    def name(self) -> str:
+        """Of its first role."""
+        return self.roles[0]
+
+    def describe(self) -> str:
+        """For people."""
+        waiting = f", offloaded between calls: {', '.join(sorted(self.offload))}" if self.offload else ""
+        return f"{' + '.join(self.roles)} on {self.devices} device{'s' * (self.devices != 1)}{waiting}"
+
+
+def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
+    """The worker groups of an experiment.
+
+    A role that `runtime.placement` does not name has a process of its own if a call trains it, and else lives with the
+    first role that has one. "colocated" puts all roles into one process, "separate" each into its own. A role that
+    shares the model of another lives with that.
+
+    Raises:
+        ValueError: names the key of the placement, what was found and what is valid.
+    """
+    held = [role for role in experiment.roles if role in experiment.models]
+    owners = [role for role in held if not isinstance(experiment.models[role], SharedModel)]
+    ahead = experiment.rollout.ahead
+    if ahead and ROLLOUT in experiment.models:
+        raise ValueError(f"models.{ROLLOUT}: with rollout=async the rollout workers have this name; choose another")
+    placement = experiment.runtime.placement if isinstance(experiment.runtime, Ray) else {}
+    if isinstance(placement, Placement):
+        others = [ROLLOUT] if ahead else []
+        together = [tuple(owners)] if placement is Placement.colocated else [(role,) for role in owners]
+        return tuple(Group(roles) for roles in [*together, *((name,) for name in others)])
+    nodes = {role: _node(role, node) for role, node in placement.items()}
+    for role in nodes:
+        if role in held and role not in owners:
+            of = experiment.models[role].of  # type: ignore[attr-defined]
+            raise ValueError(f"runtime.placement.{role}: it shares the model of role {of!r}, and lives where that does")
+    _check_names(nodes, owners, ahead)
+    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
+    return _groups(nodes, owners, trained, ahead)
+
+
+def _node(role: str, node: Any) -> dict[str, Any]:
+    """The fields of a role's placement, each checked by itself."""
+    where = f"runtime.placement.{role}"
+    if not isinstance(node, Mapping):
+        raise ValueError(f"{where} must be a mapping such as {{devices: 2}} or {{with: actor}}, found {node!r}")
+    for name in node:
+        if name not in FIELDS:
+            raise ValueError(f"{where}: unknown key {name!r}{nearest(str(name), FIELDS)}")
+    devices, offload = node.get("devices", 1), node.get("offload", False)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"{where}.devices must be a whole number of at least 1, found {devices!r}")
+    if not isinstance(offload, bool):
+        raise ValueError(f"{where}.offload must be true or false, found {offload!r}")
+    if "with" in node and not isinstance(node["with"], str):
+        raise ValueError(f"{where}.with must be the name of a role, found {node['with']!r}")
+    if "with" in node and "devices" in node:
+        raise ValueError(f"{where}: with and devices exclude each other; it has the devices of {node['with']!r}")
+    return dict(node)
+
+
+def _check_names(nodes: Mapping[str, Mapping[str, Any]], owners: list[str], ahead: bool) -> None:
+    known = [*owners, *([ROLLOUT] if ahead else [])]
+    for role, node in nodes.items():
+        if role == ROLLOUT and not ahead:
+            raise ValueError(f"runtime.placement.{ROLLOUT} has no effect without rollout=async")
+        if role not in known:
+            raise ValueError(f"runtime.placement: no role {role!r} has a model of its own{nearest(role, known)}")
+        if role == ROLLOUT and (extra := sorted(node.keys() - {"devices"})):
+            raise ValueError(f"runtime.placement.{ROLLOUT}.{extra[0]}: rollout workers have processes of their own")
+        host = node.get("with")
+        if host is None:
+            continue
+        if host not in owners or host == role:
+            raise ValueError(
+                f"runtime.placement.{role}.with: no other role {host!r} has a model of its own"
+                f"{nearest(str(host), [other for other in owners if other != role])}"
+            )
+        if "with" in nodes.get(host, {}):
+            raise ValueError(
+                f"runtime.placement.{role}.with: {host!r} itself lives with {nodes[host]['with']!r}; name that"
+            )
+
+
+def _groups(
+    nodes: Mapping[str, Mapping[str, Any]], owners: list[str], trained: set[str], ahead: bool
+) -> tuple[Group, ...]:
+    hosts = {node["with"] for node in nodes.values() if "with" in node}
+    own = [r for r in owners if "with" not in nodes.get(r, {}) and (r in hosts or r in nodes or r in trained)]
+    own = own or owners[:1]
+    guests: dict[str, list[str]] = {role: [] for role in own}
+    for role in owners:
+        if role not in guests:
+            guests[nodes.get(role, {}).get("with", own[0])].append(role)
+    groups = []
+    for host in own:
+        roles = (host, *guests[host])
+        offload = frozenset(role for role in roles if nodes.get(role, {}).get("offload", False))
+        if offload and len(roles) == 1:
+            raise ValueError(f"runtime.placement.{host}.offload has no effect on a role that is alone on its devices")
+        devices = nodes.get(host, {}).get("devices", 1)
+        if offload and devices > 1:
+            role = min(offload)
+            raise ValueError(
+                f"runtime.placement.{role}.offload moves a whole model, and {devices} devices divide it; set "
+                f"models.{role}.sharding.offload"
+            )
+        groups.append(Group(roles, devices, offload))
+    if ahead:
+        groups.append(Group((ROLLOUT,), nodes.get(ROLLOUT, {}).get("devices", 1)))
+    return tuple(groups)
+
+
+def check_runtime(experiment: Experiment) -> None:
+    """Find what is wrong with the runtime of an experiment before anything is started.
+
+    Raises:
+        ValueError: Ray is not installed; or names the key, of a placement or a device.
+    """
+    if experiment.runtime.starts_workers:
+        if find_spec("ray") is None:
+            raise ValueError("runtime=ray needs the package ray: install realign[ray], or use runtime=local")
+        plan_groups(experiment)
+        for role in experiment.roles:
+            spec = experiment.models.get(role)
+            device = None if spec is None else spec.facts().device
+            if device is not None and device.startswith("cuda:"):
+                raise ValueError(
+                    f"models.{role}.device={device!r}: with runtime=ray every process has a GPU of its own, which it "
+                    "knows as cuda; set cuda or auto"
+                )

@@ -1,0 +1,1 @@
+"""Prompts of a run, and when their responses are sampled."""

@@ -1,0 +1,76 @@
+"""When a step's responses are sampled: within it, or ahead of it (config node `rollout`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+
+from realign.settings import NonNegativeInt, Settings
+
+
+class OnUpdate(StrEnum):
+    """What happens to the KV cache of responses that are being sampled when the weights change."""
+
+    recompute = "recompute"
+    """It is recomputed with the new weights."""
+    keep = "keep"
+    """It stays: tokens that the old weights processed are not processed again."""
+
+
+class RolloutSpec(Settings, ABC):
+    """When the responses of a step are sampled; `Sync` and `Async` are the choices."""
+
+    @property
+    @abstractmethod
+    def ahead(self) -> bool:
+        """Whether responses are sampled ahead of the step that trains on them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a line for the launch table."""
+
+
+@dataclass
+class Sync(RolloutSpec):
+    """Responses are sampled within the step that trains on them, by the current policy."""
+
+    @property
+    def ahead(self) -> bool:
+        """See `RolloutSpec.ahead`."""
+        return False
+
+    def describe(self) -> str:
+        """See `RolloutSpec.describe`."""
+        return "in the step that trains on them"
+
+
+@dataclass
+class Async(RolloutSpec):
+    """Responses are sampled while earlier ones are trained on, by a copy of the policy that may be versions older."""
+
+    max_staleness: NonNegativeInt = 1
+    """Largest number of training steps between the start of a response and the step that trains on it; 0 computes what
+    `Sync` computes. See `realign.runtime.rollout.staleness`."""
+    on_update: OnUpdate = OnUpdate.recompute
+    """recompute | keep: the KV cache of unfinished responses when the weights change."""
+
+    @property
+    def ahead(self) -> bool:
+        """See `RolloutSpec.ahead`."""
+        return True
+
+    @property
+    def recompute(self) -> bool:
+        """Whether the KV cache of unfinished responses is recomputed when the weights change."""
+        return self.on_update is OnUpdate.recompute
+
+    def describe(self) -> str:
+        """See `RolloutSpec.describe`."""
+        if not self.max_staleness:
+            return "by a copy of the policy, in the step that trains on them"
+        then = "are computed anew" if self.recompute else "stay"
+        return (
+            f"ahead of training, begun at most {self.max_staleness} versions before the step; keys and values {then} "
+            "when the weights change"
+        )

@@ -1,0 +1,398 @@
+"""The runtime of one process: walks the graph of RPCs, step after step. A breakpoint in an interface just works."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from realign.api import (
+    RPC,
+    Calibratable,
+    DataflowGraph,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    SequenceSample,
+    derive_seed,
+    stat_values,
+)
+from realign.api.interface import method_of
+from realign.api.sampler import Sampler
+from realign.data import Dataset
+from realign.data.dataset import content_hash
+from realign.engines.distributed.ranks import current
+from realign.runtime.checks.dataset import check_budget, check_dataset
+from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
+from realign.runtime.checks.positions import check_positions
+from realign.runtime.evaluation.generation import sequence_stats
+from realign.runtime.experiment import Experiment
+from realign.runtime.metrics.samples import readable
+from realign.runtime.models import lead_role, load_models, save_models
+from realign.runtime.processes.watchdog import Watch
+from realign.runtime.rollout.asynchronous import RolloutAhead, background_sampler, sampled_roles
+from realign.runtime.rollout.dynamic_sampling import Draw
+from realign.runtime.rollout.prompts import PromptStream
+from realign.runtime.rollout.spec import Async
+from realign.runtime.weight_sync import WeightSync
+
+REWARD_MEMORY = 0.9
+"""Weight of the past in `reward_ema`, a smoothed `reward` for people, as DeepSpeed-Chat shows it."""
+
+
+@dataclass
+class Counters:
+    """What a runtime remembers of the steps so far."""
+
+    optimizer_steps: float = 0.0
+    """Of all models."""
+    rewards_seen: int = 0
+    """Responses that had one."""
+    reward_ema: float | None = None
+    """The metric of that name."""
+    ratio_checked: set[str] = field(default_factory=set)
+    """Training calls whose first log-probs were compared with the sampler's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return vars(self) | {"ratio_checked": sorted(self.ratio_checked)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Counters:
+        """What `state_dict` was taken of."""
+        return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
+
+
+@dataclass(frozen=True)
+class Made:
+    """What one call of the graph gave."""
+
+    batch: SequenceSample
+    """What it was made on, with the keys that it wrote."""
+    stats: dict[str, float]
+    """Metrics of a train_step."""
+    seconds: float
+
+
+class LocalRuntime:
+    """The loaded experiment: models, data, and the walk over the graph."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
+        self.held_out: Dataset | None = None
+        self.counters = Counters()
+        self.models: dict[str, Model] = {}
+        self.ahead: RolloutAhead | None = None
+        """Samples and judges for the next steps, with rollout=async."""
+        self.watch = Watch()
+        """Is told which call is under way."""
+        self.batches_ahead = 0
+        """Batches of prompts drawn before the first step, less the steps before it: not 0 only in a run that was
+        resumed with another batch size, or at another place in its data."""
+        check_ready(experiment)
+        try:
+            open_interfaces(experiment)
+            self.models = self._load_models()
+            self.sync = WeightSync(experiment.graph.sync, self.models)
+            self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
+            check_dataset(self.dataset, experiment)
+            readers = [rpc.model for rpc in experiment.graph.rpcs]
+            length, setting = experiment.longest_response, experiment.length_setting
+            check_positions(self.dataset, length, self.models, readers, "data", setting=setting)
+            self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
+            if isinstance(rollout := experiment.rollout, Async):
+                samplers = {role: self._background_sampler(rollout, role) for role in sampled_roles(experiment)}
+                self.ahead = RolloutAhead(experiment, rollout, self.models, self.prompts, self._make, samplers)
+            if (calibration := experiment.calibration) is not None:
+                policy = self.models[calibration.policy]
+                self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
+                check_budget(self.calibration_prompts, calibration.generation.max_new_tokens, experiment)
+                check_positions(
+                    self.calibration_prompts,
+                    calibration.generation.max_new_tokens,
+                    self.models,
+                    (calibration.policy, calibration.role),
+                    "calibration.data",
+                )
+            if (evaluation := experiment.evaluation) is not None:
+                self.held_out = held_out = evaluation.data.load(self.models[evaluation.role].tokenizer)
+                response = evaluation.longest_response
+                check_positions(held_out, response, self.models, [evaluation.role], "evaluation.data")
+        except BaseException:
+            self.close()
+            raise
+
+    def _background_sampler(self, rollout: Async, role: str) -> Sampler:
+        """What samples ahead for a role whose model is trained meanwhile: its external sampler, or else a copy."""
+        return self.models[role].external_sampler or background_sampler(self.experiment, rollout, role)
+
+    def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
+        """Make a call ahead of its step; from any thread."""
+        return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)[0]
+
+    def _load_models(self) -> dict[str, Model]:
+        """The model of every role; a runtime that keeps them elsewhere gives stand-ins."""
+        return load_models(self.experiment)
+
+    @property
+    def graph(self) -> DataflowGraph:
+        """The calls of a step."""
+        return self.experiment.graph
+
+    @property
+    def microbatch(self) -> MicroBatchSpec:
+        """The token budget of a pass."""
+        return self.experiment.microbatch
+
+    @cached_property
+    def data_sha256(self) -> str | None:
+        """Of what the dataset holds, see `content_hash`."""
+        return content_hash(self.dataset)
+
+    def batch(self, number: int) -> SequenceSample:
+        """The prompts drawn as number 1, 2, ...: a pure function of seed and number, which is the step's.
+
+        Under dynamic sampling a step may draw several, and these are they before rows that it has used are left out.
+        """
+        return self.dataset.sample(self.prompts.rows(number - 1))
+
+    def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
+        """One pass over the graph, on the next prompts.
+
+        Of the metrics, `rollout_tokens` are sampled tokens (no prompts), `rollout_tokens_per_s` those per second of the
+        generate call, and `train_tokens_per_s` are packed tokens (with prompts, once per epoch) per second of the
+        train_step call. Under dynamic sampling the first two are of all that was sampled, trained on or not.
+
+        Returns:
+            The metrics of the step, and the batch with every key that was produced.
+        """
+        started = time.perf_counter()
+        values: dict[str, float] = {}
+        sampling, order = self.experiment.dynamic_sampling, self.experiment.graph.order
+        leading = self.experiment.graph.leading_to("rewards")
+        if self.ahead is not None:
+            batch = self.ahead.take(step, values)
+            batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
+            self.ahead.advance()
+        elif sampling is None:
+            self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
+            batch = self._calls(order, self.prompts.draw(), values)
+        else:
+            batch, found = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
+            values |= found
+            batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
+        values |= self.sync.after_step(step)
+        if "rewards" in batch:
+            self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
+        values |= batch_metrics(batch)
+        if math.isfinite(reward := values.get("reward", math.nan)):
+            before = reward if self.counters.reward_ema is None else self.counters.reward_ema
+            self.counters.reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
+        values["step_s"] = time.perf_counter() - started
+        return values, batch
+
+    def _draws(self, leading: Sequence[RPC], values: dict[str, float]) -> Draw:
+        """For one step: what samples and judges one batch of prompts after another, no row of the dataset twice."""
+        used: set[int] = set()
+
+        def draw(number: int) -> SequenceSample | None:
+            prompts = self.prompts.draw_new(used)
+            return None if prompts is None else self._calls(leading, prompts, values, number)
+
+        return draw
+
+    def _calls(
+        self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
+    ) -> SequenceSample:
+        """Make these calls on `batch`, and add their metrics to `values`; returns it with the keys they wrote.
+
+        `draw` numbers the batches of one step. Each has random numbers of its own, the first those of a step without
+        dynamic sampling.
+        """
+        for rpc in rpcs:
+            made = self._call(rpc, batch, draw)
+            self._note(rpc, made, values)
+            batch = made.batch
+        return batch
+
+    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> Made:
+        """Make one call on `batch`, see `_calls` for `draw`."""
+        started = time.perf_counter()
+        model = self.models[rpc.model]
+        if draw:
+            model = replace(model, seed=derive_seed(model.seed, "draw", draw))
+        with self.watch.doing(f"call {rpc.name!r}", batch, limited=True):
+            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)
+        return Made(batch, stats, time.perf_counter() - started)
+
+    def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
+        """Add the metrics of a call to those of its step."""
+        total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + made.seconds
+        prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"
+        values |= {f"{prefix}{name}": value for name, value in made.stats.items()}
+        if rpc.method == "train_step":
+            self.counters.optimizer_steps += made.stats.get("optimizer_steps", 0.0)
+            if "prox_logprobs" in rpc.inputs or not is_stale(made.batch, self.models[rpc.model].version - 1):
+                self._check_ratio(rpc, made.stats)
+            values[f"{prefix}train_tokens_per_s"] = made.stats.get("tokens", 0.0) / made.seconds
+        if rpc.method == "generate" and "loss_mask" in rpc.outputs:
+            sampled = float(made.batch["loss_mask"].sum())
+            values["rollout_tokens"] = values.get("rollout_tokens", 0.0) + sampled
+            values["rollout_tokens_per_s"] = values["rollout_tokens"] / total
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether held-out prompts are answered after this step."""
+        evaluation = self.experiment.evaluation
+        return evaluation is not None and step % evaluation.every_steps == 0
+
+    def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics `eval/...` and readable samples; both empty when no evaluation is asked for."""
+        evaluation = self.experiment.evaluation
+        if evaluation is None or self.held_out is None:
+            return {}, []
+        started = time.perf_counter()
+        with self.watch.doing("evaluation"):
+            values, judged = evaluation.measure(self, self.held_out)
+        return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(judged, 8)
+
+    def calibrate(self, when: str) -> dict[str, float]:
+        """Metrics of the calibration "before" or "after" training; empty when none is asked for then."""
+        calibration = self.experiment.calibration
+        if calibration is None or not calibration.due(when):
+            return {}
+        started = time.perf_counter()
+        interface = self.interfaces[calibration.role]
+        assert isinstance(interface, Calibratable)  # `Experiment` has checked it
+        target = calibration.target(interface, self.dataset) if when == "before" else (0.0, 1.0)
+        values = calibration.run(
+            interface,
+            self.models[calibration.role],
+            self.models[calibration.policy],
+            self.calibration_prompts,
+            self.experiment.microbatch,
+            when=when,
+            target=target,
+        )
+        return values | {"time/calibration_s": time.perf_counter() - started}
+
+    def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
+        """The first prompts of a batch with responses and rewards as text, see `samples.readable`."""
+        return readable(batch, prompts, self.models[lead_role(self.experiment)].tokenizer.decode)
+
+    def save(self, folder: Path) -> None:
+        """Write each trained model, see `save_models`; of several processes rank 0 writes into `folder`.
+
+        The others take part, since each may have a shard only; what they would write themselves is not kept.
+        """
+        with self.watch.doing("saving the models"), _own_or_scratch(folder) as where:
+            save_models(where, self.models, self.interfaces)
+
+    def check_progress(self) -> None:
+        """Refuse to call a run done in which nothing was trained."""
+        if self.counters.optimizer_steps:
+            return
+        why = "every gradient was zero or non-finite (rewards that are all equal teach nothing)"
+        if self.counters.rewards_seen == 0 and "rewards" in self.experiment.graph.producers:
+            why = "every reward was missing (the reward function gave None or failed)"
+        raise RuntimeError(
+            f"no optimizer step was made in {self.experiment.steps} steps: {why}; metrics.jsonl counts *_steps"
+        )
+
+    def close(self) -> None:
+        """End the calls that are made ahead, and release what the interfaces hold."""
+        with ExitStack() as stack:  # one that fails to close keeps no other from it
+            if self.ahead is not None:
+                stack.callback(self.ahead.join)
+            for interface in used_interfaces(self.experiment).values():
+                stack.callback(interface.close)
+            for sampler in self._external_samplers():
+                stack.callback(sampler.close)
+            if self.ahead is not None:
+                stack.callback(self.ahead.stop)
+
+    def _external_samplers(self) -> list[Sampler]:
+        """Each once, although roles may share one; none if loading failed."""
+        found = [m.external_sampler for m in self.models.values() if m.external_sampler is not None]
+        return list({id(sampler): sampler for sampler in found}.values())
+
+    def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
+        """Before its first update the policy is the sampler: their log-probs must agree.
+
+        Checked once, on the first step in which anything of the first mini-batch trains.
+        """
+        found = stats.get("first_logprob_diff_max")
+        if found is None or rpc.name in self.counters.ratio_checked:
+            return
+        self.counters.ratio_checked.add(rpc.name)
+        limit = self.experiment.ratio_tolerance
+        if found <= limit:
+            return
+        message = (
+            f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} "
+            f"nats (ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the "
+            "sampler, temperature applied on one side only, dropout, bf16 (up to 0.1 is expected there). "
+            f"interfaces.{rpc.model}.recompute=true takes the difference out of the ratio"
+        )
+        if self.experiment.strict_ratio:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)
+
+
+@contextmanager
+def _own_or_scratch(folder: Path) -> Iterator[Path]:
+    if current().leader:
+        yield folder
+    else:
+        with TemporaryDirectory() as scratch:
+            yield Path(scratch)
+
+
+def call(
+    rpc: RPC, model: Model, interface: ModelInterface, batch: SequenceSample, mb_spec: MicroBatchSpec
+) -> tuple[SequenceSample, dict[str, float]]:
+    """Make one RPC: hand over exactly the declared keys, take back exactly the declared keys.
+
+    Of several processes rank 0 alone calls an interface that needs no model, and the others are told what it gave.
+
+    Returns:
+        The batch with the outputs merged in, and the metrics (of a train_step).
+
+    Raises:
+        ValueError: the interface returned other keys or other prompts than declared.
+    """
+    make = partial(method_of(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
+    result = make() if interface.needs_engine else current().lead(make)
+    if rpc.method == "train_step":
+        model.advance()
+        return batch, stat_values(result)
+    result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
+    if result.keys != set(rpc.outputs):
+        raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
+    return batch.merge(result), {}
+
+
+def is_stale(batch: SequenceSample, version: int) -> bool:
+    """Whether an older policy than that of `version` sampled some of its tokens."""
+    return "versions" in batch and bool(((batch["versions"] >= 0) & (batch["versions"] < version)).any())
+
+
+def inputs_of(rpc: RPC, batch: SequenceSample) -> SequenceSample:
+    """What a call is given of a batch: exactly the declared keys, by the interface's names."""
+    known = {theirs: ours for ours, theirs in rpc.rename.items() if theirs in rpc.inputs}
+    return batch.select(rpc.inputs).rename(known)
+
+
+def batch_metrics(batch: SequenceSample) -> dict[str, float]:
+    """Metrics of a batch of sequences: rewards and lengths, before anything is masked."""
+    return stat_values(sequence_stats(batch))
+
+
+__all__: Sequence[str] = ["LocalRuntime", "call"]

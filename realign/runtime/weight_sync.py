@@ -1,0 +1,75 @@
+"""Weights that a role takes from a trained one at the end of a step (`Sync`), whatever engines the two have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from realign.api import Model, Sync
+from realign.engines.files.weights import check_weights, shapes_of
+from realign.runtime.checkpoint.serialize import hash_of
+
+VERIFIED = 2
+"""How many of the first copies are compared, for each role, in each process."""
+
+
+class WeightSync:
+    """The syncs of a run.
+
+    A copy (weight 1) is verified the first times: the sha256 of all weights of both roles must be the same. Of a
+    mixture there is nothing to compare with.
+    """
+
+    def __init__(self, syncs: Mapping[str, Sync], models: Mapping[str, Model]) -> None:
+        """Compare the weights of the roles, which are loaded.
+
+        Raises:
+            ValueError: names the roles and the weight, if they have others.
+        """
+        self.syncs = syncs
+        self._models = models
+        self._verified = dict.fromkeys(syncs, 0)
+        for role, sync in syncs.items():
+            own, given = (shapes_of(models[name].machine.weights()) for name in (role, sync.of))  # one after the other
+            try:
+                check_weights(role, own, given, sync.weight)
+            except ValueError as error:
+                raise ValueError(f"sync.{role}.of={sync.of}: {error}; both must be of one architecture") from error
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Make the syncs that are due when the calls of a step are made.
+
+        Returns:
+            `time/sync_<role>_s` of each role that has new weights, and the version of them, `sync/<role>_version`.
+
+        Raises:
+            RuntimeError: a copy differs from what was copied; names the role.
+        """
+        values = {}
+        for role, sync in self.syncs.items():
+            if step % sync.every_steps:
+                continue
+            started = time.perf_counter()
+            source, target = self._models[sync.of], self._models[role]
+            weights = source.machine.weights()
+            target.machine.load_weights(weights, sync.weight)
+            target.move_to(source.version)
+            if sync.weight == 1 and self._verified[role] < VERIFIED:
+                self._verified[role] += 1
+                given = _digest(weights)
+                del weights  # where ranks have parts they are a whole copy, and so are the others
+                taken = _digest(target.machine.weights())
+                if given != taken:
+                    raise RuntimeError(
+                        f"sync.{role}: after the copy in step {step} the weights of role {role!r} (sha256 "
+                        f"{taken[:12]}) are not those of {sync.of!r} (sha256 {given[:12]})"
+                    )
+            values[f"time/sync_{role}_s"] = time.perf_counter() - started
+            values[f"sync/{role}_version"] = float(target.version)
+        return values
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    return hash_of(dict(sorted(weights.items())))

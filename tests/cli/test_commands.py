@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import realign
+from realign.cli import commands as cli
+from realign.config import ConfigError
+from realign.config.folders import experiments_dir, list_experiments
+from tests.config_parts import EXPERIMENT, write_experiment
+
+CHECKOUT = experiments_dir().parent
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, with a folder of experiments beside it."""
+    write_experiment(tmp_path / "conf")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(CHECKOUT)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setenv("COLUMNS", "140")
+    return folder
+
+
+def realign_main(*args: str) -> int:
+    return cli.main(["--config-dir", "../conf", *args])
+
+
+def python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    everything = {**os.environ, "PYTHONPATH": str(CHECKOUT), **env}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=cwd, env=everything, capture_output=True, text=True, timeout=120, check=False)
+
+
+def printed_without(modules: set[str], words: list[str], here) -> str:
+    """What a command line prints; it must have imported none of the modules."""
+    code = (
+        f"import sys; from realign.cli.commands import main; code = main({words!r})\n"
+        f"sys.exit(code or bool({modules!r} & set(sys.modules)))"
+    )
+    done = python(code, here)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
+    out = printed_without({"torch", "hydra", "transformers"}, ["--config-dir", "../conf", "--help"], here)
+    assert "realign check <overrides>" in out
+    assert re.search(r"^  bigram +A bigram model learns to say 3\.$", out, re.M)
+
+
+def test_a_config_is_composed_without_torch(here):
+    out = printed_without({"torch", "transformers"}, ["--cfg", "job", "experiment=grpo_arithmetic"], here)
+    assert "realign.interfaces.grpo.GRPOActorInterface" in out
+
+
+def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
+    assert cli.main(["--help"]) == 0
+    named = set(re.findall(r"experiment=([a-z]\w*)", capsys.readouterr().out))
+    assert named
+    assert named <= set(list_experiments())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "nothing to do: start from experiment=NAME"),
+        (("grph",), "unknown command 'grph'; did you mean 'graph'?"),
+        (("experiment=bigrm",), "unknown experiment 'bigrm'; did you mean 'bigram'?"),
+        (("experiment=bigram", "stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
+        (("experiment=bigram", "+stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
+        (("experiment=bigram", "interfaces.actor.adv_norm.stdd=none"), "unknown key 'interfaces.actor.adv_norm.stdd'"),
+        (("experiment=bigram", "graph._target_=os.system"), "graph._target_: os.system is of Python's own library"),
+        (("graph", "experiment=bigram", "--format", "png"), "invalid choice: 'png'"),
+        (("experiment=bigram", "--out", "x.svg"), "--format and --out belong to realign graph"),
+        (("check", "experiment=bigram", "-m"), "do not go with realign check"),
+        (("-m", "experiment=bigram", "seed=0,1", "resume=auto"), "resume=auto does not go with -m"),
+        (("experiment=bigram", "--frmat", "svg"), "unrecognized arguments: --frmat"),
+        (("experiment=bigram", "steps=0"), "steps=0: must be at least 1"),
+    ],
+)
+def test_trap_g6_a_mistake_is_one_line_on_stderr_exit_2_and_leaves_no_file(here, capsys, args, message):
+    assert realign_main(*args) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert message in err
+    assert list(here.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(here, monkeypatch):
+    with pytest.raises(ConfigError, match="unknown key 'stepss'"):
+        realign_main("experiment=bigram", "stepss=3", "--debug")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ConfigError, match="unknown key 'stepss'"):
+        realign_main("experiment=bigram", "stepss=3")
+
+
+def test_train_runs_writes_its_config_and_litters_nothing(here, capsys):
+    arguments = list(sys.argv)
+    assert realign_main("experiment=bigram", "steps=3", "interfaces.actor.epochs=2") == 0
+    assert sys.argv == arguments
+    assert "HYDRA_FULL_ERROR" not in os.environ
+    out = capsys.readouterr().out
+    assert [p.name for p in here.iterdir()] == ["runs"]
+    run = here / "runs" / "bigram"
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["steps"] == 3
+    assert saved["interfaces"]["actor"]["epochs"] == 2
+    assert "interfaces.actor.epochs=2" in (run / ".hydra" / "overrides.yaml").read_text()
+    for row in (
+        r"prompts per step +4",
+        r"group size .* 4",
+        r"sequences per step +16",
+        r"optimizer steps per step +2 \(2 epochs x 1 mini-batches\)",
+        r"optimizer steps in all +6",
+        r"tokens per micro-batch +at most 16,384",
+        r"sampler +neutral, temperature 1",
+        r"KL to reference +not applied",
+        r"advantage normalization +\(A - mean\(group\)\)",
+        r"written but unread keys +none",
+        r"config keys never read +none",
+    ):
+        assert re.search(row, out), row
+
+
+def test_an_earlier_run_is_not_overwritten_by_accident(here, capsys):
+    assert realign_main("experiment=bigram") == 0
+    before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
+    assert realign_main("experiment=bigram", "seed=1") == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    assert before == {p: p.stat().st_mtime_ns for p in here.rglob("*")}
+    assert realign_main("experiment=bigram", "overwrite=true") == 0
+
+
+def test_a_sweep_makes_one_folder_for_each_run(here):
+    assert realign_main("-m", "experiment=bigram", "steps=1", "seed=5", "interfaces.actor.epochs=1,2") == 0
+    sweep = next((here / "runs" / "bigram").glob("sweep_*"))
+    found = [yaml.safe_load((sweep / str(i) / "config.yaml").read_text()) for i in range(2)]
+    assert [(c["seed"], c["interfaces"]["actor"]["epochs"]) for c in found] == [(5, 1), (5, 2)]
+    assert all((sweep / str(i) / "metrics.jsonl").exists() for i in range(2))
+    assert [p.name for p in here.iterdir()] == ["runs"]
+
+
+def test_a_mistake_in_a_sweep_is_one_line(here, capsys):
+    assert realign_main("-m", "experiment=bigram", "interfaces.actor.epochs=0,1") == 2
+    err = capsys.readouterr().err
+    assert err == "error: interfaces.actor.epochs=0: must be at least 1\n"
+
+
+def test_cfg_prints_the_composed_config(here, capsys):
+    assert realign_main("experiment=bigram", "--cfg", "job", "steps=11") == 0
+    assert yaml.safe_load(capsys.readouterr().out)["steps"] == 11
+    assert list(here.iterdir()) == []
+
+
+def test_graph_in_every_format(here, capsys):
+    assert realign_main("graph", "experiment=bigram") == 0
+    assert "rewards ──▶ actor_train" in capsys.readouterr().out
+    assert realign_main("graph", "experiment=bigram", "--format", "mermaid") == 0
+    assert capsys.readouterr().out.startswith("flowchart TD")
+    assert realign_main("graph", "--out", "made/graph.svg", "experiment=bigram") == 0
+    assert (here / "made" / "graph.svg").read_text().startswith("<svg")
+    assert capsys.readouterr().out == ""
+
+
+def test_check_does_everything_but_train(here, capsys, monkeypatch):
+    from realign.interfaces.grpo import GRPOActorInterface
+
+    monkeypatch.setattr(GRPOActorInterface, "train_step", lambda *_: pytest.fail("it trained"))
+    assert realign_main("check", "experiment=bigram") == 0
+    out = capsys.readouterr().out
+    for part in (
+        "sequences per step",
+        "1. actor_gen",
+        "GiB free",
+        "CPU with",
+        "8 rows",
+        "rewards",
+        ": reward ",
+        "All good",
+    ):
+        assert part in out, part
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("output_dir=blocked/run", "blocked' is not a folder"),
+        ("graph={_target_: tests.config_parts.one_call}", "interfaces.actor needs key 'loss_mask' in train_step"),
+    ],
+)
+def test_check_finds_what_would_have_failed_later(here, capsys, override, message):
+    (here / "blocked").write_text("a file")
+    assert realign_main("check", "experiment=bigram", override) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_ctrl_c_is_one_line_and_exit_130(here, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("realign.runtime.run", interrupted)
+    assert realign_main("experiment=bigram") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback(here, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise ValueError("raised outside realign: a bug of somebody's")
+
+    monkeypatch.setattr("realign.runtime.run", fails)
+    with pytest.raises(ValueError, match="a bug of somebody's"):
+        realign_main("experiment=bigram")
+
+
+def test_a_class_in_a_file_of_the_current_folder_is_found(here):
+    source = (
+        "from dataclasses import dataclass\nfrom realign.interfaces.grpo import GRPOActorInterface\n"
+        "@dataclass\nclass Mine(GRPOActorInterface):\n    my_coef: float = 0.5\n"
+    )
+    (here / "my_algorithm_in_cwd.py").write_text(source)
+    code = "import sys; from realign.cli.commands import main; sys.path.remove(''); sys.exit(main(sys.argv[1:]))"
+    args = [
+        "--config-dir",
+        "../conf",
+        "graph",
+        "experiment=bigram",
+        "interfaces.actor._target_=my_algorithm_in_cwd.Mine",
+    ]
+    done = python(f"import sys; sys.argv[1:] = {[*args, 'interfaces.actor.my_coef=2']!r}\n{code}", here)
+    assert done.returncode == 0, done.stderr
+    done = python(f"import sys; sys.argv[1:] = {[*args, 'interfaces.actor.my_coeff=2']!r}\n{code}", here)
+    assert done.returncode == 2
+    assert "unknown key 'interfaces.actor.my_coeff'; did you mean 'my_coef'?" in done.stderr
+
+
+def test_experiments_are_found_from_an_installed_package_in_an_empty_folder(here, tmp_path):
+    site = tmp_path / "site"
+    package = Path(realign.__file__).parent
+    shutil.copytree(package, site / "realign", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(experiments_dir(), site / "realign" / "experiments")  # as the wheel does
+    write_experiment(site / "realign" / "experiments", "shipped", EXPERIMENT)
+    done = python(
+        "from realign.config import compose; print(compose(['experiment=shipped']).name)", here, PYTHONPATH=str(site)
+    )
+    assert done.stdout == "bigram\n", done.stderr
+    wheel = CHECKOUT.joinpath("pyproject.toml").read_text()
+    assert '"experiments" = "realign/experiments"' in wheel

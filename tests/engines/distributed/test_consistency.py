@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import SequenceSample
+from realign.engines.distributed.consistency import Facts, facts_of
+from tests.tiny import random_sample
+
+
+def facts(method: str = "forward", seed: int = 0, **keys: torch.Tensor) -> Facts:
+    data = random_sample([[4, 2], [3]], seed=seed)
+    defaults = {"loss_mask": torch.arange(9) > 2, "advantages": torch.linspace(-1, 1, 9)}
+    return facts_of(method, data.with_tokens(**{**defaults, **keys}))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (facts(), ""),
+        (facts("generate"), "other ids or lengths"),
+        (facts_of("forward", random_sample([[4, 2], [4]])), "other ids or lengths"),
+        (facts(seed=1), "other 'input_ids'"),
+        (facts(loss_mask=torch.arange(9) > 3), "other 'loss_mask'"),
+        (facts(advantages=torch.linspace(-1, 1, 9).flip(0)), "other 'advantages'"),
+        (facts(advantages=torch.linspace(-1, 1, 9) + 1e-2), "other 'advantages'"),
+        (facts(advantages=torch.linspace(-1, 1, 9) + 1e-7), ""),  # as another processor may round it
+        (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 4, torch.nan)), ""),  # 0 in its place
+        (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 3, torch.nan)), "other 'advantages'"),
+        (facts(advantages=torch.arange(9)), "other 'advantages'"),
+        (facts(more=torch.zeros(9)), "other ids or lengths"),
+    ],
+)
+def test_what_differs_is_named_from_either_side(other: Facts, said: str) -> None:
+    assert facts().difference(other) == said
+    assert other.difference(facts()) == said
+
+
+def test_values_that_are_not_finite_and_batches_of_nothing_are_compared_too() -> None:
+    strange = torch.tensor([torch.inf, -torch.inf, torch.nan, *range(6)])
+    assert facts(advantages=strange).difference(facts(advantages=strange)) == ""
+    assert facts(advantages=strange).difference(facts(advantages=-strange)) == "other 'advantages'"
+    assert facts_of("forward", SequenceSample(())).difference(facts_of("forward", SequenceSample(()))) == ""

@@ -1,0 +1,189 @@
+"""One model in several processes: whatever is computed is what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from realign.runtime.checkpoint.folder import CorruptCheckpoint, list_checkpoints
+from tests.engines import sharded_scenarios
+from tests.engines.processes import run_ranks
+
+OWN = {"n_microbatches"}
+"""Metrics that tell of the work of a rank."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    sharded_scenarios.write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    """Of one process."""
+    return {**sharded_scenarios.scenarios(folder), "kept": sharded_scenarios.kept(folder, folder / "of 1", {})}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request: pytest.FixtureRequest, folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each rank of a group."""
+    return run_ranks(request.param, sharded_scenarios.of_a_group, folder)
+
+
+def assert_same(found: Any, wanted: Any, path: str = "") -> None:
+    """Weights and what is computed from them to 2e-5, numbers to 1e-5 of themselves, the rest exactly."""
+    if isinstance(wanted, torch.Tensor):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0, msg=lambda text: f"{path}: {text}")
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), path
+        for key in wanted.keys() - OWN:
+            assert_same(found[key], wanted[key], f"{path}/{key}")
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted), path
+        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert_same(a, b, f"{path}/{i}")
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), path
+    else:
+        assert found == wanted, path
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo", "dpo"])
+def test_trap_d4_e7_e10_four_steps_on_uneven_data_are_those_of_one_process(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], algorithm: str
+) -> None:
+    """Weights, every metric, and with PPO advantages whitened over the whole batch; the same on every rank."""
+    for found in ranks:
+        assert_same(found[algorithm], alone[algorithm])
+
+
+def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
+    ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    assert [found["uneven"]["n"] for found in ranks] == [5.0, 1.0, 0.0][: len(ranks)]
+    one = {key: x for key, x in alone["uneven"].items() if key != "n"}
+    for found in ranks:
+        assert_same({key: x for key, x in found["uneven"].items() if key != "n"}, one)
+    assert one["few"][2]["zero_weight_steps"] == 1
+
+
+@pytest.mark.parametrize("kind", sharded_scenarios.KINDS)
+def test_every_kind_of_network_trains_as_in_one_process(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str
+) -> None:
+    assert_same(ranks[0]["settings"][kind], alone["settings"][kind])
+
+
+def test_scores_samples_and_mixed_weights_are_those_of_one_process(
+    ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    """Before and after a step: neither a pass nor a rollout may see the weights of before."""
+    for found in ranks:
+        assert_same(found["calls"], alone["calls"])
+    assert not torch.equal(*alone["calls"]["logprobs"])
+
+
+def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
+    folder: Path, ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    wanted = alone["kept"]["end"]
+    for found in ranks:
+        assert found["kept"]["problems"] == []
+        starts = found["kept"].keys() - {"problems"}
+        assert starts >= {"end", "own", "of 1"}  # going on; from its own checkpoint; from that of one process
+        for start in starts:  # and of another group that was there before
+            assert_same(found["kept"][start], wanted, start)
+    assert_same(sharded_scenarios.going_on(sharded_scenarios.restored(folder, group(folder, ranks))), wanted)
+
+
+def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> None:
+    """Four ranks: as one process, and each goes on from a checkpoint of the other."""
+    one, four = folder / "crossed of 1", folder / "crossed of 4"
+    wanted = sharded_scenarios.crossed(folder, one, {})
+    for found in run_ranks(4, sharded_scenarios.crossed, folder, four, {"of 1": one}):
+        assert found["problems"] == []
+        for start in ("end", "own", "of 1"):
+            assert_same(found[start], wanted["end"], start)
+        assert_same(found["mixed"], wanted["mixed"])
+    assert_same(sharded_scenarios.going_on(sharded_scenarios.restored(folder, four, "qwen3")), wanted["end"])
+
+
+def test_a_damaged_part_of_a_checkpoint_is_found(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    (checkpoint,) = list_checkpoints(group(folder, ranks))
+    parts = sorted((checkpoint.path / "parts").iterdir())
+    assert len(parts) == len(ranks)
+    kept = parts[1].read_bytes()
+    try:
+        parts[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        with pytest.raises(CorruptCheckpoint, match=rf"parts/{parts[1].name}: its sha256 differs"):
+            checkpoint.read()
+        parts[1].unlink()
+        with pytest.raises(CorruptCheckpoint, match=rf"parts/{parts[1].name}: missing"):
+            checkpoint.read()
+    finally:
+        parts[1].write_bytes(kept)
+
+
+@pytest.mark.parametrize("name", ["saved", "saved_ema"])
+def test_what_is_saved_is_what_one_process_saves(folder: Path, ranks: list[dict[str, Any]], name: str) -> None:
+    one, many = folder / "of 1" / name, group(folder, ranks) / name
+    assert sorted(path.name for path in many.iterdir()) == sorted(path.name for path in one.iterdir())
+    assert (many / "config.json").read_text() == (one / "config.json").read_text()
+    for file in ("model.safetensors", "value_head.safetensors"):
+        assert_same(load_file(many / file), load_file(one / file), file)
+
+
+def test_ranks_that_divide_layers_compute_what_one_process_does(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    """Tensor parallel by the plans of three families, one with a norm for each head, on 2 ranks."""
+    if len(ranks) == 2:
+        wanted = sharded_scenarios.divided(folder)
+        for found in ranks:
+            assert_same(found["divided"], wanted)
+
+
+def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    wanted = sharded_scenarios.low(folder)
+    for found in ranks:
+        assert found["low"]["dtypes"] == {"torch.float32"}
+        for now, one in zip(found["low"]["metrics"], wanted["metrics"], strict=True):
+            assert now["loss"] == pytest.approx(one["loss"], rel=1e-2)
+            assert now["grad_norm"] == pytest.approx(one["grad_norm"], rel=3e-2)
+
+
+def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    messages = ranks[0]["mistakes"]
+    assert all(found["mistakes"] == messages for found in ranks)
+    assert (
+        "rank 1 was given another batch than rank 0, or another call than train_batch (other ids or lengths)"
+        in messages["batch"]
+    )
+    for name, key in (("values", "advantages"), ("mask", "loss_mask")):
+        assert f"than train_batch (other '{key}')" in messages[name]
+    assert "branch=reference needs trains=lora" in messages["reference"]
+    assert messages["shape"] == "a saved tensor has shape [97, 1], and this model's [97, 64]"
+    assert "apply needs a gradient" in messages["step"]
+    assert f"tensor_parallel=7 does not divide the number of ranks, {len(ranks)}" in messages["tensor parallel"]
+    assert "model family 'gpt2' has no plan" in messages["plan"]
+    refused = (
+        "for '0.self_attn.q_proj' (Linear)" if len(ranks) == 2 else "which sharding.tensor_parallel=3 does not divide"
+    )
+    assert refused in messages["adapters"]
+    assert "sharding.offload moves weights off an accelerator" in messages["offload"]
+    assert "from the loss of micro-batches with ids 'p" in messages["nan"]
+    assert "'p3'" in messages["nan"]
+
+
+def test_dropout_draws_other_numbers_on_every_rank_and_the_same_in_every_run(ranks: list[dict[str, Any]]) -> None:
+    seeds = [found["dropout"] for found in ranks]
+    assert len(set(seeds)) == len(ranks)
+
+
+def group(folder: Path, ranks: list[dict[str, Any]]) -> Path:
+    """Where a group wrote."""
+    return folder / f"of {len(ranks)}"

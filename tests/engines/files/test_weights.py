@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec
+from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.engines.files.weights import mix_into
+from tests.tiny import random_sample, save_tiny, tiny_engine
+
+LENGTHS = ((9, 4), (6,))
+
+
+def logprobs(engine):
+    data = random_sample(LENGTHS)
+    return engine.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
+
+
+def test_weights_of_another_engine_make_it_compute_the_same_bit_by_bit():
+    one, other = tiny_engine("llama", model={"seed": 1}), tiny_engine("llama", model={"seed": 2})
+    assert not logprobs(one).equal(logprobs(other))
+    other.load_weights(one.weights())
+    assert logprobs(one).equal(logprobs(other))
+    assert all(other.weights()[name].equal(x) for name, x in one.weights().items())
+
+
+def test_a_mix_is_that_part_of_each_weight():
+    own = {"a": torch.tensor([1.0, 2.0]), "count": torch.tensor(3)}
+    mix_into(own, {"a": torch.tensor([5.0, -2.0]), "count": torch.tensor(7)}, 0.25)
+    assert own["a"].tolist() == [2.0, 1.0]  # 0.75 * 1 + 0.25 * 5, 0.75 * 2 - 0.25 * 2
+    assert own["count"] == 7
+
+
+def test_a_mix_is_in_what_the_engine_computes_from_then_on():
+    one, other = tiny_engine("qwen2", model={"seed": 1}), tiny_engine("qwen2", model={"seed": 2})
+    expected = {name: 0.9 * x + 0.1 * one.weights()[name] for name, x in other.weights().items()}
+    other.load_weights(one.weights(), mix=0.1)
+    for name, x in other.weights().items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-6, atol=1e-7)
+    expected_engine = tiny_engine("qwen2", model={"seed": 3})
+    expected_engine.load_weights(expected)
+    torch.testing.assert_close(logprobs(other), logprobs(expected_engine), rtol=1e-5, atol=1e-5)
+
+
+def test_tied_weights_are_one_and_are_mixed_once():
+    one, other = (tiny_engine("llama", model={"seed": s, "tie_word_embeddings": True}) for s in (1, 2))
+    assert "lm_head.weight" not in one.weights()
+    name = "model.embed_tokens.weight"
+    expected = 0.5 * other.weights()[name] + 0.5 * one.weights()[name]
+    other.load_weights(one.weights(), mix=0.5)
+    torch.testing.assert_close(other.weights()[name], expected)
+    torch.testing.assert_close(other.module.lm_head.weight.detach(), expected)
+
+
+def test_a_value_head_goes_along(tmp_path):
+    path = str(save_tiny(tmp_path / "m", "llama"))
+    one, other = (
+        TransformersModel(path, device="cpu", head=Causal(ValueHead(1))).load(role, seed=seed).machine
+        for role, seed in (("critic", 0), ("target", 1))
+    )
+    assert any(name.startswith("value_head.branch.") for name in one.weights())
+    name = "value_head.head.0.weight"
+    with torch.no_grad():
+        one.weights()[name].add_(1)
+    other.load_weights(one.weights())
+    assert other.weights()[name].equal(one.weights()[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"extra": torch.zeros(1)}, r"model 'actor' has other weights: 'extra' is unknown to it"),
+        (
+            lambda w: {name: x for name, x in w.items() if name != "lm_head.weight"},
+            r"model 'actor' has other weights: 'lm_head.weight' is missing in what is given",
+        ),
+        (
+            lambda w: w | {"model.norm.weight": torch.zeros(3)},
+            r"model 'actor' has other weights: 'model.norm.weight' has shape \[\d+\], given is \[3\]",
+        ),
+    ],
+)
+def test_other_weights_are_refused_and_nothing_has_changed(change, message):
+    engine = tiny_engine("llama")
+    before = {name: x.clone() for name, x in engine.weights().items()}
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(change({name: x + 1 for name, x in before.items()}))
+    assert all(engine.weights()[name].equal(x) for name, x in before.items())
+
+
+@pytest.mark.parametrize("mix", [0.0, -0.1, 1.5, float("nan")])
+def test_a_mix_outside_of_0_to_1_is_refused(mix):
+    engine = tiny_engine("llama")
+    with pytest.raises(ValueError, match="mix must be above 0 and at most 1"):
+        engine.load_weights(engine.weights(), mix)
+
+
+def test_who_shares_a_model_gives_its_weights_and_takes_none(tmp_path):
+    actor = TransformersModel(
+        str(save_tiny(tmp_path / "m", "llama")), device="cpu", optimizer=OptimizerSpec(lr=1e-3), trains=Lora(rank=2)
+    ).load("actor", seed=0)
+    view = SharedModel("actor").load("view", seed=0, loaded={"actor": actor}).machine
+    assert view.weights().keys() == actor.machine.weights().keys()
+    with pytest.raises(ValueError, match="'view' shares the model of role 'actor'; give the weights to that one"):
+        view.load_weights(view.weights())
+    start = SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": actor}).machine
+    with pytest.raises(ValueError, match="'ref' is the frozen start of role 'actor' and has no weights of its own"):
+        start.weights()

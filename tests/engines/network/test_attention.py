@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from realign.engines.network import kernels
+from realign.engines.network.attention import ATTENTION, AttentionArgs, Backend, PackedContext, packed_inputs
+from realign.functional.packed import cu_seqlens_of
+from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, tiny_engine, tiny_model
+
+LENGTHS = (7, 1, 12, 0, 4)
+MOE = ("qwen3_moe", "mixtral")
+
+
+def packed_ids(seed=0, lengths=LENGTHS):
+    return torch.randint(3, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+
+
+def packed_logits(model, ids_T, lengths=LENGTHS):
+    cu_seqlens = cu_seqlens_of(lengths)
+    return model(**packed_inputs(ids_T, cu_seqlens), realign_context=PackedContext(cu_seqlens)).logits[0]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_trap_a2_packed_equals_alone(family):
+    alone, packed = tiny_model(family, attention="eager"), tiny_model(family)
+    packed.load_state_dict(alone.state_dict())
+    ids_T = packed_ids()
+    want = torch.cat([alone(input_ids=x[None], use_cache=False).logits[0] for x in ids_T.split(LENGTHS) if len(x)])
+    got = packed_logits(packed, ids_T)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+    probe_V = torch.linspace(-1, 1, VOCAB)
+    (want.softmax(-1) * probe_V).sum().backward()
+    (got.softmax(-1) * probe_V).sum().backward()
+    scale = max(p.grad.abs().max().item() for p in alone.parameters() if p.grad is not None)
+    for (name, a), b in zip(alone.named_parameters(), packed.named_parameters(), strict=True):
+        assert (a.grad is None) == (b[1].grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(b[1].grad, a.grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_a2_sequences_do_not_see_each_other(family):
+    model = tiny_model(family)
+    ids_T = packed_ids()
+    changed_T = ids_T.clone()
+    changed_T[:7] = packed_ids(seed=1)[:7]
+    with torch.no_grad():
+        before, after = packed_logits(model, ids_T), packed_logits(model, changed_T)
+    assert not torch.allclose(before[:7], after[:7])
+    if family in MOE:  # experts multiply the tokens of all sequences together; only rounding may depend on the others
+        torch.testing.assert_close(before[7:], after[7:], atol=1e-6, rtol=1e-6)
+    else:
+        assert torch.equal(before[7:], after[7:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_future_is_not_seen(family):
+    model = tiny_model(family)
+    ids_T = packed_ids()
+    changed_T = ids_T.clone()
+    changed_T[14:20] = packed_ids(seed=1)[14:20]  # tokens 6 to 11 of the third sequence
+    with torch.no_grad():
+        before, after = packed_logits(model, ids_T), packed_logits(model, changed_T)
+    torch.testing.assert_close(before[:14], after[:14], atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(before[14], after[14])
+
+
+def test_trap_a3_left_padded_forward_equals_packed_with_learned_positions():
+    packed, padded = tiny_model("gpt2"), tiny_model("gpt2", attention="eager")
+    lengths = (7, 3, 12)
+    ids_T = packed_ids(lengths=lengths)
+    width = max(lengths)
+    ids_SL, mask_SL = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    for s, x in enumerate(ids_T.split(lengths)):
+        ids_SL[s, width - len(x) :], mask_SL[s, width - len(x) :] = x, 1
+    positions_SL = (mask_SL.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        out = padded(input_ids=ids_SL, attention_mask=mask_SL, position_ids=positions_SL, use_cache=False).logits
+        torch.testing.assert_close(packed_logits(packed, ids_T, lengths), out[mask_SL.bool()], atol=1e-5, rtol=1e-5)
+
+
+def reference(q, k, v, lengths, args):
+    """Attention token by token in float64."""
+    q, k, v = q[0].double(), k[0].double(), v[0].double()
+    group = q.shape[0] // k.shape[0]
+    out = torch.zeros(q.shape[1], q.shape[0], v.shape[-1], dtype=torch.float64)
+    start = 0
+    for n in lengths:
+        for t in range(start, start + n):
+            for h in range(q.shape[0]):
+                first = start if args.sliding_window is None else max(start, t - args.sliding_window + 1)
+                scores = [args.scaling * float(q[h, t] @ k[h // group, u]) for u in range(first, t + 1)]
+                if args.softcap is not None:
+                    scores = [args.softcap * math.tanh(x / args.softcap) for x in scores]
+                weights = [math.exp(x) for x in scores]
+                total = sum(weights) + (0.0 if args.sinks_H is None else math.exp(float(args.sinks_H[h])))
+                for u, w in zip(range(first, t + 1), weights, strict=True):
+                    out[t, h] += w / total * v[h // group, u]
+        start += n
+    return out[None]
+
+
+def qkv(seed=0, heads=4, kv_heads=2, size=8, value_size=8, lengths=LENGTHS, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((heads, size), (kv_heads, size), (kv_heads, value_size))
+    return [torch.randn(1, h, sum(lengths), d, generator=generator, dtype=dtype) for h, d in sizes]
+
+
+ARGS = {
+    "plain": AttentionArgs(0.3, 0.0, None, None, None),
+    "window": AttentionArgs(0.3, 0.0, 3, None, None),
+    "window of one": AttentionArgs(0.3, 0.0, 1, None, None),
+    "softcap": AttentionArgs(0.3, 0.0, None, 1.5, None),
+    "softcap and window": AttentionArgs(0.3, 0.0, 3, 1.5, None),
+    "sinks": AttentionArgs(0.3, 0.0, None, None, torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "sinks and window": AttentionArgs(0.3, 0.0, 4, None, torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+@pytest.mark.parametrize("what", ARGS)
+@pytest.mark.parametrize("value_size", [8, 6])
+def test_packed_context_against_float64(what, value_size):
+    q, k, v = qkv(value_size=value_size)
+    got = PackedContext(cu_seqlens_of(LENGTHS)).attend(0, nn.Module(), q, k, v, ARGS[what])
+    assert got.shape == (1, sum(LENGTHS), 4, value_size)
+    torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("what", ARGS)
+def test_pieces_that_continue_another_against_float64(what):
+    pieces, after = (3, 4, 2, 0, 5, 1), (-1, 0, 0, 0, -1, 4)
+    q, k, v = qkv(lengths=pieces)
+    context = PackedContext(cu_seqlens_of(pieces), lengths=pieces, after=after)
+    got = context.attend(0, nn.Module(), q, k, v, ARGS[what])
+    starts = cu_seqlens_of(pieces).tolist()
+    for i, before in enumerate(after):
+        rows = [t for piece in (before, i) if piece >= 0 for t in range(starts[piece], starts[piece + 1])]
+        want = reference(*(x[:, :, rows] for x in (q, k, v)), (len(rows),), ARGS[what])
+        own = slice(len(rows) - pieces[i], None)
+        torch.testing.assert_close(got[:, starts[i] : starts[i + 1]].double(), want[:, own], atol=1e-5, rtol=1e-5)
+
+
+def test_packed_context_of_no_tokens():
+    q, k, v = qkv(lengths=(0, 0))
+    assert PackedContext(cu_seqlens_of([0, 0])).attend(0, nn.Module(), q, k, v, ARGS["plain"]).shape == (1, 0, 4, 8)
+
+
+def stand_in(version):
+    """`varlen_attn` as that version of torch declares it, computing on a CPU."""
+
+    def compute(q, k, v, cu, window, scale):
+        args = AttentionArgs(scale, 0.0, None if window == (-1, 0) else window[0] + 1, None, None)
+        packed = PackedContext(cu, Backend.sdpa)
+        return packed.attend(0, nn.Module(), *(x.transpose(0, 1)[None] for x in (q, k, v)), args)[0]
+
+    def today(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        assert max_q == max(LENGTHS)
+        assert torch.equal(cu_seq_q, cu_seq_k)
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        return compute(query, key, value, cu_seq_q, window_size, scale)
+
+    def first(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        assert is_causal
+        assert query.shape == key.shape
+        return compute(query, key, value, cu_seq_q, (-1, 0), query.shape[-1] ** -0.5)
+
+    return {"today": today, "first": first}[version]
+
+
+@pytest.mark.parametrize(("version", "what"), [("today", "plain"), ("today", "window"), ("first", "plain")])
+def test_varlen_is_called_as_its_version_wants(monkeypatch, version, what):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in(version))
+    q, k, v = qkv()
+    got = kernels.varlen_attention(q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["plain", "window", "softcap", "softcap and window"])
+def test_flash_is_called_as_its_package_wants(monkeypatch, what):
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap,
+    ):  # fmt: skip
+        assert causal
+        assert (max_seqlen_q, max_seqlen_k, dropout_p) == (max(LENGTHS), max(LENGTHS), 0.0)
+        window = (
+            None if window_size == (-1, -1) else window_size[0] + 1
+        )  # keys to the left, the query's own not counted
+        args = AttentionArgs(softmax_scale, 0.0, window, softcap or None, None)
+        packed = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        return PackedContext(cu_seqlens_q, Backend.sdpa).attend(0, nn.Module(), *packed, args)[0]
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    q, k, v = qkv()
+    got = kernels.flash_attention(q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
+
+
+class TensorOn:
+    """What `choose_backend` looks at."""
+
+    def __init__(self, device="cuda", dtype=torch.bfloat16, size=64):
+        self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 4, 24, size)
+
+
+@pytest.mark.parametrize(
+    ("backend", "tensor", "what", "found"),
+    [
+        ("auto", TensorOn("cpu", torch.float32), "plain", "sdpa"),
+        ("auto", TensorOn(dtype=torch.float32), "plain", "sdpa"),
+        ("auto", TensorOn(), "plain", "varlen"),
+        ("auto", TensorOn(), "window", "varlen"),
+        ("auto", TensorOn(), "softcap", "sdpa"),
+        ("auto", TensorOn(), "sinks", "sdpa"),
+        ("auto", TensorOn(size=512), "plain", "sdpa"),
+        ("sdpa", TensorOn(), "plain", "sdpa"),
+        ("varlen", TensorOn("cpu"), "plain", "needs a CUDA device"),
+        ("varlen", TensorOn(dtype=torch.float32), "plain", "float16 and bfloat16 only, found float32"),
+        ("varlen", TensorOn(), "softcap", "neither soft caps nor dropout"),
+        ("flash", TensorOn(), "plain", "flash-attn"),
+        ("flash", TensorOn(), "sinks", "no attention sinks"),
+    ],
+)
+def test_choice_of_backend(monkeypatch, backend, tensor, what, found):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    if found in Backend.__members__:
+        assert kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what]) is Backend(found)
+    else:
+        with pytest.raises(ValueError, match=f"attention backend '{backend}'.*{found}"):
+            kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what])
+
+
+def test_flash_is_first_choice_where_installed(monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), ARGS["softcap"]) is Backend.flash
+
+
+def test_an_early_varlen_without_windows_is_not_chosen_for_them(monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in("first"))
+    assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), ARGS["window"]) is Backend.sdpa
+
+
+def test_model_without_context_is_refused():
+    with pytest.raises(ValueError, match="'llama' was called without realign_context"):
+        tiny_model("llama")(input_ids=packed_ids()[None])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "config", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, {}, "a mask of shape"),
+        ({"position_bias": torch.ones(1)}, {}, "'position_bias', which realign does not know"),
+        ({"is_causal": False}, {}, "not causal"),
+        ({}, {"layer_types": ["chunked_attention"]}, "'chunked_attention'"),
+        ({}, {"layer_types": ["sliding_attention"]}, "'sliding_attention' whose window does not reach"),
+    ],
+)
+def test_what_would_change_the_result_unseen_is_refused(keywords, config, message):
+    from transformers import AttentionInterface, PretrainedConfig
+
+    layer = nn.Module()
+    layer.layer_idx, layer.config = 0, PretrainedConfig(**config)
+    layer.config.model_type = "strange"
+    q, k, v = qkv()
+    arguments = {"attention_mask": None, "realign_context": PackedContext(cu_seqlens_of(LENGTHS)), **keywords}
+    with pytest.raises(ValueError, match=f"model family 'strange'.*{message}"):
+        AttentionInterface()[ATTENTION](layer, q, k, v, **arguments)
+
+
+def test_mixed_dtypes_under_autocast_are_brought_together():
+    # qwen3 normalises queries and keys after the projection, which leaves them in fp32
+    engine = tiny_engine("qwen3", dtype=torch.bfloat16)
+    sample = random_sample([[9, 4]])
+    hidden_TH = engine.network.run(sample, sample).hidden_TH
+    assert hidden_TH.isfinite().all()

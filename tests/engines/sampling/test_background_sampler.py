@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.api.sampler import requests_of
+from realign.engines.sampling.background_sampler import Stream, StreamingEngine
+from realign.engines.sampling.slots import Rollout
+from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
+from tests.tiny import tiny_engine
+
+CONFIG = GenerationConfig(n=2, max_new_tokens=24)
+
+
+def prompts(ids, length=3):
+    one = {i: [2 + (i * 3 + k) % 11 for k in range(length + i % 4)] for i in ids}
+    return SequenceSample.from_sequences(ids, {"prompt_ids": [[one[i]] for i in ids]})
+
+
+@pytest.fixture
+def open_engine():
+    opened = []
+
+    def make(*, seed=0, **settings):
+        opened.append(StreamingEngine("actor", tiny_engine(model={"seed": seed}), **settings))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def other_engine():
+    return tiny_engine(model={"seed": 7})
+
+
+def same(a, b, *, exact=False):
+    assert a.ids == b.ids
+    assert a["input_ids"].tolist() == b["input_ids"].tolist()
+    assert a["truncated"].tolist() == b["truncated"].tolist()
+    close = torch.equal if exact else torch.allclose
+    assert close(a["logprobs"], b["logprobs"], **({} if exact else {"atol": 1e-5}))
+
+
+@pytest.mark.parametrize("config", [CONFIG, GenerationConfig(n=3, max_new_tokens=9, greedy=True)])
+def test_a_call_alone_is_the_engines_own_bit_by_bit(open_engine, config):
+    data = prompts(range(9))
+    engine = open_engine(version=5)
+    out = engine.generate(data, config, seed=3)
+    same(out, tiny_engine().generate(data, config, seed=3), exact=True)
+    assert torch.equal(out["versions"], torch.where(out["loss_mask"], 5, -1).int())
+    assert len(engine.generate(prompts([]), config, seed=3)) == 0
+
+
+def test_calls_of_many_threads_share_the_slots(open_engine, monkeypatch):
+    rows = []
+    step = Stream._step
+    monkeypatch.setattr(Stream, "_step", lambda self: (rows.append(self.active), step(self))[1])
+    engine = open_engine()
+    want = {i: tiny_engine().generate(prompts([i]), CONFIG, seed=1) for i in range(12)}
+    short = GenerationConfig(n=1, max_new_tokens=4)
+    with ThreadPoolExecutor(13) as pool:
+        long = {i: pool.submit(engine.generate, prompts([i]), CONFIG, seed=1) for i in range(12)}
+        brief = pool.submit(engine.generate, prompts([3]), short, seed=2)
+        for i, future in long.items():
+            same(future.result(), want[i])
+        same(brief.result(), tiny_engine().generate(prompts([3]), short, seed=2))
+    assert max(rows) > CONFIG.n
+
+
+def test_weights_change_between_two_steps_of_running_calls(open_engine):
+    engine = open_engine()
+    config = GenerationConfig(n=2, max_new_tokens=100, fixed_length=True)
+    far = threading.Event()
+    advance, count = Stream.advance, [0]
+
+    def counting(self):
+        count[0] += 1
+        if count[0] == 30:
+            far.set()
+        advance(self)
+
+    Stream.advance, before = counting, Stream.advance
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(engine.generate, prompts([i]), config, seed=1) for i in range(4)]
+            far.wait()
+            engine.update(other_engine(), 1)
+            assert engine.version == 1
+            out = [call.result() for call in calls]
+    finally:
+        Stream.advance = before
+    for one in out:
+        for versions_T in one.sequences("versions"):
+            changes = versions_T[versions_T >= 0].diff()
+            assert changes.min() >= 0
+            assert int(changes.sum()) == 1  # old tokens, then new ones
+    later = engine.generate(prompts(range(5)), CONFIG, seed=2)
+    same(later, tiny_engine(model={"seed": 7}).generate(prompts(range(5)), CONFIG, seed=2), exact=True)
+
+
+def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
+    reads, began, go_on = [], threading.Event(), threading.Event()
+    read, advance = Stream._read, Stream.advance
+
+    def noting(self, texts):
+        hidden, *rest = read(self, texts)
+        reads.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
+        return hidden, *rest
+
+    def waiting(self):
+        advance(self)
+        began.set()
+        go_on.wait(0.5)
+
+    monkeypatch.setattr(Stream, "_read", noting)
+    monkeypatch.setattr(Stream, "advance", waiting)
+    engine = StreamingEngine("actor", tiny_engine(dtype=torch.bfloat16, fused_rollout=False))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            engine.generate, prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
+        )
+        assert began.wait(60)
+        engine.update(engine.engine, 1)
+        go_on.set()
+        assert set(call.result()["versions"].tolist()) == {-1, 0, 1}
+    engine.close()
+    assert len(reads) == 2
+    assert len(set(reads)) == 1
+    assert reads[0][1]
+
+
+def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
+    engine = open_engine()
+    data = SequenceSample.from_sequences([0, 1], {"input_ids": [[[2, 3, 4]], [[5, 6]]]})
+
+    def score(output, part):
+        return part.with_tokens(logprobs=output.logprobs())
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, prompts(range(6)), CONFIG, seed=1)
+        out = engine.forward(data, MicroBatchSpec(), score)
+        same(call.result(), tiny_engine().generate(prompts(range(6)), CONFIG, seed=1), exact=True)
+    assert torch.equal(out["logprobs"], tiny_engine().forward(data, MicroBatchSpec(), score)["logprobs"])
+
+
+def test_a_bad_call_fails_alone(open_engine):
+    engine = open_engine()
+    with pytest.raises(ValueError, match="stop token 9999 is not in the vocabulary"):
+        engine.generate(prompts([0]), GenerationConfig(max_new_tokens=5, stop_token_ids=[9999]), seed=0)
+    with pytest.raises(ValueError, match="has an empty prompt"):
+        engine.generate(SequenceSample.from_sequences([0], {"prompt_ids": [[[]]]}), CONFIG, seed=0)
+    with pytest.raises(ValueError, match="weights"):
+        engine.update(tiny_engine(model={"num_hidden_layers": 2}), 1)
+    assert engine.version == 0
+    same(
+        engine.generate(prompts([0]), CONFIG, seed=1), tiny_engine().generate(prompts([0]), CONFIG, seed=1), exact=True
+    )
+
+
+@pytest.mark.parametrize(("where", "name"), [(Rollout, "_step"), (Stream, "take")])
+def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, where, name):
+    def broken(*arguments):
+        raise FloatingPointError("the sky fell")
+
+    monkeypatch.setattr(where, name, broken)
+    engine = open_engine()
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(engine.generate, prompts([i]), CONFIG, seed=1) for i in range(3)]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="samples no more: the sky fell") as caught:
+                call.result()
+            assert isinstance(caught.value.__cause__, FloatingPointError)
+    with pytest.raises(RuntimeError, match="the sky fell"):
+        engine.update(other_engine(), 1)
+
+
+def test_closing_wakes_who_waits(open_engine):
+    engine = open_engine()
+    config = GenerationConfig(n=8, max_new_tokens=100, fixed_length=True)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, prompts(range(64)), config, seed=1)
+        while not engine._running:
+            threading.Event().wait(0.001)
+        engine.close()
+        with pytest.raises(RuntimeError, match="samples no more: it was closed"):
+            call.result()
+    with pytest.raises(RuntimeError, match="it was closed"):
+        engine.generate(prompts([0]), CONFIG, seed=0)
+
+
+def test_a_model_that_cannot_generate_is_refused():
+    for engine in (tiny_engine(model={"head": "value"}), BigramEngine()):
+        with pytest.raises(ValueError, match="cannot sample for several callers"):
+            StreamingEngine("critic", engine)
+
+
+LONG = GenerationConfig(n=2, max_new_tokens=100, fixed_length=True)
+
+
+@pytest.mark.parametrize("name", SAMPLER_CHECKS)
+@pytest.mark.parametrize("max_slots", [None, 3])
+def test_the_streaming_engine_meets_the_contract_of_samplers(name, max_slots):
+    def make():
+        return StreamingEngine("actor", tiny_engine(max_slots=max_slots))
+
+    check_sampler(make, prompts(range(3)), GenerationConfig(n=3, max_new_tokens=12), other_engine(), only=name)
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """Do something in another thread before decode step `number`, while the loop waits for `go_on`."""
+    advance, count = Stream.advance, [0]
+    reached, go_on = threading.Event(), threading.Event()
+
+    def counting(self):
+        count[0] += 1
+        if count[0] == 20:
+            reached.set()
+            assert go_on.wait(60)
+        advance(self)
+
+    monkeypatch.setattr(Stream, "advance", counting)
+
+    def do(action):
+        assert reached.wait(60)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(action)
+            go_on.set()
+            return future.result()
+
+    return do
+
+
+def test_a_submitted_response_that_is_alone_is_that_of_generate_bit_by_bit(open_engine):
+    data = prompts([5])
+    want = tiny_engine().generate(data, GenerationConfig(n=1, max_new_tokens=24), seed=3)
+    handle = open_engine(version=2).submit(requests_of(data, CONFIG, 3)[0])
+    found = handle.result(60)
+    given = want["prompt_mask"]
+    assert torch.equal(found.ids, want["input_ids"][~given])
+    assert torch.equal(found.logprobs, want["logprobs"][~given])
+    assert found.versions.tolist() == [2] * len(found.ids)
+    assert found.truncated == bool(want["truncated"])
+
+
+def test_responses_of_any_group_size_share_a_rollout(open_engine, monkeypatch):
+    rows = []
+    step = Stream._step
+    monkeypatch.setattr(Stream, "_step", lambda self: (rows.append(self.active), step(self))[1])
+    engine = open_engine()
+    engine.pause()
+    handles = [engine.submit(r) for r in requests_of(prompts([0]), LONG, 1)]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            engine.generate, prompts([1]), GenerationConfig(n=4, max_new_tokens=100, fixed_length=True), seed=1
+        )
+        while len(engine._calls) < 3:
+            threading.Event().wait(0.001)
+        engine.resume()
+        call.result()
+    assert all(len(handle.result().ids) == 100 for handle in handles)
+    assert max(rows) == 6
+
+
+def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
+    engine = open_engine()
+    handle, other = (engine.submit(r) for r in requests_of(prompts([0]), LONG, 1))
+    early = at_step(handle.tokens)
+    assert 0 < len(early.ids) < 100
+    assert set(early.versions.tolist()) == {0}
+    engine.pause()
+    before = handle.tokens()
+    engine.update(other_engine(), 1)
+    engine.resume()
+    done = handle.result()
+    assert done.versions.tolist() == [0] * len(before.ids) + [1] * (100 - len(before.ids))
+    assert done.ids[: len(before.ids)].tolist() == before.ids.tolist()
+    assert before.ids[: len(early.ids)].tolist() == early.ids.tolist()
+    assert set(other.result().versions.tolist()) == {0, 1}
+
+
+def test_no_decode_step_is_made_in_a_pause(open_engine, at_step):
+    engine = open_engine()
+    handles = [engine.submit(r) for r in requests_of(prompts(range(2)), LONG, 1)]
+    at_step(engine.pause)
+    before = [handle.tokens() for handle in handles]
+    with pytest.raises(TimeoutError):
+        handles[0].result(0.05)
+    for one, handle in zip(before, handles, strict=True):
+        assert 0 < len(one.ids) < 100
+        assert handle.tokens().ids.tolist() == one.ids.tolist()
+    engine.resume()
+    same(*(sampled(found, LONG) for found in ([h.result() for h in handles], None)))
+
+
+def sampled(completions, config):
+    """Tokens and log-probs of two prompts: those of the engine, or of submitted requests."""
+    if completions is None:
+        return tiny_engine().generate(prompts(range(2)), config, seed=1)
+    from realign.api.sampler import sample_of
+
+    return sample_of(prompts(range(2)), completions, config.n)
+
+
+def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(open_engine, at_step):
+    engine = open_engine()
+    handles = [engine.submit(r) for r in requests_of(prompts(range(2)), LONG, 1)]
+    assert at_step(handles[1].cancel)
+    kept = handles[1].tokens()
+    assert 0 < len(kept.ids) < 100
+    with pytest.raises(CancelledError):
+        handles[1].result()
+    want = tiny_engine().generate(prompts(range(2)), LONG, seed=1)
+    for i, (ids, given, logprobs) in enumerate(
+        zip(*(want.sequences(k) for k in ("input_ids", "prompt_mask", "logprobs")), strict=True)
+    ):
+        found = kept if i == 1 else handles[i].result()
+        count = len(found.ids)
+        assert found.ids.tolist() == ids[~given][:count].tolist()
+        assert torch.allclose(found.logprobs, logprobs[~given][:count], atol=1e-5)
+    assert not engine._running
+
+
+def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
+    engine = StreamingEngine("actor", tiny_engine(max_slots=2))
+    engine.pause()
+    handles = [engine.submit(r) for r in requests_of(prompts(range(3)), LONG, 1)]
+    assert handles[0].cancel()  # before the loop has seen it
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(handles[1].result)
+        engine.resume()
+        first.result()
+        assert handles[5].cancel()  # or ended: two slots for five responses of 100 tokens
+    assert [len(h.result().ids) for h in handles[1:5]] == [100] * 4
+    assert len(handles[5].tokens().ids) < 100
+    engine.close()
+
+
+def test_sleep_frees_the_cache_and_waking_continues_where_it_stopped(open_engine, at_step):
+    engine = open_engine()
+    handles = [engine.submit(r) for r in requests_of(prompts(range(2)), LONG, 1)]
+    at_step(engine.sleep)
+    assert [running.stream.cache for running in engine._running] == [None]
+    before = handles[0].tokens()
+    assert handles[3].cancel()
+    engine.sleep()
+    engine.wake()
+    want = tiny_engine().generate(prompts(range(2)), LONG, seed=1)
+    for handle, ids, given in zip(handles[:3], want.sequences()[:3], want.sequences("prompt_mask")[:3], strict=True):
+        assert handle.result().ids.tolist() == ids[~given].tolist()
+    assert handles[0].result().ids[: len(before.ids)].tolist() == before.ids.tolist()
+
+
+def test_weights_that_come_in_sleep_are_used_for_everything_after_it(open_engine, at_step):
+    engine = open_engine()
+    handle = engine.submit(requests_of(prompts([0]), LONG, 1)[0])
+    at_step(engine.sleep)
+    count = len(handle.tokens().ids)
+    engine.update(other_engine(), 1)
+    engine.wake()
+    done = handle.result()
+    assert done.versions.tolist() == [0] * count + [1] * (100 - count)
+    text = torch.cat([prompts([0])["prompt_ids"], done.ids])
+    data = SequenceSample.from_sequences([0], {"input_ids": [[text]]})
+    scored = other_engine().forward(data, MicroBatchSpec(), lambda out, part: part.with_tokens(x=out.logprobs()))["x"]
+    assert torch.allclose(done.logprobs[count:], scored[-(100 - count) :], atol=1e-4)
+
+
+def test_bad_requests_are_refused_when_they_are_made(open_engine):
+    engine = open_engine()
+    request = requests_of(prompts([0]), CONFIG, 1)[0]
+    with pytest.raises(ValueError, match="the model has 128 positions"):
+        engine.submit(type(request)(0, 0, request.prompt_ids, GenerationConfig(max_new_tokens=200), 1))
+    handle = engine.submit(
+        type(request)(0, 0, request.prompt_ids, GenerationConfig(stop_token_ids=[9999], max_new_tokens=3), 1)
+    )
+    with pytest.raises(ValueError, match="stop token 9999"):
+        handle.result()
+    assert len(handle.tokens().ids) == 0
+    assert not handle.cancel()

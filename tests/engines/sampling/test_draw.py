@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import GenerationConfig
+from realign.engines.sampling import draw as sampling
+from realign.engines.sampling.draw import draw, most_likely, product_of_ones, sample
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def numbers(n, seed=0):
+    return torch.rand(n, dtype=torch.float64, generator=generator(seed))
+
+
+def probabilities(logits, config):
+    """The distribution that `config` asks for, by the definitions, in plain Python."""
+    exps = [math.exp(x / config.temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if config.top_k:
+        order = order[: config.top_k]
+    total, kept, mass = sum(exps[i] for i in order), [], 0.0
+    for i in order:
+        if kept and mass >= config.top_p:
+            break
+        kept.append(i)
+        mass += exps[i] / total
+    total = sum(exps[i] for i in kept)
+    return [exps[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+LOGITS = [0.3, -1.0, 2.0, 1.5, -0.2, 0.0, -3.0]
+CONFIGS = [
+    GenerationConfig(),
+    GenerationConfig(temperature=0.6),
+    GenerationConfig(temperature=1.7),
+    GenerationConfig(top_k=1),
+    GenerationConfig(top_k=3),
+    GenerationConfig(top_k=100),
+    GenerationConfig(top_p=0.8),
+    GenerationConfig(top_p=1e-6),
+    GenerationConfig(top_k=4, top_p=0.7, temperature=1.3),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"T{c.temperature}-k{c.top_k}-p{c.top_p}")
+def test_frequencies_and_logprobs_are_those_of_the_distribution(config):
+    n = 40_000
+    tokens_N, logprobs_N = sample(torch.tensor([LOGITS]).expand(n, -1), config, numbers(n))
+    want_V = torch.tensor(probabilities(LOGITS, config), dtype=torch.float64)
+    assert torch.allclose(logprobs_N.double().exp(), want_V[tokens_N], atol=1e-6)
+    found_V = torch.bincount(tokens_N, minlength=len(LOGITS)).double()
+    assert not found_V[want_V == 0].any()
+    possible = want_V > 0
+    chi_square = ((found_V - n * want_V)[possible] ** 2 / (n * want_V)[possible]).sum()
+    assert chi_square < 24  # 6 degrees of freedom: exceeded once in 2000 seeds
+
+
+def test_draws_follow_the_probabilities():
+    n = 100_000
+    probs_V = torch.tensor([0.0, 0.2, 0.05, 0.0, 0.7, 0.0499, 0.0001, 0.0])
+    found_V = torch.bincount(draw(probs_V.expand(n, -1), numbers(n)), minlength=8).double()
+    assert not found_V[probs_V == 0].any()
+    want_V = n * probs_V.double()
+    assert ((found_V - want_V)[probs_V > 0] ** 2 / want_V[probs_V > 0]).sum() < 20  # 4 degrees of freedom
+
+
+def test_tokens_far_down_the_running_sum_can_be_drawn():
+    """Tokens of 1e-9 behind one that takes all the rest: an fp32 sum would stand still among them."""
+    probs_V = torch.cat([torch.tensor([1.0]), torch.full((1000,), 1e-9)])
+    tokens_N = torch.tensor([1, 2, 500, 1000])
+    uniform_N = (1.0 + 1e-9 * (tokens_N.double() - 0.5)) / (1.0 + 1e-9 * 1000)
+    assert torch.equal(draw(probs_V.expand(4, -1), uniform_N), tokens_N)
+
+
+def test_a_product_with_ones_is_the_running_sum():
+    x_NK = torch.rand(5, 300, generator=generator())
+    assert torch.allclose(product_of_ones(x_NK), x_NK.cumsum(-1, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+def test_rows_handled_in_parts_keep_their_own_distribution(monkeypatch):
+    monkeypatch.setattr(sampling, "CPU_ELEMENTS", 3 * 40)
+    logits_NV = 30 * torch.eye(40)[:10]
+    blocked_NV = torch.zeros(10, 40, dtype=torch.bool)
+    blocked_NV[7, 7] = True
+    for config in (GenerationConfig(), GenerationConfig(greedy=True), GenerationConfig(top_k=5)):
+        tokens_N, logprobs_N = sample(logits_NV, config, numbers(len(logits_NV)), blocked_NV=blocked_NV)
+        assert tokens_N[:7].tolist() == list(range(7))
+        assert tokens_N[7] != 7
+        assert tokens_N[8:].tolist() == [8, 9]
+        assert logprobs_N.shape == (10,)
+
+
+def test_rows_that_are_not_finite_give_a_logprob_that_is_not_finite():
+    _, logprobs_N = sample(torch.full((2, 5), torch.nan), GenerationConfig(), numbers(2))
+    assert logprobs_N.isnan().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True),
+    st.integers(0, 14),
+    st.floats(0.05, 1.0),
+)
+def test_kept_tokens_match_the_definition(tenths, top_k, top_p):
+    logits = [x / 10 for x in tenths]
+    want_V = torch.tensor(probabilities(logits, GenerationConfig(top_k=top_k, top_p=top_p)))
+    kept_NK, ids_NK = most_likely(torch.tensor([logits], dtype=torch.float64), top_k, top_p)
+    if ids_NK is None:
+        ids_NK = torch.arange(len(logits))[None]
+    got_V = torch.zeros(len(logits), dtype=torch.float64).scatter(0, ids_NK[0], kept_NK[0].softmax(-1))
+    assert torch.allclose(got_V, want_V.double(), atol=1e-6)
+
+
+def test_top_k_keeps_k_tokens_of_equal_logits():
+    kept_NK, ids_NK = most_likely(torch.zeros(2, 5), 3, 1.0)
+    assert kept_NK.isfinite().sum(-1).tolist() == [3, 3]
+    assert [len(set(row)) for row in ids_NK.tolist()] == [3, 3]
+
+
+def test_top_p_keeps_the_most_likely_token_at_least():
+    kept_NK, ids_NK = most_likely(torch.tensor([[1.0, 3.0, 2.0]]), 0, 1e-9)
+    assert kept_NK.isfinite().tolist() == [[True, False, False]]
+    assert ids_NK[0, 0] == 1
+
+
+@pytest.mark.parametrize(("temperature", "want"), [(1.0, -0.126928), (0.6, -0.035052)])
+def test_trap_b2_temperature_is_in_the_logprob(temperature, want):
+    for greedy in (True, False):
+        config = GenerationConfig(temperature=temperature, greedy=greedy)
+        tokens_N, logprobs_N = sample(torch.tensor([[2.0, 0.0]]).expand(50, -1), config, numbers(50))
+        assert (tokens_N == 0).any()
+        assert logprobs_N[tokens_N == 0].tolist() == pytest.approx([want] * int((tokens_N == 0).sum()), abs=1e-6)
+
+
+def test_trap_b3_logits_are_left_as_they_are():
+    logits_NV = torch.randn(4, 9, generator=generator())
+    before_NV = logits_NV.clone()
+    blocked_NV = torch.zeros(4, 9, dtype=torch.bool)
+    blocked_NV[:, 2] = True
+    for config in (*CONFIGS, GenerationConfig(greedy=True)):
+        sample(logits_NV, config, numbers(len(logits_NV)), blocked_NV=blocked_NV)
+        assert torch.equal(logits_NV, before_NV)
+
+
+def test_trap_b4_top_p_shifts_the_logprob_by_the_log_of_the_kept_mass():
+    logits_V = torch.tensor([0.6, 0.3, 0.1]).log()
+    tokens_N, kept_N = sample(logits_V.expand(20, -1), GenerationConfig(top_p=0.9), numbers(20))
+    assert (kept_N - logits_V[tokens_N]).tolist() == pytest.approx([0.105361] * 20, abs=1e-5)
+
+
+def test_trap_b9_half_precision_logits_give_fp32_logprobs():
+    logits_NV = torch.randn(3, 50, generator=generator()).bfloat16()
+    _, logprobs_N = sample(logits_NV, GenerationConfig(), numbers(len(logits_NV)))
+    assert logprobs_N.dtype == torch.float32
+
+
+def test_greedy_takes_the_largest_and_reports_the_plain_softmax():
+    logits_NV = torch.randn(6, 20, generator=generator())
+    config = GenerationConfig(greedy=True, top_k=2, top_p=0.5, temperature=0.7)
+    tokens_N, logprobs_N = sample(logits_NV, config, numbers(len(logits_NV)))
+    assert torch.equal(tokens_N, logits_NV.argmax(-1))
+    assert torch.allclose(logprobs_N, (logits_NV / 0.7).log_softmax(-1).amax(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config", [GenerationConfig(), GenerationConfig(top_k=3), GenerationConfig(greedy=True)], ids=str
+)
+def test_blocked_tokens_are_never_drawn(config):
+    logits_NV = torch.tensor([[5.0, 1.0, 0.0, -1.0]]).expand(500, -1)
+    blocked_NV = torch.zeros(500, 4, dtype=torch.bool)
+    blocked_NV[::2, 0] = True
+    tokens_N, logprobs_N = sample(logits_NV, config, numbers(len(logits_NV)), blocked_NV=blocked_NV)
+    assert (tokens_N[::2] != 0).all()
+    assert (tokens_N[1::2] == 0).any()
+    if not config.greedy:
+        want = torch.tensor([1.0, 0.0, -1.0]).log_softmax(-1)
+        assert torch.allclose(logprobs_N[::2], want[tokens_N[::2] - 1], atol=1e-6)
+
+
+def test_the_given_numbers_decide_whatever_stands_in_the_other_rows():
+    logits_NV, uniform_N = torch.randn(64, 50, generator=generator()), numbers(64)
+    tokens_N, _ = sample(logits_NV, GenerationConfig(), uniform_N)
+    order = torch.randperm(64, generator=generator())
+    shuffled_N, _ = sample(logits_NV[order], GenerationConfig(), uniform_N[order])
+    assert torch.equal(shuffled_N, tokens_N[order])
+    assert not torch.equal(sample(logits_NV, GenerationConfig(), numbers(64, seed=1))[0], tokens_N)
+
+
+@pytest.mark.parametrize("words", [40, 256, 1000, 1024])
+def test_a_running_sum_of_blocks_draws_what_a_running_sum_of_all_draws(words, monkeypatch):
+    monkeypatch.setattr(sampling, "BLOCK", 32)
+    logits_NV = torch.randn(3000, words, generator=generator()) * 3
+    logits_NV[:, ::3] = -torch.inf
+    logits_NV[:, -words // 4 :] = -torch.inf
+    logits_NV[0] = -torch.inf
+    logits_NV[0, words // 2] = 0
+    probs_NV = logits_NV.softmax(-1)
+    want_N = draw(probs_NV, numbers(len(probs_NV)))
+    monkeypatch.setattr(sampling, "FEW_WORDS", 0)
+    got_N = draw(probs_NV, numbers(len(probs_NV)))
+    assert torch.equal(got_N, want_N)
+    assert got_N[0] == words // 2
+    assert (probs_NV.gather(-1, got_N[:, None]) > 0).all()
+
+
+def test_the_ends_of_the_uniform_number_draw_tokens_that_can_be_drawn(monkeypatch):
+    monkeypatch.setattr(sampling, "BLOCK", 4)
+    monkeypatch.setattr(sampling, "FEW_WORDS", 0)
+    probs_NV = torch.tensor([[0, 0, 0.1, 0, 0, 0, 0, 0, 0.3, 0.6, 0, 0, 0, 0]]).repeat(2, 1)
+    uniform_N = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(probs_NV, uniform_N).tolist() == [2, 9]

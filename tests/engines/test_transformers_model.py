@@ -1,0 +1,447 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from realign.api import MicroBatchSpec
+from realign.engines import (
+    All,
+    Causal,
+    DType,
+    HeadInit,
+    Lora,
+    OptimizerSpec,
+    Score,
+    TopLayers,
+    TransformersModel,
+    Value,
+)
+from realign.engines.files.folders import check_path
+from realign.engines.network.attention import PackedContext
+from realign.engines.network.heads import read_head
+from realign.functional import LMHead
+from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
+
+CLASSES = {
+    Causal: AutoModelForCausalLM,
+    Score: AutoModelForSequenceClassification,
+    Value: AutoModelForTokenClassification,
+}
+WITHOUT_TOKEN_CLASSIFIER = ("opt", "gemma3_text")
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def load(path, name="actor", **fields):
+    return TransformersModel(str(path), **fields).load(name, seed=0)
+
+
+def logprobs(engine, data):
+    out = engine.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))
+    return out["logprobs"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_every_family_passes_its_probe(family):
+    engine = tiny_engine(family)
+    data = random_sample([[6, 3]])
+    engine.module.set_attn_implementation("eager")
+    ids = data["input_ids"]
+    want = engine.module(input_ids=ids[None, :6], use_cache=False).logits[0].log_softmax(-1)
+    engine.module.set_attn_implementation("realign")
+    torch.testing.assert_close(logprobs(engine, data)[1:6], want[torch.arange(5), ids[1:6]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_with_attention_of_their_own_are_refused_by_name(tmp_path, family):
+    save_tiny(tmp_path / family, family)
+    with pytest.raises(ValueError, match=f"model family '{family}'.*cannot run packed"):
+        load(tmp_path / family)
+
+
+def test_probe_refuses_logits_that_the_config_does_not_explain():
+    module = tiny_model("llama")
+    module.lm_head.register_forward_hook(lambda layer, inputs, out: out * 1.01)
+    with pytest.raises(ValueError, match="'llama' computes its outputs from hidden states in an unknown way"):
+        tiny_engine_of(module)
+
+
+def test_probe_refuses_positions_that_do_not_restart():
+    module = tiny_model("gpt2")
+    module.transformer.register_forward_pre_hook(
+        lambda layer, args, kw: (args, {k: v for k, v in kw.items() if k != "position_ids"}), with_kwargs=True
+    )
+    with pytest.raises(ValueError, match="'gpt2' cannot run packed: its hidden states differ"):
+        tiny_engine_of(module)
+
+
+def test_a_window_that_is_lost_on_the_way_is_refused():
+    module = tiny_model("qwen2")
+    for layer in module.model.layers:
+        layer.self_attn.sliding_window = None
+    with pytest.raises(ValueError, match="'qwen2' has layers of type 'sliding_attention' whose window does not reach"):
+        tiny_engine_of(module)
+
+
+def tiny_engine_of(module):
+    from realign.engines.training.engine import TransformersEngine
+
+    return TransformersEngine("actor", module, None, seed=0)
+
+
+def test_probe_refuses_a_kernel_that_is_wrong_in_bfloat16(monkeypatch):
+    right = PackedContext.attend
+
+    def wrong(self, layer, module, q, k, v, args):
+        out = right(self, layer, module, q, k, v, args)
+        return out.roll(1, 1) if q.dtype == torch.bfloat16 else out
+
+    monkeypatch.setattr(PackedContext, "attend", wrong)
+    tiny_engine("llama")
+    with pytest.raises(ValueError, match="'llama' with attention=auto in bfloat16 differs by"):
+        tiny_engine("llama", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_probe_accepts_both_precisions(tmp_path, dtype):
+    save_tiny(tmp_path / "model", "qwen3_moe")
+    assert load(tmp_path / "model", dtype=dtype).machine.head.weight_VH.dtype == torch.float32
+
+
+@pytest.mark.parametrize("head", [Causal(), Score(), Value()], ids=str)
+def test_save_and_load_back(tmp_path, head):
+    source = save_tiny(tmp_path / "source", "llama")
+    model = load(source, head=head, optimizer=OptimizerSpec(lr=1e-2))
+    engine, data = model.machine, random_sample([[7], [5, 4]])
+    losses = {
+        Causal: lambda out, mb: (out.logprobs().sum(), {}),
+        Score: lambda out, mb: (out.scores().sum(), {}),
+        Value: lambda out, mb: (out.values().sum(), {}),
+    }
+    engine.train_batch(data, MicroBatchSpec(), losses[type(head)], lambda d: torch.tensor(1.0))
+    target = tmp_path / "runs" / "saved"
+    engine.save(target)
+    engine.save(target)  # replaces what is there
+    assert sorted(p.name for p in target.parent.iterdir()) == ["saved"]
+    assert (target / "model.safetensors").is_file()
+    assert "realign" not in (target / "config.json").read_text()
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    back = CLASSES[type(head)].from_pretrained(target)
+    for (name, a), (_, b) in zip(engine.module.named_parameters(), back.named_parameters(), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert torch.equal(a, b), name
+    again = load(target, head=head)
+    assert again.tokenizer("1+2=3")["input_ids"] == tiny_tokenizer()("1+2=3")["input_ids"]
+    assert again.tokenizer.decode(again.tokenizer("1+2=3 ok")["input_ids"]) == "1+2=3 ok"
+    what = {Causal: "logprobs", Score: "scores", Value: "values"}[type(head)]
+
+    def hook(out, mb):
+        x = getattr(out, what)()
+        return mb.with_sequences(x=x) if isinstance(head, Score) else mb.with_tokens(x=x)
+
+    results = [e.forward(data, MicroBatchSpec(), hook)["x"] for e in (engine, again.machine)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scalar_heads_of_every_family(family):
+    data = random_sample([[6, 3]])
+    for head in ("score", "value"):
+        if head == "value" and family in WITHOUT_TOKEN_CLASSIFIER:
+            continue
+        engine = tiny_engine(family, model={"head": head})  # the probe compares with the model's own output
+        out = engine.network.run(data, data)
+        x = out.scores() if head == "score" else out.values()
+        assert x.shape == ((2,) if head == "score" else (9,))
+        assert x.abs().max() > 1e-3
+
+
+def test_a_head_that_the_family_lacks_is_named(tmp_path):
+    save_tiny(tmp_path / "model", "opt")
+    with pytest.raises(ValueError, match=r"models\.critic: model family 'opt' cannot be loaded .* with head=value"):
+        load(tmp_path / "model", "critic", head=Value(HeadInit.zero))
+
+
+def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
+    save_tiny(tmp_path / "model", "llama")
+    state = torch.get_rng_state()
+
+    def weight(name, seed):
+        spec = TransformersModel(str(tmp_path / "model"), head=Score(), optimizer=OptimizerSpec(lr=1e-2))
+        model = spec.load(name, seed=seed)
+        return model.machine.head.weight_1H
+
+    assert torch.equal(weight("reward", 0), weight("reward", 0))
+    assert not torch.equal(weight("reward", 0), weight("reward", 1))
+    assert not torch.equal(weight("reward", 0), weight("critic", 0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("head", [Score, Value])
+def test_a_random_head_that_nothing_trains_is_refused(tmp_path, head):
+    save_tiny(tmp_path / "model", "llama")
+    with pytest.raises(ValueError, match=rf"models\.reward: .* has no trained head for head={head()} .*score\.weight"):
+        load(tmp_path / "model", "reward", head=head())
+    load(tmp_path / "model", "reward", head=head(HeadInit.zero))
+
+
+def test_a_language_model_without_its_last_layer_is_refused(tmp_path):
+    folder = save_tiny(tmp_path / "reward", "llama", head="score")
+    with pytest.raises(ValueError, match=r"models\.actor: .* holds a reward model or a critic \(score\.weight"):
+        load(folder, "actor")
+    weights = load_file(folder / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"models\.actor: .* lacks weights that head=causal needs: lm_head\.weight"):
+        load(folder, "actor")
+
+
+def test_a_folder_without_all_layers_is_refused(tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {k: v for k, v in weights.items() if ".mlp.up_proj." not in k}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ValueError, match=r"models\.actor: .* lacks weights .* model\.layers\.0\.mlp\.up_proj\.weight"):
+        load(folder, "actor")
+
+
+def test_head_init_starts_a_scalar_head_anew(tmp_path):
+    folder = str(save_tiny(tmp_path / "model", "llama", head="score"))
+
+    def weight(init, seed=0, head=Score):
+        return TransformersModel(folder, head=head(init)).load("reward", seed=seed).machine.head.weight_1H
+
+    assert not weight("zero").any()
+    assert not weight("zero", head=Value).any()
+    kept, drawn = weight(None), weight("normal")
+    assert torch.equal(kept, weight(None, seed=1))
+    assert torch.equal(drawn, weight("normal"))
+    assert not torch.equal(drawn, weight("normal", seed=1))
+    assert drawn.std().item() == pytest.approx(65**-0.5, rel=0.3)  # hidden size 64
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
+def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
+    """Some families call the layer `score` in one class and `classifier` in the other."""
+    folder = save_tiny(tmp_path / "reward", family, head="score")
+    data = random_sample([[7], [5, 4]])
+    reward = load(folder, "reward", head=Score()).machine
+    critic = load(folder, "critic", head=Value(), optimizer=OptimizerSpec(lr=1e-2)).machine
+    assert torch.equal(critic.head.weight_1H, reward.head.weight_1H)
+    assert not critic.head.bias_1.any()  # a reward model has none
+    scores = [
+        e.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_sequences(s=out.scores()))["s"]
+        for e in (reward, critic)
+    ]
+    assert torch.equal(*scores)
+    critic.train_batch(data, MicroBatchSpec(), lambda out, mb: (out.values().sum(), {}), lambda d: torch.tensor(1.0))
+    critic.save(tmp_path / "critic")
+    back = load(tmp_path / "critic", "reward", head=Score()).machine
+    assert torch.equal(back.head.weight_1H, critic.head.weight_1H)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_critic_from_the_actor_starts_with_a_head_of_its_own(tmp_path, family):
+    folder = save_tiny(tmp_path / "actor", family)
+    data = random_sample([[7], [5, 4]])
+    for init in ("zero", "normal"):
+        critic = load(folder, "critic", head=Value(init)).machine
+        values = critic.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(v=out.values()))["v"]
+        assert values.any() == (init == "normal")
+        actor = load(folder).machine.module.base_model.state_dict()
+        assert all(torch.equal(x, actor[name]) for name, x in critic.module.base_model.state_dict().items())
+
+
+def test_heads_with_bias_and_scale_are_read():
+    phi = read_head(tiny_model("gemma2"))
+    assert isinstance(phi, LMHead)
+    assert phi.softcap == 3.0
+    granite, cohere = read_head(tiny_model("granite")), read_head(tiny_model("cohere2"))
+    assert isinstance(granite, LMHead)
+    assert isinstance(cohere, LMHead)
+    assert (granite.scale, cohere.scale) == (pytest.approx(1 / 3), 0.25)
+
+
+def test_trap_b5_nothing_but_end_tokens_is_read_from_generation_config(tmp_path):
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    leaked = {"eos_token_id": [2, 9], "repetition_penalty": 1.1, "top_k": 20, "temperature": 0.7, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(leaked))
+    assert load(folder).machine.eos_token_ids == (2, 9)
+    (folder / "generation_config.json").unlink()
+    assert load(folder).machine.eos_token_ids == (2,)
+
+
+def test_reference_and_policy_share_nothing(tmp_path):
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    actor, ref = load(folder, optimizer=OptimizerSpec(lr=0.1)), load(folder, "ref")
+    assert actor.machine.trainable
+    assert not ref.machine.trainable
+    assert not any(p.requires_grad for p in ref.machine.module.parameters())
+    data = random_sample([[9, 5]])
+    assert torch.equal(logprobs(actor.machine, data), logprobs(ref.machine, data))
+    before = logprobs(ref.machine, data)
+    actor.machine.train_batch(
+        data, MicroBatchSpec(), lambda out, mb: (out.logprobs().sum(), {}), lambda d: torch.tensor(1.0)
+    )
+    assert torch.equal(logprobs(ref.machine, data), before)
+    assert not torch.equal(logprobs(actor.machine, data), before)
+
+
+@pytest.mark.parametrize("path", ["./model", "/nowhere/model", "~/model", "a/b/c", "here/model", "..", "", "-x", "a b"])
+def test_a_bad_local_path_fails_at_once(tmp_path, monkeypatch, offline, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ValueError, match=r"^models\.actor\.path=.* is (neither|a folder without)") as error:
+        load(path or "", "actor")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "owner/model", "Qwen/Qwen2.5-0.5B"])
+def test_hub_names_are_left_to_transformers(name):
+    assert check_path("models.actor.path", name) == name
+
+
+def test_a_hub_name_out_of_reach_is_one_line(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("We couldn't connect.\nSecond line.")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
+    with pytest.raises(
+        ValueError, match=r"^models.actor: cannot load 'owner/m' from .*: OSError: We couldn't connect\.$"
+    ):
+        load("owner/m")
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path, offline):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"models\.actor\.path=.* is a folder without config\.json$"):
+        load(tmp_path / "empty")
+
+
+def test_a_folder_without_tokenizer_asks_for_one(tmp_path, offline):
+    tiny_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"models\.actor\.tokenizer=.* is a folder without tokenizer\* or"):
+        load(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    assert len(load(tmp_path / "model", tokenizer=str(tmp_path / "tokenizer")).tokenizer) == 97
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    folder = save_tiny(tmp_path / "model", "llama", vocab_size=60)
+    with pytest.raises(ValueError, match=r"models\.actor: the tokenizer has 97 tokens, the model only 60"):
+        load(folder)
+
+
+def test_trap_g3_weights_that_are_not_finite_are_not_saved(tmp_path):
+    engine = tiny_engine("llama")
+    engine.save(tmp_path / "model")
+    weight = next(engine.module.parameters())
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.view(-1)[0] = float("nan")
+    with pytest.raises(ValueError, match=r"'actor' is not saved: weight 'model\.embed_tokens\.weight' is not finite"):
+        engine.save(tmp_path / "model")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(back.model.embed_tokens.weight, kept)
+
+
+def test_trap_g3_a_save_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
+    engine = tiny_engine("llama")
+    engine.save(tmp_path / "model")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+
+    def fail(path):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(engine.tokenizer, "save_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        engine.save(tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_weights_that_the_disk_does_not_take_are_an_error_of_the_disk(tmp_path, monkeypatch):
+    """What safetensors raises then is no OSError, and would pass for a bug."""
+    engine = tiny_engine("llama")
+    engine.save(tmp_path / "model")
+
+    def fail(path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(engine.module, "save_pretrained", fail)
+    with pytest.raises(OSError, match=r"model was not saved: I/O error: No space left"):
+        engine.save(tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_saved_folders_can_be_read_by_others(tmp_path):
+    engine = tiny_engine("llama")
+    old = os.umask(0o022)
+    try:
+        engine.save(tmp_path / "model")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o755
+
+
+def test_importing_the_package_does_not_import_transformers():
+    code = "import realign.engines, sys; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_frozen_model_has_nothing_that_trains():
+    for trains, word in ((TopLayers(1), "top_layers"), (Lora(), "lora")):
+        with pytest.raises(ValueError, match=f"trains={word}: it is ignored without an optimizer. Set optimizer.lr."):
+            TransformersModel("x", trains=trains)
+    TransformersModel("x", trains=All())
+
+
+@pytest.mark.parametrize(
+    ("trains", "keeps_start"), [(All(), False), (TopLayers(1), True), (Lora(), True)], ids=["all", "top", "lora"]
+)
+def test_a_start_is_kept_by_what_trains_in_part_or_not_at_all(trains, keeps_start):
+    assert TransformersModel("x", optimizer=OptimizerSpec(), trains=trains).facts().branches == keeps_start
+    assert not TransformersModel("x").facts().trainable
+
+
+def test_a_copy_for_rollouts_has_no_average():
+    model = TransformersModel("x", optimizer=OptimizerSpec(lr=0.5, ema_decay=0.9), trains=TopLayers(1))
+    assert model.for_sampling() == replace(model, optimizer=OptimizerSpec(lr=0.5))
+    assert TransformersModel("x").for_sampling() == TransformersModel("x")
+
+
+def test_a_tokenizer_that_transformers_rebuilds_as_another_kind_is_warned_of(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    words = Tokenizer(models.WordLevel({"<unk>": 0, **{f"word{i}": i + 1 for i in range(90)}}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    by_word = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="word1")
+    by_word.save_pretrained(folder)
+    with pytest.warns(UserWarning, match="models.actor: transformers reads .* as Qwen2Tokenizer, which cuts"):
+        TransformersModel(str(folder), device="cpu").load("actor", seed=0)
+    by_word.save_pretrained(tmp_path / "words")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TransformersModel(str(folder), tokenizer=str(tmp_path / "words"), device="cpu").load("actor", seed=0)

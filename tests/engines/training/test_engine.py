@@ -1,0 +1,662 @@
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from realign.api import (
+    GenerationConfig,
+    Lengths,
+    Mean,
+    MicroBatchSpec,
+    SequenceSample,
+    masked_max,
+    masked_mean,
+    merge_stats,
+    stat_values,
+)
+from realign.engines import OptimizerSpec, Schedule
+from realign.engines.sampling import weight_fusion as fusion
+from realign.engines.training.engine import TransformersEngine
+from realign.functional import AggregationMode, aggregate, aggregation_weight, nll_loss
+from tests.tiny import FAMILIES, random_sample, tiny_engine
+
+ONE = MicroBatchSpec()
+LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
+SPECS = [ONE, *(MicroBatchSpec(n_microbatches=n) for n in (2, 3, 4, 9))]
+SPECS += [MicroBatchSpec(max_tokens_per_microbatch=n) for n in (12, 15, 21, 40)]
+# plain gradient descent in disguise would hide nothing, but Adam's first step is lr * sign(gradient): a large eps
+# keeps the step proportional to the gradient, so that equal parameters mean equal gradients
+STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
+
+
+class Likelihood:
+    """A supervised loss in one of the aggregations, as an interface states it."""
+
+    def __init__(self, mode=AggregationMode.token_mean, constant=None):
+        self.mode, self.constant = mode, constant
+
+    def loss(self, output, data):
+        mask_T = data["loss_mask"]
+        logprobs_T, entropy_T = output.logprobs_and_entropy(where_T=mask_T)
+        nll_T = nll_loss(logprobs_T, mask_T)
+        loss = aggregate(nll_T - 0.01 * entropy_T, mask_T, data.cu_seqlens(), self.mode)
+        return loss, {
+            "nll": masked_mean(nll_T, mask_T),
+            "nll_max": masked_max(nll_T, mask_T),
+            "pair": (nll_T.detach().sum(), mask_T.sum()),
+        }
+
+    def weight(self, data):
+        return aggregation_weight(data["loss_mask"], data.cu_seqlens(), self.mode, constant=self.constant)
+
+
+def train(engine, data, spec=ONE, loss=None):
+    loss = loss or Likelihood()
+    return engine.train_batch(data, spec, loss.loss, loss.weight)
+
+
+def weights(engine):
+    return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
+
+
+def moved(engine, before):
+    return max(float((x - before[name]).abs().max()) for name, x in weights(engine).items())
+
+
+def assert_same(a, b, atol=1e-6):
+    for name in a:
+        torch.testing.assert_close(
+            a[name], b[name], atol=atol, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_one_step_equals_padded_reference_with_plain_torch():
+    """The gradient of a plain transformers forward pass, one sequence at a time, and the definition of Adam."""
+    engine = tiny_engine(optimizer=STEP)
+    reference = copy.deepcopy(engine.module)
+    reference.set_attn_implementation("eager")
+    data = random_sample(LENGTHS)
+    total = 0.0
+    for ids, mask in zip(data.sequences(), data.sequences("loss_mask"), strict=True):
+        logp = reference(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        for t in range(1, len(ids)):
+            if mask[t]:
+                total = total - logp[t - 1, ids[t]] + 0.01 * (logp[t - 1].exp() * logp[t - 1]).sum()
+    (total / data["loss_mask"].sum()).backward()
+    stats = stat_values(train(engine, data))
+    assert stats["loss"] == pytest.approx((total / data["loss_mask"].sum()).item(), rel=1e-5)
+    norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
+    assert stats["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    for (name, p), (_, q) in zip(reference.named_parameters(), engine.module.named_parameters(), strict=True):
+        want = p.detach() - 1e-2 * p.grad / (p.grad.abs() + 1.0)
+        torch.testing.assert_close(q.detach(), want, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("mode", AggregationMode)
+def test_trap_d1_d3_step_does_not_depend_on_the_cut(mode):
+    data = random_sample(LENGTHS)
+    loss = Likelihood(mode, constant=16.0 if mode is AggregationMode.constant else None)
+    results = []
+    for spec in SPECS:
+        engine = tiny_engine(optimizer=STEP)
+        stats = stat_values(train(engine, data, spec, loss))
+        results.append((weights(engine), stats, stats.pop("n_microbatches")))
+    assert {n for _, _, n in results} >= {1.0, 2.0, 3.0, 4.0}
+    for found, stats, _ in results[1:]:
+        assert_same(found, results[0][0])
+        assert stats == pytest.approx(results[0][1], rel=1e-4)  # every metric, too
+
+
+def test_trap_d1_step_does_not_depend_on_the_order():
+    data, results = random_sample(LENGTHS), []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        engine = tiny_engine(optimizer=STEP)
+        train(engine, data.take(order), MicroBatchSpec(max_tokens_per_microbatch=20))
+        results.append(weights(engine))
+    assert_same(*results)
+
+
+def test_trap_d1_golden_token_mean():
+    """Lengths 2, 4, 10 with per-token loss 1, 2, 3: token-mean 2.5, where means per micro-batch give 2.0 or 2.33."""
+    data = random_sample([[2], [4], [10]], prompt=0)
+    per_token = torch.tensor([1.0] * 2 + [2.0] * 4 + [3.0] * 10)
+    data = data.with_tokens(given=per_token)
+    for spec in SPECS[:3]:
+        engine = tiny_engine(optimizer=STEP)
+        stats = engine.train_batch(
+            data,
+            spec,
+            lambda out, mb: (mb["given"].sum() + 0 * out.logprobs().sum(), {}),
+            lambda d: d["loss_mask"].sum(),
+        )
+        assert stat_values(stats)["loss"] == pytest.approx(2.5)
+
+
+def test_trap_d5_group_size_does_not_scale_the_gradient():
+    group = random_sample([[9, 9, 9, 9]])
+    one = group.take_sequences([0])
+    ids = one["input_ids"].repeat(4)
+    norms = [
+        stat_values(train(tiny_engine(optimizer=STEP), data))["grad_norm"]
+        for data in (one, group.with_tokens(input_ids=ids))
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_trap_d7_microbatches_without_trainable_tokens_change_nothing():
+    data = random_sample([[9, 4], [5], [6]])
+    mask_T = data["loss_mask"].clone()
+    mask_T[13:18] = False  # the second prompt trains nowhere
+    data = data.with_tokens(loss_mask=mask_T)
+    results = []
+    for sample, spec in ((data.take([0, 2]), ONE), (data, MicroBatchSpec(n_microbatches=3)), (data, ONE)):
+        engine = tiny_engine(optimizer=STEP)
+        train(engine, sample, spec)
+        results.append(weights(engine))
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+def test_trap_d7_batch_without_trainable_tokens_is_no_step():
+    data = random_sample([[9, 4], [5]])
+    data = data.with_tokens(loss_mask=torch.zeros(18, dtype=torch.bool))
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=0.1, weight_decay=0.5, schedule=Schedule("linear", total=10)))
+    train(engine, random_sample([[7]]))  # moments are not zero
+    before, lr = weights(engine), engine._stepper.lr
+    stats = stat_values(train(engine, data))
+    assert stats["skipped_steps"] == stats["zero_weight_steps"] == 1
+    assert stats["nonfinite_steps"] == stats["zero_gradient_steps"] == 0
+    assert "loss" not in stats
+    assert moved(engine, before) == 0
+    assert engine._stepper.lr == lr
+
+
+def test_trap_a14_d7_empty_and_tiny_sequences_train():
+    engine = tiny_engine(optimizer=STEP)
+    data = random_sample([[0, 1], [0], [7, 0], [1]], prompt=0)
+    for spec in (ONE, MicroBatchSpec(n_microbatches=4), MicroBatchSpec(max_tokens_per_microbatch=7)):
+        stats = stat_values(train(engine, data, spec))
+        assert stats["skipped_steps"] == 0
+        assert stats["tokens"] == 9
+    logprobs = engine.forward(data, MicroBatchSpec(n_microbatches=4), keep_logprobs)["logprobs"]
+    assert logprobs.shape == (9,)
+    assert logprobs.isfinite().all()
+
+
+def test_trap_e13_zero_gradient_is_no_step():
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=0.1, weight_decay=0.5))
+    data = random_sample([[7], [5]])
+    train(engine, data)
+    before = weights(engine)
+    stats = engine.train_batch(data, ONE, lambda out, mb: (0 * out.logprobs().sum(), {}), lambda d: torch.tensor(3.0))
+    found = stat_values(stats)
+    assert (found["skipped_steps"], found["zero_gradient_steps"], found["grad_norm"]) == (1, 1, 0)
+    assert moved(engine, before) == 0
+    constant = engine.train_batch(data, ONE, lambda out, mb: (torch.tensor(2.0), {}), lambda d: torch.tensor(4.0))
+    assert stat_values(constant)["loss"] == 0.5
+    assert stat_values(constant)["zero_gradient_steps"] == 1
+    assert moved(engine, before) == 0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
+    engine = tiny_engine(optimizer=replace(STEP, max_nonfinite_in_a_row=3))
+    data = random_sample([[7], [5]])
+    before = weights(engine)
+
+    def bad(out, mb):
+        return out.logprobs().sum() * (poison if len(mb["input_ids"]) == 5 else 1.0), {}
+
+    def weight(d):
+        return torch.tensor(1.0)
+
+    two = MicroBatchSpec(n_microbatches=2)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"the loss of id 'p1'; this step is skipped, \d in a row, and 3"):
+            stats = stat_values(engine.train_batch(data, two, bad, weight))
+        assert stats["nonfinite_steps"] == stats["skipped_steps"] == 1
+        assert "loss" not in stats
+        assert moved(engine, before) == 0
+    assert stat_values(train(engine, data))["skipped_steps"] == 0  # a good step starts the count anew
+    after = weights(engine)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="is skipped"):
+            engine.train_batch(data, two, bad, weight)
+    message = "'actor': loss or gradient was not finite in 3 optimizer steps in a row, .*, from the loss of id 'p1'"
+    with pytest.raises(FloatingPointError, match=message):
+        engine.train_batch(data, two, bad, weight)
+    assert moved(engine, after) == 0
+
+
+def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
+    spec = OptimizerSpec(lr=0.1, weight_decay=0.5, schedule=Schedule("linear", total=10), ema_decay=0.5)
+    engine = tiny_engine(optimizer=spec)
+    data, loss, seen = random_sample(LENGTHS), Likelihood(), []
+    train(engine, random_sample(LENGTHS, seed=1))  # moments are not zero
+    before = copy.deepcopy(engine.state_dict())
+    plain = stat_values(train(copy.deepcopy(engine), data))
+
+    def veto(stats):
+        seen.append(stat_values(stats))
+        return False
+
+    for spec in (ONE, MicroBatchSpec(n_microbatches=3)):
+        found = stat_values(engine.train_batch(data, spec, loss.loss, loss.weight, veto))
+        assert (found["vetoed_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
+        for name in ("nll", "nll_max", "loss", "grad_norm", "lr", "tokens"):  # reported as what they would have been
+            assert found[name] == pytest.approx(plain[name], rel=1e-5), name
+        asked = {k: plain[k] for k in ("nll", "nll_max", "pair", "tokens")}
+        assert {k: seen[-1][k] for k in asked} == pytest.approx(asked, rel=1e-5)
+    for part in ("module", "ema", "optimizer"):
+        assert_equal(engine.state_dict()[part], before[part])
+    assert all(p.grad is None for p in engine.module.parameters())
+    after = stat_values(engine.train_batch(data, ONE, loss.loss, loss.weight, lambda stats: True))
+    assert (after["vetoed_steps"], after["optimizer_steps"], after["lr"]) == (0, 1, plain["lr"])
+
+
+def test_a_part_with_the_weight_of_the_whole_is_differentiated_and_applied():
+    """What two ranks would do: their gradients, added, are that of the whole batch; so are their merged metrics."""
+    engine, data, loss = tiny_engine(optimizer=STEP), random_sample(LENGTHS), Likelihood()
+    weight, parts = loss.weight(data), data.chunks(2)
+    gradients, metrics = [], []
+    for part in parts:
+        metrics.append(engine.accumulate(part, ONE, loss.loss, weight))
+        gradients.append([p.grad.clone() for p in engine.module.parameters()])
+    engine.accumulate(data, ONE, loss.loss, weight)
+    for whole, *halves in zip(engine.module.parameters(), *gradients, strict=True):
+        torch.testing.assert_close(whole.grad, sum(halves), atol=1e-6, rtol=1e-5)
+    step = engine.apply(weight)
+    plain = stat_values(train(tiny_engine(optimizer=STEP), data))
+    found = stat_values({**merge_stats(metrics), **step})
+    assert found == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_step_without_a_gradient_is_refused_or_counted():
+    engine = tiny_engine(optimizer=STEP)
+    with pytest.raises(ValueError, match="'actor': apply needs a gradient; call accumulate first"):
+        engine.apply(torch.tensor(1.0))
+    found = stat_values(engine.skip("zero_weight_steps"))
+    assert (found["zero_weight_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
+
+
+def assert_equal(a, b):
+    """Nested state, bit by bit."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+def test_a_batch_that_makes_no_step_for_another_reason_is_counted_as_that():
+    """The veto is asked where a step could be made: not for a batch of weight 0; a bad gradient counts as such."""
+    engine, asked = tiny_engine(optimizer=STEP), []
+
+    def veto(stats):
+        asked.append(stats)
+        return False
+
+    data = random_sample([[7], [5]])
+    empty = data.with_tokens(loss_mask=torch.zeros(12, dtype=torch.bool))
+    found = stat_values(engine.train_batch(empty, ONE, Likelihood().loss, Likelihood().weight, veto))
+    assert (found["zero_weight_steps"], found["vetoed_steps"], asked) == (1, 0, [])
+
+    def bad(out, mb):
+        return out.logprobs().sum() * float("nan"), {}
+
+    with pytest.warns(UserWarning, match="the loss of ids 'p0', 'p1'"):
+        found = stat_values(engine.train_batch(data, ONE, bad, lambda d: torch.tensor(1.0), veto))
+    assert (found["nonfinite_steps"], found["vetoed_steps"], found["skipped_steps"]) == (1, 0, 1)
+
+
+def test_an_interrupted_batch_leaves_no_gradient_behind():
+    data = random_sample([[7], [5]])
+
+    def fails(out, mb):
+        if len(mb["input_ids"]) == 5:
+            raise KeyError("advantages")
+        return out.logprobs().sum(), {}
+
+    engine, fresh = tiny_engine(optimizer=STEP), tiny_engine(optimizer=STEP)
+    with pytest.raises(KeyError, match="advantages"):
+        engine.train_batch(data, MicroBatchSpec(n_microbatches=2), fails, lambda d: torch.tensor(1.0))
+    assert not any(m.training for m in engine.module.modules())
+    train(engine, data)
+    train(fresh, data)
+    assert_same(weights(engine), weights(fresh), atol=0)
+
+
+def test_gradient_is_clipped_to_its_norm():
+    data = random_sample(LENGTHS)
+    plain = stat_values(train(tiny_engine(optimizer=STEP), data))["grad_norm"]
+    limit = plain / 4
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=limit))
+    before = weights(engine)
+    assert stat_values(train(engine, data))["grad_norm"] == pytest.approx(plain, rel=1e-5)  # the norm before clipping
+    # lr * g / (|g| + 1) is inverted to find the gradient that was used
+    used = [(before[n] - x) / 1e-2 for n, x in weights(engine).items()]
+    used = [u / (1 - u.abs()) for u in used]
+    assert float(torch.stack([u.norm() for u in used]).norm()) == pytest.approx(limit, rel=1e-2)
+
+
+def test_trap_d14_schedule_counts_optimizer_steps():
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1.0, grad_clip=1e-9, schedule=Schedule("linear", total=4)))
+    data, empty = random_sample([[7]]), random_sample([[2]])
+    found = [stat_values(train(engine, d))["lr"] for d in (data, data, empty, data, data, data)]
+    assert found == pytest.approx([1.0, 0.75, 0.5, 0.5, 0.25, 0.0])  # the empty batch is no step
+
+
+def test_trap_d14_a8_schedule_counts_rollout_batches():
+    schedule = Schedule("linear", total=4, unit="train_step")
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1.0, grad_clip=1e-9, schedule=schedule))
+    data, found = random_sample([[7]]), []
+    for version in range(3):
+        engine.start_step(version)
+        found += [stat_values(train(engine, data))["lr"] for _ in range(2)]
+    assert found == pytest.approx([1.0, 1.0, 0.75, 0.75, 0.5, 0.5])
+
+
+def test_state_dict_continues_exactly():
+    spec = OptimizerSpec(lr=1e-2, eps_hat=True, eps=1e-5, schedule=Schedule("cosine", warmup=2, total=8))
+    data = [random_sample(LENGTHS, seed=s) for s in range(4)]
+    whole = tiny_engine(optimizer=spec)
+    for sample in data:
+        train(whole, sample)
+    first, second = tiny_engine(optimizer=spec), tiny_engine(optimizer=spec, model={"seed": 1})
+    for sample in data[:2]:
+        train(first, sample)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for sample in data[2:]:
+        train(second, sample)
+    assert_same(weights(whole), weights(second), atol=0)
+    with pytest.raises(ValueError, match="the engine has no optimizer, but the saved state has one"):
+        tiny_engine().load_state_dict(first.state_dict())
+
+
+def test_weights_alone_leave_the_optimizer_and_start_the_average_anew():
+    spec = OptimizerSpec(lr=1e-2, ema_decay=0.5)
+    first, second = (tiny_engine(optimizer=spec, model={"seed": seed}) for seed in (0, 1))
+    train(first, random_sample(LENGTHS))
+    second.load_state_dict(copy.deepcopy(first.state_dict()), weights_only=True)
+    assert_same(weights(first), weights(second), atol=0)
+    assert second._stepper.optimizer_steps == 0
+    assert not second._stepper.optimizer.state
+    for average, parameter in zip(second._average.average, second._average.parameters, strict=True):
+        assert torch.equal(average, parameter)
+
+
+def test_a_state_of_which_other_weights_train_is_refused():
+    first, second = (tiny_engine(optimizer=STEP) for _ in range(2))
+    for x in second.module.model.embed_tokens.parameters():
+        x.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"of which other weights train: 'model\.embed_tokens\.weight'"):
+        second.load_state_dict(first.state_dict())
+    assert second.fixed_weights()["module"].keys() == {"model.embed_tokens.weight"}
+    with pytest.raises(ValueError, match=r"of which other weights train: 'model\.embed_tokens\.weight'"):
+        first.load_state_dict(second.state_dict())
+
+
+def test_settings_of_the_optimizer_are_those_of_now():
+    first = tiny_engine(optimizer=OptimizerSpec(lr=1e-2, betas=(0.5, 0.6), weight_decay=0.3))
+    train(first, random_sample(LENGTHS))
+    second = tiny_engine(optimizer=OptimizerSpec(lr=1e-3, betas=(0.8, 0.9), weight_decay=0.1))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    optimizer = second._stepper.optimizer
+    assert [(g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [((0.8, 0.9), 0.1), ((0.8, 0.9), 0.0)]
+    moments = [x["exp_avg"] for x in first._stepper.optimizer.state.values()]
+    assert all(torch.equal(x["exp_avg"], y) for x, y in zip(optimizer.state.values(), moments, strict=True))
+
+
+def test_whether_rollouts_are_fused_is_found_out_with_the_weights_that_the_run_began_with(monkeypatch):
+    """A resumed run would otherwise compare with trained weights, and may then decide otherwise."""
+    prompt = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[5, 6, 7]]]})
+    first = tiny_engine(optimizer=OptimizerSpec(lr=1e-2))
+    assert not first.state_dict()["fused"]
+    first.generate(prompt, GenerationConfig(max_new_tokens=2), seed=0)
+    assert first.state_dict()["fused"]
+    train(first, random_sample(LENGTHS))
+    second, found = tiny_engine(optimizer=OptimizerSpec(lr=1e-2)), []
+    initial = weights(second)
+    compared = fusion._compared
+    monkeypatch.setattr(fusion, "_compared", lambda model: found.append(weights(second)) or compared(model))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert_same(found[0], initial, atol=0)
+    assert second.state_dict()["fused"]
+    second.generate(prompt, GenerationConfig(max_new_tokens=2), seed=0)
+    assert len(found) == 1
+
+
+def keep_logprobs(out, mb):
+    return mb.with_tokens(logprobs=out.logprobs())
+
+
+class DifferenceToBefore:
+    """The largest change of log-probs since `before` was written."""
+
+    def loss(self, output, data):
+        logprobs_T = output.logprobs()
+        return -logprobs_T.sum(), {"diff": masked_max((logprobs_T - data["before"]).abs(), data["loss_mask"])}
+
+    def weight(self, data):
+        return data["loss_mask"].sum()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trap_b1_b6_first_ratio_is_one(family, checkpointing):
+    """Dropout in the config; it is off, with and without recomputation in the backward pass."""
+    rates = {"gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"), "opt": ("dropout", "attention_dropout")}
+    rates |= {"gpt_neox": ("attention_dropout", "hidden_dropout"), "phi3": ("resid_pdrop", "embd_pdrop")}
+    config = dict.fromkeys(rates.get(family, ("attention_dropout",)), 0.3)
+    engine = tiny_engine(family, model=config, optimizer=OptimizerSpec(lr=0.0), gradient_checkpointing=checkpointing)
+    data = random_sample(LENGTHS)
+    for spec, other, limit in ((ONE, ONE, 0.0), (SPECS[5], SPECS[5], 0.0), (ONE, SPECS[5], 1e-5)):
+        before = engine.forward(data, spec, keep_logprobs).rename({"logprobs": "before"})
+        found = stat_values(train(engine, data.merge(before), other, DifferenceToBefore()))
+        assert found["diff"] <= limit
+    assert not any(m.training for m in engine.module.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen3_moe"])
+def test_trap_b6_checkpointing_recomputes_and_changes_nothing(family):
+    data, results, calls = random_sample(LENGTHS), [], []
+    for checkpointing in (False, True):
+        engine = tiny_engine(family, optimizer=STEP, gradient_checkpointing=checkpointing)
+        layer = next(m for n, m in engine.module.named_modules() if n.endswith(("layers.0", "h.0")))
+        first = next(m for m in layer.modules() if not list(m.children()))
+        count = []
+        first.register_forward_hook(lambda *_, count=count: count.append(1))
+        train(engine, data)
+        results.append(weights(engine))
+        calls.append(len(count))
+        engine.forward(data, ONE, keep_logprobs)
+        assert len(count) == calls[-1] + 1  # scoring recomputes nothing
+    assert calls == [1, 2]
+    assert_same(*results)
+
+
+def test_dropout_is_applied_when_asked_and_only_while_training():
+    rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
+    data = random_sample(LENGTHS)
+    losses, scores = [], []
+    for dropout, checkpointing in ((False, False), (True, False), (True, False), (True, True)):
+        engine = tiny_engine(
+            "gpt2", model=rates, optimizer=OptimizerSpec(lr=0.0), dropout=dropout, gradient_checkpointing=checkpointing
+        )
+        scores.append(engine.forward(data, ONE, keep_logprobs)["logprobs"])
+        torch.rand(1)  # the noise must not come from the global generator
+        losses.append(stat_values(train(engine, data)))
+        assert not any(m.training for m in engine.module.modules())
+    assert all(torch.equal(x, scores[0]) for x in scores)
+    assert abs(losses[0]["loss"] - losses[1]["loss"]) > 1e-3
+    assert losses[1] == losses[2]  # the noise is a function of the seed
+    assert losses[3] == pytest.approx(losses[1], rel=1e-5)  # and the recomputed layers see it again
+
+
+def test_dropout_of_a_token_classifier_is_off_unless_asked():
+    data = random_sample(LENGTHS)
+
+    def loss(out, mb):
+        return out.values().sum(), {}
+
+    for dropout in (False, True):
+        engine = tiny_engine("llama", model={"head": "value"}, optimizer=OptimizerSpec(lr=0.0), dropout=dropout)
+        assert engine.module.dropout.p == 0.1
+        want = engine.forward(data, ONE, lambda out, mb: mb.with_tokens(values=out.values()))["values"].sum()
+        found = engine.train_batch(data, ONE, loss, lambda d: torch.tensor(1.0))
+        same = stat_values(found)["loss"] == pytest.approx(float(want), rel=1e-5)
+        assert same != dropout
+
+
+def test_tied_embeddings_are_trained_through_both_uses():
+    data = random_sample(LENGTHS)
+    tied = tiny_engine("llama", model={"tie_word_embeddings": True}, optimizer=OptimizerSpec())
+    module = tied.module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    loose = copy.deepcopy(module)
+    loose.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
+    for model in (module, loose):
+        engine = TransformersEngine("actor", model, None, seed=0, optimizer=OptimizerSpec())
+        engine.network.run(data, data).logprobs().sum().backward()
+    parts = loose.model.embed_tokens.weight.grad, loose.lm_head.weight.grad
+    assert all(part.abs().max() > 1e-3 for part in parts)
+    torch.testing.assert_close(module.lm_head.weight.grad, sum(parts), atol=1e-5, rtol=1e-5)
+
+
+def test_trap_b9_bfloat16_computes_over_fp32_weights():
+    data = random_sample(LENGTHS)
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-6, eps=1e-3), dtype=dtype)
+        before = weights(engine)
+        seen = []
+
+        def loss(out, mb, seen=seen, dtype=dtype):
+            rows, weight = (x.detach().to(dtype) for x in (out.hidden_TH, out.head.weight_VH))
+            seen.append(out.logprobs().dtype)
+            assert torch.equal(out.logits, (rows @ weight.T).float())  # the head multiplies in that precision
+            return Likelihood().loss(out, mb)
+
+        results[dtype] = stat_values(engine.train_batch(data, ONE, loss, Likelihood().weight))
+        assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
+        state = engine._stepper.optimizer.state_dict()["state"]
+        assert {x.dtype for s in state.values() for x in s.values() if x.ndim} == {torch.float32}
+        assert seen == [torch.float32]
+        assert moved(engine, before) > 0  # steps far below the resolution of bfloat16 are not lost
+    assert results[torch.bfloat16]["loss"] == pytest.approx(results[torch.float32]["loss"], rel=2e-2)
+    assert results[torch.bfloat16]["loss"] != results[torch.float32]["loss"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_forward_gives_results_in_the_order_of_the_batch(spec):
+    engine = tiny_engine(optimizer=STEP)
+    data = random_sample(LENGTHS)
+
+    def hook(out, mb):
+        mb = mb.with_tokens(logprobs=out.logprobs(), copied=mb["input_ids"].clone())
+        return mb.with_sequences(first=mb["input_ids"][mb.cu_seqlens()[:-1].long()])
+
+    got = engine.forward(data, spec, hook)
+    assert got.ids == data.ids
+    assert got.keys == {"logprobs", "copied", "first"}
+    assert torch.equal(got["copied"], data["input_ids"])
+    assert got.lengths["copied"] == data.lengths["input_ids"]
+    assert torch.equal(got["first"], data["input_ids"][data.cu_seqlens()[:-1].long()])
+    want = engine.forward(data, ONE, keep_logprobs)["logprobs"]
+    torch.testing.assert_close(got["logprobs"], want, atol=1e-5, rtol=1e-5)
+    assert not got["logprobs"].requires_grad
+    data.merge(got)
+
+
+def test_forward_may_write_a_key_that_the_batch_has():
+    engine = tiny_engine()
+    data = random_sample([[4], [5]]).with_tokens(logprobs=torch.full((9,), 7.0))
+    got = engine.forward(data, ONE, keep_logprobs)
+    assert got.keys == {"logprobs"}
+    assert (got["logprobs"] <= 0).all()
+
+
+def test_forward_of_nothing_and_a_hook_that_adds_nothing():
+    engine = tiny_engine()
+    nothing = SequenceSample(()).with_data({"input_ids": torch.zeros(0).long()}, lengths=Lengths.of([]))
+    assert engine.forward(nothing, ONE, keep_logprobs).ids == ()
+    with pytest.raises(ValueError, match="post_hook added no key"):
+        engine.forward(random_sample([[3]]), ONE, lambda out, mb: mb)
+
+
+def test_frozen_models_do_not_train():
+    engine = tiny_engine()
+    assert not engine.trainable
+    assert not any(p.requires_grad for p in engine.module.parameters())
+    with pytest.raises(ValueError, match="model 'actor' has no optimizer"):
+        train(engine, random_sample([[5]]))
+    engine.start_step(3)
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2), torch.ones((), dtype=torch.bfloat16)])
+def test_a_loss_that_is_no_fp32_sum_is_refused(loss):
+    with pytest.raises(ValueError, match="loss_fn must return a sum"):
+        tiny_engine(optimizer=STEP).train_batch(
+            random_sample([[5]]), ONE, lambda out, mb: (loss, {}), lambda d: torch.tensor(1.0)
+        )
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_bad_weight_is_refused(weight):
+    with pytest.raises(ValueError, match="loss_weight_fn must return a finite number of at least 0"):
+        tiny_engine(optimizer=STEP).train_batch(
+            random_sample([[5]]), ONE, Likelihood().loss, lambda d: torch.tensor(weight)
+        )
+
+
+def test_metrics_of_several_steps_merge():
+    engine = tiny_engine(optimizer=STEP)
+    parts = [random_sample([[9]]), random_sample([[2]]), random_sample([[5, 5]], seed=1)]
+    stats = [train(engine, part) for part in parts]
+    merged = stat_values(merge_stats(stats))
+    assert merged["skipped_steps"] == 1
+    assert merged["optimizer_steps"] == 2
+    one, two = (stat_values(s)["loss"] for s in (stats[0], stats[2]))
+    assert merged["loss"] == pytest.approx((7 * one + 6 * two) / 13, rel=1e-5)
+    assert isinstance(stats[0]["pair"], Mean)
+    assert merged["pair"] == pytest.approx(merged["nll"])
+
+
+def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
+    seen = {}
+
+    def fake(model, head, data, config, *, seed, eos_token_ids, tokenizer, fusion, max_slots):
+        seen.update(
+            seed=seed, max_slots=max_slots, eos=eos_token_ids, grad=torch.is_grad_enabled(), training=model.training
+        )
+        seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head.weight_VH)
+        return data
+
+    monkeypatch.setattr("realign.engines.sampling.rollout.generate", fake)
+    engine = tiny_engine(optimizer=STEP, dtype=torch.bfloat16, max_slots=5)
+    engine.module.generation_config.eos_token_id = [7, 5]
+    engine.module.generation_config.repetition_penalty = 1.3
+    data = SequenceSample(("a",))
+    assert engine.generate(data, None, seed=3) is data
+    assert seen == {
+        "seed": 3,
+        "max_slots": 5,
+        "eos": (2, 5, 7),
+        "grad": False,
+        "training": False,
+        "autocast": True,
+        "head": engine.head.weight_VH,
+    }
+    with pytest.raises(ValueError, match="scalar head and cannot generate"):
+        tiny_engine("llama", model={"head": "score"}).generate(data, None, seed=0)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from realign.api import SequenceSample
+from realign.interfaces.components.response_cut import ResponseCut, cut_responses
+from tests.tiny import tiny_tokenizer
+
+END = 13
+
+
+def batch(*groups: list[tuple[list[int], list[int]]]) -> SequenceSample:
+    """Sequences given as (prompt, response), group by group."""
+    ids = [[prompt + response for prompt, response in group] for group in groups]
+    given = [[[True] * len(p) + [False] * len(r) for p, r in group] for group in groups]
+    data = SequenceSample.from_sequences([f"p{g}" for g in range(len(groups))], {"input_ids": ids})
+    return data.with_tokens(prompt_mask=given).with_metadata(row=[{"n": g} for g in range(len(groups))])
+
+
+def remaining(cut: ResponseCut, data: SequenceSample) -> list[list[int]]:
+    return [ids.tolist() for ids in cut_responses(cut, data, tiny_tokenizer()).data.sequences()]
+
+
+@pytest.mark.parametrize(
+    ("after", "response", "kept"),
+    [
+        (0, [13, 5, 13, 6], [13]),  # the mark stays, what follows goes
+        (1, [13, 5, 13, 6], [13, 5, 13]),  # a mark before `after` is an ordinary token
+        (2, [13, 5, 13, 6], [13, 5, 13]),  # place 2 itself counts
+        (3, [13, 5, 13, 6], [13, 5, 13, 6]),  # no mark from here on
+        (0, [5, 6, 7], [5, 6, 7]),
+        (0, [5, 6, 13], [5, 6, 13]),
+        (0, [], []),
+        (9, [13], [13]),
+        (0, [14, 13], [14]),  # any of several marks
+    ],
+)
+def test_a_response_is_cut_after_its_first_mark(after, response, kept):
+    prompt = [END, 4, END]  # marks in a prompt do not count, and its tokens are no places
+    found = remaining(ResponseCut([END, 14], after=after), batch([(prompt, response)]))
+    assert found == [prompt + kept]
+
+
+def test_packed_ragged_groups_keep_their_prompts_and_places():
+    """Index by index: what remains of each slot, and whose text counts."""
+    data = batch([([1], [5, 13, 6]), ([1, 2], [7])], [([13], []), ([1], [13, 13, 8])], [([3, 13], [13])])
+    cut = cut_responses(ResponseCut([END], after=1, penalty=-1.0), data, tiny_tokenizer())
+    #                            1  5  13  6   1  2  7   13   1  13 13  8   3 13 13
+    assert cut.kept_T.tolist() == [1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1]
+    assert cut.judged_S.tolist() == [True, False, False, True, False]
+    assert [ids.tolist() for ids in cut.data.sequences()] == [[1, 5, 13], [1, 2, 7], [13], [1, 13, 13], [3, 13, 13]]
+    assert cut.data.lengths["input_ids"].counts.tolist() == [2, 2, 1]
+    assert cut.data["prompt_mask"].tolist() == [1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert cut.data.metadata["row"] == ({"n": 0}, {"n": 1}, {"n": 2})
+    assert cut.rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist() == [1.0, -1.0, -1.0, 4.0, -1.0]
+    dense_T = cut.dense_rewards(torch.arange(1.0, 14.0), data)
+    assert dense_T.tolist() == [0, 2, 3, 0, 0, 0, 0, 0, 0, 9, 10, 0, 0, 0, 0]
+
+
+def test_without_a_penalty_every_text_counts_and_without_a_cut_everything_remains():
+    data = batch([([1], [5, 13, 6]), ([1, 2], [7])])
+    assert cut_responses(ResponseCut([END]), data, tiny_tokenizer()).judged_S.tolist() == [True, True]
+    whole = cut_responses(None, data.select(["input_ids"]), None)
+    assert whole.data["input_ids"].tolist() == data["input_ids"].tolist()
+    assert whole.rewards(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
+
+
+def test_tokens_after_the_mark_go_also_where_they_were_given_to_the_model():
+    data = batch([([1], [5, 13, 7, 8])])
+    data = data.with_tokens(prompt_mask=torch.tensor([True, False, False, True, False]))
+    assert remaining(ResponseCut([END]), data) == [[1, 5, 13]]
+
+
+def test_marks_may_be_given_as_text_of_one_token_each():
+    tokenizer = tiny_tokenizer()
+    assert ResponseCut([5], [".", "\n"]).ids(tokenizer) == [5, *tokenizer.encode(".\n")]
+    with pytest.raises(ValueError, match=r"cut\.texts: 'ab' must be one token, found 2"):
+        ResponseCut(texts=["ab"]).ids(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({}, "both empty"),
+        ({"token_ids": [-1]}, r"token_ids=\[-1\]: token ids must be at least 0"),
+        ({"texts": [""]}, r"texts=\[''\]: contains an empty text"),
+        ({"token_ids": [1], "after": -1}, r"after=-1: must be at least 0"),
+        ({"token_ids": [1], "penalty": float("nan")}, r"penalty=nan: must be finite, or null"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        ResponseCut(**setting)

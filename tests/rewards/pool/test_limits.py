@@ -1,0 +1,107 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from realign.rewards import FailureKind, RewardPool
+from realign.rewards.pool.limits import Limits, secret_variables, without_secrets
+from realign.rewards.unit_tests import passes
+
+CONTAINED = Path(__file__).parent / "contained.py"
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="limits of processes are POSIX")
+
+
+def score(function, rows, **settings):
+    settings = {"workers": 1, "timeout_s": 60.0, "memory_mb": 512, "max_failed_fraction": 1.0, **settings}
+    with RewardPool(f"{CONTAINED}:{function}", **settings) as pool:
+        return pool.score(["p"] * len(rows), ["r"] * len(rows), rows)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "GITHUB_TOKEN", "CI_JOB_TOKEN", "AWS_SESSION_TOKEN"),
+        *("AWS_PROFILE", "DB_PASSWORD", "PGPASSWORD", "MYSQL_PWD", "CLIENT_SECRET", "SECRETS", "SSH_AUTH_SOCK"),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "hf_token", "MASTER_KEY", "PRIVATE_KEYS", "GH_PAT", "APIKEY"),
+    ],
+)
+def test_a_name_that_looks_like_a_secret_is_dropped(name):
+    assert secret_variables({name: "x"}) == [name]
+    assert without_secrets({name: "x"}) == {}
+    assert secret_variables({name: "x"}, keep=(name,)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PATH", "PWD", "OLDPWD", "HOME", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PYTHONPATH", "KEYBOARD"),
+        *("HF_HOME", "CUDA_VISIBLE_DEVICES", "GIT_AUTHOR_NAME", "LANG", "MONKEY", "XDG_RUNTIME_DIR"),
+    ],
+)
+def test_an_ordinary_name_stays(name):
+    assert secret_variables({name: "x"}) == []
+
+
+def test_a_url_with_a_password_is_dropped_unless_it_is_a_proxy():
+    url = "postgres://user:word@host/base"
+    assert secret_variables({"DATABASE_URL": url, "https_proxy": url, "SITE": "https://host/a:b"}) == ["DATABASE_URL"]
+
+
+def test_workers_and_what_they_start_inherit_no_secret(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "abc")
+    monkeypatch.setenv("ORDINARY", "abc")
+    rows = [{"name": "JUDGE_API_KEY"}, {"name": "ORDINARY"}, {"name": "PATH"}]
+    for function in ("environment_has", "child_has"):
+        assert score(function, rows).values == [0.0, 1.0, 1.0]
+        assert score(function, rows, keep_environment=["JUDGE_API_KEY"]).values == [1.0, 1.0, 1.0]
+    assert os.environ["JUDGE_API_KEY"] == "abc"
+
+
+def test_a_function_that_misses_its_key_is_told_which_setting_keeps_it(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "abc")
+    (failure,) = score("needs_the_key", [{}]).failures
+    assert "KeyError: 'JUDGE_API_KEY'" in failure.message
+    assert failure.message.endswith(
+        "(reward workers do not inherit JUDGE_API_KEY; keep_environment names what they may)"
+    )
+    assert score("needs_the_key", [{}], keep_environment=["JUDGE_API_KEY"]).values == [3.0]
+
+
+def test_programs_of_a_model_inherit_no_secret_even_in_this_process(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "abc")
+    assert (
+        passes("", "import os", {"tests": "assert 'JUDGE_API_KEY' not in os.environ and 'PATH' in os.environ"}) == 1.0
+    )
+
+
+@POSIX
+def test_a_call_that_uses_too_much_cpu_time_fails_alone():
+    rows = [{"burn": False}, {"burn": True}, {"burn": False}]
+    found = score("burns", rows, cpu_s=1.0)
+    assert found.values == [1.0, None, 1.0]
+    assert [f.kind for f in found.failures] == [FailureKind.crash]
+    assert "SIGXCPU): the call used more CPU time than cpu_s" in found.failures[0].message
+
+
+@POSIX
+def test_a_call_that_opens_too_many_files_fails_alone():
+    found = score("opens", [{"n": 10}, {"n": 100}, {"n": 10}], open_files=64)
+    assert found.values == [10.0, None, 10.0]
+    assert "Too many open files" in found.failures[0].message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory limits are read through /proc")
+def test_a_worker_cannot_take_its_limits_back():
+    assert score("hard_limits_are_as_low_as_soft_ones", [{}], open_files=64).values == [1.0]
+
+
+@pytest.mark.parametrize("setting", [{"cpu_s": 0}, {"cpu_s": float("inf")}, {"open_files": 3}, {"memory_mb": 0}])
+def test_bad_limits_are_named(setting):
+    with pytest.raises(ValueError, match=rf"^{next(iter(setting))}=.*: must be"):
+        Limits(**setting)
+
+
+def test_one_name_given_as_text_is_refused():
+    with pytest.raises(ValueError, match="keep_environment must be a list of names of variables"):
+        Limits(keep_environment="HF_TOKEN")

@@ -1,0 +1,525 @@
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from realign.rewards import FailureKind, RewardError, RewardPool
+from realign.rewards.pool.failure_count import Tally
+from realign.rewards.pool.processes import _Todo
+from realign.rewards.pool.worker import Problem, answer
+
+HERE = Path(__file__).parent
+CASES = f"{HERE / 'reward_cases.py'}:act"
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and process groups are read through /proc")
+
+
+def make(function=CASES, workers=2, timeout_s=20.0, memory_mb=None, max_failed_fraction=1.0):
+    return RewardPool(
+        function, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, max_failed_fraction=max_failed_fraction
+    )
+
+
+def score(pool, rows):
+    return pool.score(["p"] * len(rows), ["r"] * len(rows), rows)
+
+
+def values(n):
+    return [{"value": i / 2} for i in range(n)]
+
+
+def gone(pid, within_s=10.0):
+    """Whether the process ends (a zombie counts as ended)."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_values_stand_at_their_items(workers):
+    with make(workers=workers) as pool:
+        result = score(pool, values(301))
+        assert result.values == [i / 2 for i in range(301)]
+        assert result.failures == []
+        assert score(pool, []).values == []
+        assert score(pool, values(1)).values == [0.0]
+
+
+@LINUX
+def test_trap_c12_every_kind_of_failure_stays_alone(caplog):
+    rows = values(200)
+    bad = {
+        3: ("raise", FailureKind.exception),
+        50: ("exit", FailureKind.exception),
+        51: ("os_exit", FailureKind.crash),
+        90: ("memory", FailureKind.memory),
+        91: ("small_memory", FailureKind.memory),
+        120: ("segfault", FailureKind.crash),
+    }
+    for index, (what, _) in bad.items():
+        rows[index] = {"do": what}
+    with caplog.at_level(logging.WARNING), make(timeout_s=60.0, memory_mb=300) as pool:
+        result = score(pool, rows)
+        again = score(pool, values(20))
+    assert {f.index: f.kind for f in result.failures} == {i: kind for i, (_, kind) in bad.items()}
+    assert [f.index for f in result.failures] == sorted(bad)
+    assert result.values == [None if i in bad else i / 2 for i in range(200)]
+    assert result.abstained == 0
+    assert again.values == [i / 2 for i in range(20)]
+    message = {f.index: f.message for f in result.failures}
+    assert "KeyError: 'no such answer'" in message[3]
+    assert "reward_cases.py" in message[3]
+    assert "exit code 7" in message[51]
+    assert "MemoryError" in message[90]
+    assert "SIGSEGV" in message[120]
+    assert caplog.text.count("shown once") == 3
+
+
+def test_trap_c12_a_reward_that_hangs_stays_alone():
+    rows = values(20)
+    rows[9] = {"do": "hang"}
+    with make(timeout_s=3.0) as pool:
+        result = score(pool, rows)
+    (failure,) = result.failures
+    assert (failure.index, failure.kind) == (9, FailureKind.timeout)
+    assert "timeout_s=3.0" in failure.message
+    assert result.values == [None if i == 9 else i / 2 for i in range(20)]
+
+
+def test_trap_c12_failures_above_the_fraction_stop_the_run():
+    rows = [{"do": "raise"} for _ in range(20)]
+    for workers in (0, 1):
+        with make(workers=workers, max_failed_fraction=0.5) as pool, pytest.raises(RewardError) as caught:
+            score(pool, rows)
+        text = str(caught.value)
+        assert "failed on 11 of the 11 items" in text
+        assert "20 in all (exception 11)" in text
+        assert "max_failed_fraction=0.5" in text
+        assert "KeyError: 'no such answer'" in text
+
+
+def test_trap_c12_a_fraction_that_is_met_exactly_is_tolerated():
+    rows = [{"do": "raise"}, *values(9)]
+    with make(workers=0, max_failed_fraction=0.1) as pool:
+        assert len(score(pool, rows).failures) == 1
+    with make(workers=0, max_failed_fraction=0.0) as pool, pytest.raises(RewardError):
+        score(pool, rows)
+
+
+def test_none_is_an_abstention_not_a_failure():
+    with make(workers=0, max_failed_fraction=0.0) as pool:
+        result = score(pool, [{"value": None}, {"value": 1}, {"value": None}])
+    assert result.values == [None, 1.0, None]
+    assert result.failures == []
+    assert result.abstained == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0),
+        (False, 0.0),
+        (3, 3.0),
+        (-0.25, -0.25),
+        (np.float16(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (np.int8(-2), -2.0),
+        (np.array(2.5), 2.5),
+        (torch.tensor(1.5), 1.5),
+        (torch.tensor(2), 2.0),
+        (torch.tensor(True), 1.0),
+    ],
+)
+def test_numbers_of_every_make_are_accepted(value, expected):
+    found = answer(lambda p, r, row: value, ("", "", {}))
+    assert type(found) is float
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1.0", [1.0], {"score": 1.0}, 1j, math.nan, math.inf, -math.inf, 1e39, 10**400, object),
+        *(np.array([1.0]), torch.ones(1), torch.tensor(math.nan), np.float32("inf")),
+    ],
+)
+def test_what_is_not_a_number_is_nonsense(value):
+    found = answer(lambda p, r, row: value, ("", "", {}))
+    assert isinstance(found, Problem)
+    assert found.kind == FailureKind.nonsense
+    assert "returned" in found.message
+
+
+def test_nonsense_comes_back_from_a_worker():
+    rows = [{"do": "numpy"}, {"do": "array0"}, {"do": "vector"}, {"do": "decimal"}, {"value": "1"}]
+    with make(workers=1) as pool:
+        result = score(pool, rows)
+    assert result.values == [0.5, 1.0, None, None, None]
+    assert [f.kind for f in result.failures] == [FailureKind.nonsense] * 3
+
+
+def test_trap_c13_integers_and_low_precision_scalars_arrive_exactly():
+    scores = [torch.tensor(x, dtype=torch.bfloat16) for x in (1.0, 1.0, 1.0, 1.0078125)] + [2, torch.tensor(0.1).half()]
+    with RewardPool(
+        lambda p, r, row: row["value"], workers=0, timeout_s=1, memory_mb=None, max_failed_fraction=0
+    ) as pool:
+        found = score(pool, [{"value": s} for s in scores]).values
+    assert found == [1.0, 1.0, 1.0, 1.0078125, 2.0, 0.0999755859375]
+    assert all(type(value) is float for value in found)
+
+
+def test_a_worker_imports_only_what_the_function_needs():
+    with make(f"{HERE / 'light_reward.py'}:heavy_modules", workers=1) as pool:
+        result = score(pool, [{}])
+    assert "heavy=[]" in result.failures[0].message
+
+
+@LINUX
+def test_a_memory_limit_leaves_room_beyond_the_imports_only():
+    with make(workers=1, memory_mb=200) as pool:
+        result = score(pool, [{"do": "memory"}, {"value": 1.0}])
+    assert result.failures[0].kind == FailureKind.memory
+    assert result.values == [None, 1.0]
+
+
+def test_slow_items_are_spread_over_the_workers():
+    with make(f"{HERE / 'reward_cases.py'}:slow_pid") as pool:
+        for _ in range(100):  # until the second worker is up
+            if len(set(score(pool, [{"s": 0.1}] * 2).values)) == 2:
+                break
+        pids = score(pool, [{"s": 0.1}] * 20).values
+    assert len(set(pids)) == 2
+
+
+def test_chunks_shrink_to_what_fits_a_slice_and_grow_again():
+    todo = _Todo(range(1000), workers=2)
+    first = todo.next()
+    assert first == list(range(16))
+    todo.answered(first, 2)
+    assert todo.next() == [2, 3]
+    todo.answered([2, 3], 2)
+    assert todo.next() == [4, 5, 6, 7]
+    todo.suspect([8, 9])
+    assert [todo.next(), todo.next()] == [[8], [9]]
+    rest = [i for _ in range(400) if todo for i in todo.next()]
+    assert rest == list(range(8, 1000))
+
+
+def test_a_row_that_cannot_be_pickled_fails_alone():
+    rows = [{"value": 1.0}, {"value": 2.0, "function": lambda: 0}, {"value": 3.0}]
+    with make(workers=1) as pool:
+        result = score(pool, rows)
+    assert result.values == [1.0, None, 3.0]
+    assert "cannot be sent" in result.failures[0].message
+
+
+def test_the_function_cannot_change_the_rows():
+    rows = values(3)
+    for workers in (0, 1):
+        with make(f"{HERE / 'reward_cases.py'}:pops_its_row", workers=workers) as pool:
+            assert score(pool, rows).values == [0.0, 0.5, 1.0]
+    assert rows == values(3)
+
+
+def test_a_pool_killed_from_outside_is_started_again():
+    with make(f"{HERE / 'reward_cases.py'}:pid") as pool:
+        first = {int(v) for v in score(pool, [{}] * 50).values}
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        second = {int(v) for v in score(pool, [{}] * 50).values}
+    assert not first & second
+
+
+def test_lengths_must_agree():
+    with make(workers=0) as pool, pytest.raises(ValueError, match="2 prompts, 1 responses and 1 rows"):
+        pool.score(["a", "b"], ["c"], [{}])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"workers": -1}, {"timeout_s": 0}, {"timeout_s": math.inf}, {"memory_mb": 0}, {"max_failed_fraction": 2}],
+)
+def test_bad_settings_are_named(setting):
+    with pytest.raises(ValueError, match=rf"{next(iter(setting))}=.*: must be"):
+        make(**setting)
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_unless_inline():
+    with pytest.raises(ValueError, match="cannot be sent to a worker"):
+        make(lambda p, r, row: 1.0)
+    assert score(make(lambda p, r, row: 1.0, workers=0), [{}]).values == [1.0]
+
+
+# --- life and death of the processes ---
+
+
+def run_script(tmp_path, body, **popen):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(body))
+    root = HERE.parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **popen
+    )
+
+
+@LINUX
+def test_several_threads_share_the_workers_also_when_these_are_killed(caplog):
+    with make() as pool, ThreadPoolExecutor(6) as threads:
+        first = score(pool, [{"do": "pid"}]).values[0]
+        calls = [threads.submit(score, pool, [{"do": "slow", "s": 0.05, "value": i}] * 8) for i in range(6)]
+        os.kill(int(first), signal.SIGKILL)
+        crashing = threads.submit(score, pool, [{"value": 1}, {"do": "os_exit"}, {"value": 2}])
+        for i, call in enumerate(calls):
+            assert call.result().values == [i] * 8
+        assert crashing.result().values == [1, None, 2]
+
+
+def test_closing_ends_the_calls_of_other_threads():
+    pool = make()
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(score, pool, [{"do": "hang"}] * 8) for _ in range(2)]
+        while pool._processes._pool is None:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        began = time.monotonic()
+        pool.close()
+        for call in calls:
+            assert call.exception() is not None
+        assert time.monotonic() - began < 15
+    assert pool._processes._pool is None
+
+
+def test_parts_of_a_batch_are_counted_together():
+    """With a batch of four prompts, one whose row breaks the function is a quarter of it."""
+    bad, good = [{"do": "raise"}] * 3, values(3)
+    tally = Tally(4)
+    with make(workers=0, max_failed_fraction=0.5) as pool:
+        with tally.counting():
+            for rows in (good, bad, bad, good, good, good, bad):
+                score(pool, rows)
+            score(pool, bad)
+            message = (
+                r"failed on 1 of the 1 items answered so far, 3 in all \(exception 1\), and on 6 of the other 9 items"
+            )
+            with pytest.raises(RewardError, match=message):
+                score(pool, bad)
+        with pytest.raises(RewardError):  # outside a call is a batch
+            score(pool, bad)
+
+
+def test_parts_that_are_judged_at_the_same_time_see_each_others_failures():
+    tally = Tally(4)
+
+    def broken(prompt, response, row):
+        tally.add(3)  # another part of the batch ends meanwhile
+        raise RuntimeError("broken")
+
+    message = r"failed on 2 of the 2 items answered so far, 3 in all \(exception 2\), and on 6 of the other 9 items"
+    pool = make(broken, workers=0, max_failed_fraction=0.5)
+    with tally.counting(), pytest.raises(RewardError, match=message):
+        score(pool, values(3))
+
+
+def test_close_leaves_no_process_and_the_pool_can_go_on():
+    pool = make(f"{HERE / 'reward_cases.py'}:pid")
+    first = {int(v) for v in score(pool, [{}] * 20).values}
+    pool.close()
+    assert all(gone(pid) for pid in first)
+    assert len(score(pool, [{}] * 20).values) == 20
+    pool.close()
+    pool.close()
+
+
+@LINUX
+def test_a_stopped_worker_takes_along_what_the_function_started(tmp_path):
+    file = tmp_path / "pid"
+    with make(f"{HERE / 'reward_cases.py'}:child_that_sleeps", workers=1, timeout_s=3.0) as pool:
+        result = score(pool, [{"file": str(file)}])
+    assert result.failures[0].kind == FailureKind.timeout
+    assert gone(int(file.read_text()))
+
+
+@LINUX
+def test_a_script_without_guard_is_not_run_again_and_leaves_no_process(tmp_path):
+    process = run_script(
+        tmp_path,
+        f"""
+        print("script runs", flush=True)
+        from realign.rewards import RewardPool
+        pool = RewardPool({str(HERE / "reward_cases.py") + ":pid"!r},
+                          workers=2, timeout_s=20, memory_mb=None, max_failed_fraction=0)
+        print(*{{int(v) for v in pool.score(["p"] * 20, ["r"] * 20, [{{}}] * 20).values}}, flush=True)
+        """,
+    )
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.count("script runs") == 1
+    assert all(gone(int(pid)) for pid in out.splitlines()[1].split())
+    assert err == ""
+
+
+def test_a_script_without_guard_that_holds_its_own_function_gets_a_clear_error(tmp_path):
+    process = run_script(
+        tmp_path,
+        """
+        from realign.rewards import RewardPool
+        def reward(prompt, response, row):
+            return 1.0
+        pool = RewardPool(__file__ + ":reward", workers=1, timeout_s=20, memory_mb=None, max_failed_fraction=0)
+        pool.score(["p"], ["r"], [{}])
+        """,
+    )
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "RewardError" in err
+    assert "Put that part under `if __name__ == '__main__':`" in err
+
+
+def test_a_guarded_script_may_hold_its_own_function(tmp_path):
+    process = run_script(
+        tmp_path,
+        """
+        from realign.rewards import RewardPool
+        def reward(prompt, response, row):
+            return 1.5
+        if __name__ == "__main__":
+            for function in (reward, __file__ + ":reward"):
+                with RewardPool(function, workers=1, timeout_s=20, memory_mb=None, max_failed_fraction=0) as pool:
+                    print(pool.score(["p"], ["r"], [{}]).values)
+        """,
+    )
+    out, err = process.communicate(timeout=60)
+    assert out == "[1.5]\n[1.5]\n", err
+
+
+HANGING = f"""
+    import signal
+    from realign.rewards import RewardPool
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is born without
+    with RewardPool({str(HERE / "reward_cases.py") + ":pid"!r},
+                    workers=1, timeout_s=60, memory_mb=None, max_failed_fraction=1) as pool:
+        print(int(pool.score(["p"], ["r"], [{{}}]).values[0]), flush=True)
+        pool._processes.source = {CASES!r}
+        print("hanging", flush=True)
+        pool.score(["p"] * 3, ["r"] * 3, [{{"do": "hang"}}] * 3)
+    """
+
+
+@LINUX
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_hanging_worker_dies_with_the_run(tmp_path, how):
+    process = run_script(tmp_path, HANGING)
+    worker = int(process.stdout.readline())
+    assert process.stdout.readline() == "hanging\n"
+    time.sleep(0.3)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -how, err
+    assert gone(worker)
+    if how == signal.SIGINT:
+        assert "KeyboardInterrupt" in err
+
+
+def test_a_callable_with_state_reaches_the_workers(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    import reward_cases
+
+    with make(reward_cases.Scaled(0.5), workers=1) as pool:
+        assert pool.score(["p", "p"], ["abc", ""], [{}, {}]).values == [1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([1, True, 0.5], [1.0, 1.0, 0.5]),
+        ((1, 2, 3), [1.0, 2.0, 3.0]),
+        (np.array([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]),
+        (None, None),
+        ([1, 2], "has 2 elements; expected a list of 3 numbers"),
+        (2.0, "is not a list"),
+        ("abc", "is not a list"),
+        ([1, None, 2], "holds None for token 1"),
+        ([1, 2, float("nan")], "holds nan for token 2"),
+    ],
+)
+def test_dense_rewards_are_one_finite_number_per_token(value, expected):
+    pool = RewardPool(
+        lambda prompt, response, row, tokens: value,
+        workers=0,
+        timeout_s=1.0,
+        memory_mb=None,
+        max_failed_fraction=1.0,
+        dense=True,
+    )
+    results = pool.score_tokens(["p"], ["r"], [{}], [["a", "b", "c"]])
+    if isinstance(expected, str):
+        assert results.values == [None]
+        assert [f.kind for f in results.failures] == [FailureKind.nonsense]
+        assert expected in results.failures[0].message
+    else:
+        assert results.values == [expected]
+        assert results.failures == []
+    with pytest.raises(ValueError, match=r"are of different lengths: \[1, 2\]"):
+        pool.score_tokens(["p"], ["r"], [{}], [[], []])
+
+
+@LINUX
+def test_a_function_that_leaks_loses_no_reward(caplog):
+    """It keeps 20 MiB of every call; workers may have 300 MiB."""
+    with caplog.at_level(logging.WARNING), make(memory_mb=300) as pool:
+        result = score(pool, [{"do": "leak", "value": i / 2} for i in range(60)])
+    assert result.values == [i / 2 for i in range(60)]
+    assert result.failures == []
+    assert caplog.text.count("kept more than 50% of memory_mb=300 from call to call and was replaced") == 1
+
+
+@LINUX
+def test_a_function_that_loads_something_large_once_is_not_taken_for_a_leak():
+    with make(memory_mb=300, workers=1) as pool:
+        result = score(pool, [{"do": "load"} for _ in range(40)])
+    assert result.failures == []
+    assert len(set(result.values)) == 1  # the process that loaded it is the one that answered
+
+
+@LINUX
+def test_a_leaking_worker_takes_along_what_the_function_started():
+    with make(memory_mb=300, workers=1) as pool:
+        pids = score(pool, [{"do": "leak_and_spawn"} for _ in range(20)]).values
+        assert len(pids) == 20
+        assert gone(int(pids[0]))
+
+
+def test_a_function_that_hangs_on_everything_is_given_up_long_before_every_item_was_asked(caplog):
+    """100 items would take a minute and more."""
+    pool = RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=2.5, memory_mb=None, max_failed_fraction=0.9)
+    with pool, pytest.raises(RewardError, match=r"100 in all \(timeout 91\)"):
+        score(pool, [{"do": "hang"}] * 100)
+    given_up = re.search(r"no answer for patience_s=2\.5 s; (\d+) of 100 items are given up", caplog.text)
+    assert 80 < int(given_up[1]) < 100
+
+
+def test_items_that_hang_among_others_do_not_end_the_patience():
+    """Whatever is answered starts it anew, and so few in a row are no reason to give up."""
+    rows = [{"do": "hang"} if i % 5 == 0 else {"value": i} for i in range(15)]
+    with RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=0.0, memory_mb=None, max_failed_fraction=1) as pool:
+        result = score(pool, rows)
+    assert [f.index for f in result.failures] == [0, 5, 10]
+    assert result.values == [None if i % 5 == 0 else i for i in range(15)]

@@ -1,0 +1,440 @@
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.runtime.checkpoint import folder as checkpoints
+from realign.runtime.checkpoint.folder import (
+    CheckpointWriter,
+    CorruptCheckpoint,
+    list_checkpoints,
+    newest,
+    write_checkpoint,
+)
+
+FILES = ["manifest.json", "state.json", "tensors.safetensors"]
+
+
+def tree(step):
+    return {"step": step, "nan": float("nan"), "moments": {0: torch.full((64,), step / 3)}, "state": (3, [1, None])}
+
+
+def is_tree(found, step):
+    return (
+        found["step"] == step
+        and found["nan"] != found["nan"]
+        and torch.equal(found["moments"][0], torch.full((64,), step / 3))
+        and found["state"] == (3, [1, None])
+        and set(found) == {"step", "nan", "moments", "state"}
+    )
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def written(folder, *steps):
+    return [write_checkpoint(folder, step, tree(step)) for step in steps]
+
+
+def refuse(message):
+    raise AssertionError(message)
+
+
+def test_what_was_written_is_read(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    [checkpoint] = written(folder, 10)
+    assert (checkpoint.path, checkpoint.step) == (folder / "step_000010", 10)
+    assert is_tree(checkpoint.read(), 10)
+    assert names(folder) == ["step_000010"]
+    assert names(checkpoint.path) == FILES
+
+
+def test_the_manifest_says_what_there_is(tmp_path):
+    [checkpoint] = written(tmp_path, 7)
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
+    digest = manifest.pop("sha256")
+    canonical = (
+        subprocess.run(
+            ["sha256sum"],
+            input=json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode(),
+            capture_output=True,
+            check=True,
+        )
+        .stdout.decode()
+        .split()[0]
+    )
+    assert digest == canonical
+    assert (manifest["format"], manifest["step"]) == (1, 7)
+    for name, facts in manifest["files"].items():
+        found = subprocess.run(["sha256sum", checkpoint.path / name], capture_output=True, check=True).stdout.decode()
+        assert facts == {"sha256": found.split()[0], "bytes": (checkpoint.path / name).stat().st_size}
+    assert sorted(manifest["files"]) == FILES[1:]
+
+
+def test_the_newest_is_the_one_of_the_latest_step(tmp_path):
+    assert newest(tmp_path / "none", refuse) is None
+    written(tmp_path, 20, 3, 1000000)
+    assert [c.step for c in list_checkpoints(tmp_path)] == [3, 20, 1000000]
+    checkpoint, found = newest(tmp_path, refuse)
+    assert checkpoint.step == 1000000
+    assert is_tree(found, 1000000)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def link(path):
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def be_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = [truncate, flip, Path.unlink, link, be_a_folder, lambda path: path.write_bytes(b"")]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES, ids=["cut", "flip", "gone", "link", "folder", "empty"])
+def test_a_damaged_file_is_named_and_its_checkpoint_skipped(tmp_path, name, damage):
+    _, last = written(tmp_path, 5, 6)
+    damage(last.path / name)
+    with pytest.raises(CorruptCheckpoint, match=f"step_000006/{name}: "):
+        last.read()
+    told = []
+    checkpoint, found = newest(tmp_path, told.append)
+    assert checkpoint.step == 5
+    assert is_tree(found, 5)
+    assert len(told) == 1
+    assert re.search(f"step 6 is skipped: .*step_000006/{name}: ", told[0])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path, name):
+    checkpoint = write_checkpoint(tmp_path, 1, {"x": torch.zeros(2), "n": 1})
+    path = checkpoint.path / name
+    data = path.read_bytes()
+    for place in range(len(data)):
+        for change in (1, 0x20, 0xFF):
+            path.write_bytes(data[:place] + bytes([data[place] ^ change]) + data[place + 1 :])
+            with pytest.raises(CorruptCheckpoint, match=name):
+                checkpoint.read()
+        path.write_bytes(data[:place])
+        with pytest.raises(CorruptCheckpoint, match=name):
+            checkpoint.read()
+    path.write_bytes(data)
+    assert checkpoint.read()["n"] == 1
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    [checkpoint] = written(tmp_path, 1)
+    path = checkpoint.path / "tensors.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:10])
+    with pytest.raises(CorruptCheckpoint, match=f"10 bytes, where {size} were written"):
+        checkpoint.read()
+    path.write_bytes(bytes(size))
+    with pytest.raises(CorruptCheckpoint, match="its sha256 differs from what was written"):
+        checkpoint.read()
+    link(path)
+    with pytest.raises(CorruptCheckpoint, match="no plain file"):
+        checkpoint.read()
+    path.unlink()
+    with pytest.raises(CorruptCheckpoint, match="missing"):
+        checkpoint.read()
+
+
+def test_where_none_can_be_read_a_run_does_not_start_anew(tmp_path):
+    for checkpoint in written(tmp_path, 1, 2):
+        (checkpoint.path / "state.json").unlink()
+    told = []
+    with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be read: .*step_000002.*step_000001"):
+        newest(tmp_path, told.append)
+    assert len(told) == 2
+
+
+def test_an_empty_folder_is_a_corrupt_checkpoint(tmp_path):
+    written(tmp_path, 1)
+    (tmp_path / "step_000002").mkdir()
+    told = []
+    assert newest(tmp_path, told.append)[0].step == 1
+    assert "step_000002/manifest.json: missing" in told[0]
+
+
+def rewritten(checkpoint, **changes):
+    """Give a checkpoint a manifest that is right about itself."""
+    path = checkpoint.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    path.write_bytes(checkpoints._rendered({**manifest, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2, "realign": "9.1"}, r"written in format 2 by realign 9\.1; this version reads 1"),
+        ({"step": 4}, "it is of step 4, but the folder is of step 3"),
+        ({"files": {}}, "must list state.json and tensors.safetensors"),
+        ({"files": {"../../secret": {}, "state.json": {}, "tensors.safetensors": {}}}, "must list"),
+        ({"files": None}, "manifest.json"),
+        ({"files": {"state.json": 1, "tensors.safetensors": []}}, "manifest.json"),
+        ({"files": {"state.json": {}, "tensors.safetensors": {}}}, "manifest.json: no 'bytes'"),
+    ],
+)
+def test_a_manifest_that_asks_for_something_else_is_refused(tmp_path, changes, message):
+    [checkpoint] = written(tmp_path, 3)
+    rewritten(checkpoint, **changes)
+    with pytest.raises(CorruptCheckpoint, match=message):
+        checkpoint.read()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "[" * 100000, '{"format": 1}', "\ud800", '{"format": NaN}'])
+def test_manifests_that_are_none(tmp_path, text):
+    [checkpoint] = written(tmp_path, 3)
+    (checkpoint.path / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
+        checkpoint.read()
+
+
+def test_a_renamed_checkpoint_is_noticed(tmp_path):
+    written(tmp_path, 3)
+    (tmp_path / "step_000003").rename(tmp_path / "step_000009")
+    with pytest.raises(CorruptCheckpoint, match="of step 3, but the folder is of step 9"):
+        list_checkpoints(tmp_path)[0].read()
+
+
+def test_other_files_are_left_alone_and_links_not_followed(tmp_path):
+    folder = tmp_path / "checkpoints"
+    [checkpoint] = written(folder, 1)
+    (checkpoint.path / "notes.txt").write_text("mine")
+    for name in ("step_2", "step_0000003", "step_00000x", "best", "..step_000004", ".step_000005.else", "step_٠٠٠٠٠٦"):
+        shutil.copytree(checkpoint.path, folder / name)
+    (folder / "step_000007").symlink_to(checkpoint.path)
+    (folder / "step_000008").write_text("a file")
+    assert [c.path.name for c in list_checkpoints(folder)] == ["step_000001"]
+    assert is_tree(newest(folder, refuse)[1], 1)
+
+
+def test_leftovers_go_at_the_next_start_and_the_next_write_and_nothing_else(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    folder = tmp_path / "checkpoints"
+    written(folder, 1)
+
+    def leave():
+        (folder / ".step_000002.0a1b").mkdir()
+        (folder / ".step_000002.0a1b" / "state.json").write_text("{")
+
+    (folder / ".step_000003.link").symlink_to(outside)
+    (folder / ".git").mkdir()
+    stays = [".git", ".step_000003.link", "step_000001"]
+    leave()
+    CheckpointWriter(folder, keep=2)
+    assert names(folder) == stays
+    leave()
+    written(folder, 4)
+    assert names(folder) == [*stays, "step_000004"]
+    assert names(outside) == ["precious"]
+
+
+def test_the_last_ones_stay(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=2)
+    for step in range(1, 6):
+        assert writer.write(step, tree(step)) >= 0
+    writer.close()
+    assert names(tmp_path) == ["step_000004", "step_000005"]
+    assert all(is_tree(c.read(), c.step) for c in list_checkpoints(tmp_path))
+    assert writer.failed() == []
+
+
+def test_the_best_one_stays_until_another_is(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step, best, stay in ((1, None, [1]), (2, 2, [2]), (3, 2, [2, 3]), (4, 2, [2, 4]), (5, 4, [4, 5])):
+        writer.write(step, tree(step), best=best)
+        writer.close()
+        assert names(tmp_path) == [f"step_{n:06d}" for n in stay]
+
+
+def test_a_run_that_went_back_keeps_its_own_checkpoints(tmp_path):
+    written(tmp_path, 10, 20)
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.write(12, tree(12))
+    writer.close()
+    assert names(tmp_path) == ["step_000012"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    write_checkpoint(tmp_path, 1, tree(9))
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.write(1, tree(1))
+    writer.close()
+    assert names(tmp_path) == ["step_000001"]
+    assert is_tree(list_checkpoints(tmp_path)[0].read(), 1)
+
+
+def test_nothing_to_keep_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep must be at least 1, found 0"):
+        CheckpointWriter(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="must be at least 0, found -1"):
+        write_checkpoint(tmp_path, -1, {})
+
+
+def test_what_training_does_meanwhile_does_not_reach_the_file(tmp_path, monkeypatch):
+    going = threading.Event()
+    write = checkpoints._write
+
+    def waits(*args):
+        assert going.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoints, "_write", waits)
+    live = tree(1)
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.write(1, live)
+    live["moments"][0] += 1
+    live["state"][1].append("later")
+    going.set()
+    writer.close()
+    assert is_tree(newest(tmp_path, refuse)[1], 1)
+
+
+def test_what_cannot_be_kept_is_refused_before_training_goes_on(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep=1)
+    with pytest.raises(ValueError, match="a/b: a value of type object"):
+        writer.write(1, {"a": {"b": object()}})
+    with pytest.raises(ValueError, match="a/b: a value of type object"):
+        write_checkpoint(tmp_path, 1, {"a": {"b": object()}})
+    assert names(tmp_path) == []
+
+
+class Full:
+    """A disk that is full from the `at`-th call on."""
+
+    def __init__(self, function, at):
+        self.function, self.at, self.calls = function, at, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.calls >= self.at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+@pytest.mark.parametrize("call", ["fsync", "write"])
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(tmp_path, monkeypatch, call, at):
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.write(1, tree(1))
+    writer.close()
+    with monkeypatch.context() as patch:
+        if call == "fsync":
+            patch.setattr(os, "fsync", Full(os.fsync, at))
+        else:
+            full = Full(checkpoints._HashedFile.write, min(at, 4))
+            patch.setattr(checkpoints._HashedFile, "write", lambda *args: full(*args))
+        writer.write(2, tree(2))
+        writer.close()
+    [message] = writer.failed()
+    assert "step 2 was not written" in message
+    assert "No space left on device" in message
+    assert writer.failed() == []
+    if (call, at) == ("fsync", 5):  # the last one: the folder has its name, and perhaps not on the disk yet
+        assert names(tmp_path) == ["step_000001", "step_000002"]
+    else:
+        assert "those before stand (steps 1)" in message
+        assert names(tmp_path) == ["step_000001"]
+    assert is_tree(list_checkpoints(tmp_path)[0].read(), 1)
+    writer.write(3, tree(3))
+    writer.close()
+    assert writer.failed() == []
+    assert names(tmp_path) == ["step_000003"]
+
+
+def test_a_file_that_the_system_refuses_to_grow(tmp_path):
+    written(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_checkpoint(tmp_path, 2, {"x": torch.zeros(10000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_the_first_checkpoint_that_fails_says_that_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", Full(os.fsync, 1))
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.write(1, tree(1))
+    writer.close()
+    assert "there is none yet" in writer.failed()[0]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_write(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    writer = CheckpointWriter(tmp_path, keep=1)
+
+    def stuck(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoints, "_remove", stuck)
+    writer.write(2, tree(2))
+    writer.close()
+    assert "an old checkpoint could not be removed" in writer.failed()[0]
+    assert is_tree(newest(tmp_path, refuse)[1], 2)
+
+
+def killed(*arguments):
+    program = Path(__file__).with_name("killed_writers.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(checkpoints.__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, program, *map(str, arguments)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_kill_at_any_system_call_of_a_write_costs_at_most_that_checkpoint(tmp_path):
+    seen = killed("every_point", tmp_path / "checkpoints")
+    assert sum(record["killed"] for record in seen) > 100
+    for record in seen:
+        assert record["whole"], record
+        assert record["warnings"] == []
+        valid = [max(record["before"], default=None), record["step"]] if record["killed"] else [record["step"]]
+        assert record["newest"] in valid, record
+        assert record["after_start"][-1:] == ([record["newest"]] if record["newest"] else [])
+        assert record["failed"] == []
+        assert not any(name.startswith(".") for name in record["next"]), record
+        assert record["next"][-1] == "step_000009"
+        assert len(record["next"]) <= record["keep"]
+
+
+def test_writers_killed_at_random_moments_lose_nothing_that_was_complete(tmp_path):
+    seen = killed("random", tmp_path / "checkpoints", 40)
+    before = 0
+    for record in seen:
+        assert record["whole"], record
+        assert record["warnings"] == []
+        assert record["newest"] >= max(record["told"], before), record
+        before = record["newest"]
+    assert before > 40

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from realign.api import RPC, DataflowGraph, Keys, ModelInterface
+from realign.runtime.checks.contract import check_keys, unread_inputs
+
+
+@dataclass
+class Declared(ModelInterface):
+    """Declares the given keys for each method."""
+
+    declared: dict[str, Keys] = field(default_factory=dict)
+
+    def inference(self, model, data, mb_spec):
+        return data
+
+    def train_step(self, model, data, mb_spec):
+        return {}
+
+    def keys(self, method: str) -> Keys:
+        return self.declared.get(method, Keys())
+
+
+def graph(*inputs: str, rename: dict[str, str] | None = None) -> DataflowGraph:
+    """The role `ref` writes `ref_logprobs` and `turns`; `actor` is trained on these inputs."""
+    scored = RPC("ref_inf", "ref", "inference", ("input_ids",), ("ref_logprobs", "turns"))
+    train = RPC("train", "actor", "train_step", inputs, rename=rename or {})
+    return DataflowGraph((scored, train), dataset_keys=("input_ids", "labels"))
+
+
+def check(actor: Keys, *inputs: str, ref: Keys | None = None, rename: dict[str, str] | None = None) -> None:
+    roles = {"actor": Declared({"train_step": actor}), "ref": Declared({"inference": ref or Keys()})}
+    check_keys(graph(*inputs, rename=rename), roles)
+
+
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        (
+            {"ref_logprobs": "kl.place=loss"},
+            r"^interfaces\.actor\.kl\.place=loss needs key 'ref_logprobs' in train_step, but RPC 'train' does not read "
+            r"it; RPC 'ref_inf' writes it: add it to the inputs of 'train'$",
+        ),
+        ({"labels": ""}, r"^interfaces\.actor needs key 'labels' .* the dataset has it: add it to the inputs"),
+        ({"values": "value=x"}, r"no call of the graph writes it: add such a call to the graph, or change value$"),
+    ],
+)
+def test_a_key_that_a_setting_needs_and_the_call_lacks_is_refused(needs, message):
+    with pytest.raises(ValueError, match=message):
+        check(Keys(needs=needs), "input_ids")
+
+
+def test_a_key_that_is_computed_for_a_component_and_read_by_none_is_refused():
+    with pytest.raises(
+        ValueError, match=r"interfaces\.actor: RPC 'train' has input 'ref_logprobs', .*no component of De"
+    ):
+        check(Keys(needs={"input_ids": ""}), "input_ids", "ref_logprobs")
+    check(Keys(needs={"input_ids": ""}, uses=frozenset({"ref_logprobs"})), "input_ids", "ref_logprobs")
+
+
+def test_other_keys_may_be_unread_and_are_listed():
+    keys = Keys(needs={"input_ids": ""})
+    check(keys, "input_ids", "turns")
+    roles = {"actor": Declared({"train_step": keys}), "ref": Declared()}
+    assert unread_inputs(graph("input_ids", "turns"), roles) == {"train": ["turns"]}
+
+
+def test_an_interface_that_declares_no_keys_is_taken_to_read_all_of_them():
+    check(Keys(), "input_ids", "ref_logprobs")
+    roles = {"actor": Declared(), "ref": Declared()}
+    assert unread_inputs(graph("input_ids", "ref_logprobs"), roles) == {}
+
+
+def test_a_key_that_another_call_reads_is_computed_for_that_one():
+    both = RPC("credit", "actor", "credit", ("ref_logprobs",), ("advantages",))
+    found = graph("input_ids", "ref_logprobs")
+    keys = {"train_step": Keys(needs={"input_ids": ""}), "credit": Keys(uses=frozenset({"ref_logprobs"}))}
+    made = DataflowGraph((*found.rpcs, both), dataset_keys=found.dataset_keys)
+    check_keys(made, {"actor": Declared(keys), "ref": Declared()})
+
+
+def test_keys_are_compared_by_the_names_of_the_interface():
+    renamed = {"logprobs": "ref_logprobs"}
+    check(Keys(needs={"logprobs": ""}), "ref_logprobs", rename=renamed)
+    with pytest.raises(ValueError, match="needs key 'ref_logprobs'"):
+        check(Keys(needs={"ref_logprobs": ""}), "ref_logprobs", rename=renamed)
+
+
+def test_what_a_method_writes_is_what_its_call_declares():
+    check(Keys(), "input_ids", ref=Keys(writes=frozenset({"ref_logprobs", "turns"})))
+    with pytest.raises(
+        ValueError, match=r"interfaces\.ref writes ref_logprobs in inference .* declares ref_logprobs, tu"
+    ):
+        check(Keys(), "input_ids", ref=Keys(writes=frozenset({"ref_logprobs"})))
+
+
+def test_settings_that_rule_out_a_method_are_named_by_their_key():
+    class Never(Declared):
+        def keys(self, method: str) -> Keys:
+            raise ValueError("epochs=2: this method takes one")
+
+    with pytest.raises(ValueError, match=r"^interfaces\.actor: epochs=2: this method takes one$"):
+        check_keys(graph("input_ids"), {"actor": Never(), "ref": Declared()})

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from rich.console import Console
+
+from realign.runtime.metrics import live_display as tracking
+from realign.runtime.metrics.live_display import Forgiving, JsonLines, LiveDisplay
+
+
+def test_lines_are_json_and_written_at_once(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path)
+    lines.log(1, {"a": 1.5, "b": math.nan})
+    record = json.loads(path.read_text())  # before close: a killed run keeps what it had
+    assert record.pop("seconds") >= 0
+    assert record == {"step": 1, "a": 1.5, "b": None}
+    lines.close()
+
+
+def test_without_a_terminal_there_are_plain_lines_now_and_then():
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, width=200), "toy", 100, ("reward",)) as display:
+        for step in range(101):
+            display.log(step, {"reward": step / 10, "other": 1.0})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "toy step 100/100  reward 10"
+
+
+def test_a_terminal_shows_the_first_and_the_latest_value():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True)
+    with LiveDisplay(console, "toy", 2, ("reward",)) as display:
+        display.log(1, {"reward": 0.25})
+        display.log(2, {"reward": 12345.0})
+    last = [line for line in out.getvalue().splitlines() if "12,345" in line][-1]
+    assert "0.25" in last  # first and latest stand side by side
+
+
+def test_without_a_terminal_an_evaluation_is_shown_when_it_is_made_and_never_again():
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, width=200), "toy", 100, ("reward", "eval/reward")) as display:
+        display.log(5, {"reward": 1.0, "eval/reward": 0.5})
+        display.log(10, {"reward": 2.0})
+    assert out.getvalue().splitlines() == ["toy step 5/100  reward 1  eval/reward 0.5", "toy step 10/100  reward 2"]
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that takes `room` more bytes: a list of one number, set to None for as many as one likes."""
+    room: list[int | None] = [None]
+
+    class Disk(io.FileIO):
+        def write(self, data):
+            if room[0] is None:
+                return super().write(data)
+            if room[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = super().write(bytes(data)[: room[0]])
+            room[0] -= written
+            return written
+
+    plain = Path.open
+
+    def opened(path, mode="r", buffering=-1, **more):
+        return Disk(path, mode) if mode == "ab" else plain(path, mode, buffering, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    return room
+
+
+def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_space(tmp_path, full):
+    lines = JsonLines(tmp_path / "m.jsonl")
+    lines.write({"step": 1})
+    full[0] = 5  # half of a line
+    with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written from byte 12 on \(No space left on device\)"):
+        lines.write({"step": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        full[0] = 3
+        lines.write({"step": 3})
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
+    assert lines.size == len('{"step": 1}\n')
+    full[0] = None
+    with pytest.warns(UserWarning, match=r"can be written again; no line is missing"):
+        lines.write({"step": 4})
+    lines.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_lines_that_wait_are_written_when_a_checkpoint_asks_for_the_size(tmp_path, full):
+    lines = JsonLines(tmp_path / "m.jsonl")
+    full[0] = 0
+    with pytest.warns(UserWarning, match="cannot be written"):
+        lines.write({"step": 1})
+    assert lines.sync() == 0
+    full[0] = None
+    with pytest.warns(UserWarning, match="can be written again"):
+        assert lines.sync() == len('{"step": 1}\n')
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
+    lines.close()
+
+
+def test_lines_that_never_found_space_are_counted_at_the_end(tmp_path, full, monkeypatch):
+    monkeypatch.setattr(tracking, "_MOST_WAITING", 2)
+    lines = JsonLines(tmp_path / "m.jsonl")
+    full[0] = 0
+    with pytest.warns(UserWarning, match=r"cannot be written"):
+        lines.write({"step": 0})
+    for step in range(1, 5):
+        lines.write({"step": step})
+    with pytest.warns(UserWarning, match=r"m\.jsonl: 5 lines could not be written and are lost"):
+        lines.close()
+    assert (tmp_path / "m.jsonl").read_bytes() == b""
+
+
+def test_a_torn_line_that_could_not_be_taken_back_at_once_is_taken_back_later(tmp_path, full, monkeypatch):
+    lines = JsonLines(tmp_path / "m.jsonl")
+    lines.write({"step": 1})
+    full[0] = 5
+    with monkeypatch.context() as patch:
+        patch.setattr(type(lines._file), "truncate", lambda self, size: (_ for _ in ()).throw(OSError("busy")))
+        with pytest.warns(UserWarning, match="cannot be written"):
+            lines.write({"step": 2})
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n{"ste'
+    assert lines.size == len('{"step": 1}\n')
+    full[0] = None
+    with pytest.warns(UserWarning, match="can be written again"):
+        lines.write({"step": 3})
+    lines.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_file_that_vanishes_is_begun_anew_at_its_path(tmp_path, how):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = JsonLines(folder / "m.jsonl")
+    lines.write({"step": 1})
+    if how == "moved":
+        folder.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match=r"m\.jsonl was removed or moved during the run; it goes on here"):
+        lines.write({"step": 2})
+    lines.write({"step": 3})
+    lines.close()
+    assert (folder / "m.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+    if how == "moved":
+        assert (tmp_path / "elsewhere" / "m.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_an_earlier_file_is_kept_as_far_as_asked(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+    lines = JsonLines(path, keep_bytes=12)
+    lines.write({"step": 9})
+    lines.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
+    JsonLines(path, keep_bytes=10**6).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
+    JsonLines(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_half_a_surrogate_pair_is_written_as_json_escapes_it(tmp_path):
+    lines = JsonLines(tmp_path / "m.jsonl")
+    lines.write({"response": "a\ud800b"})
+    lines.close()
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"response": "a\ud800b"}
+
+
+def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
+    class Flaky:
+        heard: ClassVar[list[int]] = []
+
+        def log(self, step, metrics):
+            if step in (2, 4):
+                raise ConnectionError("no network")
+            self.heard.append(step)
+
+        def close(self):
+            raise OSError("gone")
+
+    tracker = Forgiving("mine", Flaky())
+    tracker.log(1, {})
+    with pytest.warns(UserWarning, match=r"'mine' did not take step 2 \(ConnectionError: no network\)"):
+        tracker.log(2, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        for step in (3, 4, 5):
+            tracker.log(step, {})
+    assert Flaky.heard == [1, 3, 5]
+    with pytest.warns(UserWarning, match="tracker 'mine'") as told:
+        tracker.close()
+    assert [str(w.message) for w in told] == [
+        "tracker 'mine' was not closed (OSError: gone)",
+        "tracker 'mine' missed 2 steps, from 2 to 4",
+    ]

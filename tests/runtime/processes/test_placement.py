@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realign.engines import SharedModel, TransformersModel
+from realign.engines.shared_model import Share
+from realign.interfaces import grpo, ppo
+from realign.interfaces.components import Critic, KLPenalty, KLPlace
+from realign.interfaces.critic import PPOCriticInterface
+from realign.interfaces.reference import ReferenceInterface
+from realign.runtime import Async, Experiment, Ray
+from realign.runtime.checks.launch import check_ready
+from realign.runtime.processes.placement import Group, plan_groups
+from tests.runtime.test_step import BigramModel, CountToken, Prompts
+
+
+def experiment(tmp_path: Path, placement: Any = None, **changes: Any) -> Experiment:
+    """Actor and critic are trained, `ref` is not, and `twin` has no weights of its own."""
+    actor = ppo.PPOActorInterface(kl=KLPenalty(KLPlace.reward), critic=Critic.own)
+    interfaces = {"actor": actor, "reward": CountToken(), "ref": ReferenceInterface(), "critic": PPOCriticInterface()}
+    settings = {
+        "name": "toy",
+        "steps": 1,
+        "batch_prompts": 2,
+        "graph": ppo.dataflow(interfaces),
+        "interfaces": interfaces,
+        "models": {role: BigramModel() for role in ("actor", "ref", "critic")},
+        "data": Prompts(),
+        "output_dir": tmp_path,
+        "runtime": Ray(placement={} if placement is None else placement),
+    }
+    return Experiment(**settings | changes)
+
+
+def test_trained_roles_have_their_own_process_and_the_others_live_with_the_first(tmp_path):
+    assert plan_groups(experiment(tmp_path)) == (Group(("actor", "ref")), Group(("critic",)))
+
+
+def test_colocated_and_separate(tmp_path):
+    assert plan_groups(experiment(tmp_path, "colocated")) == (Group(("actor", "ref", "critic")),)
+    separate = plan_groups(experiment(tmp_path, "separate"))
+    assert separate == (Group(("actor",)), Group(("ref",)), Group(("critic",)))
+
+
+def test_roles_are_placed_by_name(tmp_path):
+    named = {"actor": {"devices": 2}, "ref": {"with": "critic", "offload": True}}
+    groups = plan_groups(experiment(tmp_path, named))
+    assert groups == (Group(("actor",), 2), Group(("critic", "ref"), 1, frozenset({"ref"})))
+    assert groups[0].describe() == "actor on 2 devices"
+    assert groups[1].describe() == "critic + ref on 1 device, offloaded between calls: ref"
+    own = plan_groups(experiment(tmp_path, {"ref": {"devices": 1}}))
+    assert own == (Group(("actor",)), Group(("ref",)), Group(("critic",)))
+    together = plan_groups(experiment(tmp_path, {"critic": {"with": "ref"}}))
+    assert together == (Group(("actor",)), Group(("ref", "critic")))
+
+
+def test_without_a_trained_role_the_first_one_hosts_the_others(tmp_path):
+    actor = grpo.GRPOActorInterface(kl=KLPenalty(KLPlace.reward))
+    interfaces = {"actor": actor, "reward": CountToken(), "ref": ReferenceInterface()}
+    graph = grpo.dataflow(interfaces)
+    graph = dataclasses.replace(graph, rpcs=graph.rpcs[:-1])
+    e = experiment(tmp_path, graph=graph, interfaces=interfaces)
+    assert plan_groups(e) == (Group(("actor", "ref")),)
+
+
+def test_rollout_workers_are_a_group_of_their_own(tmp_path):
+    ahead = Async()
+    groups = plan_groups(experiment(tmp_path, {"rollout": {"devices": 2}}, rollout=ahead))
+    assert groups[-1] == Group(("rollout",), 2)
+    assert plan_groups(experiment(tmp_path, "colocated", rollout=ahead))[1:] == (Group(("rollout",)),)
+
+
+def test_a_role_that_shares_a_model_is_not_placed(tmp_path):
+    models = {"actor": BigramModel(), "critic": BigramModel(), "ref": SharedModel("actor", Share.reference)}
+    assert plan_groups(experiment(tmp_path, models=models)) == (Group(("actor",)), Group(("critic",)))
+    with pytest.raises(ValueError, match=r"placement\.ref: it shares the model of role 'actor', and lives where that"):
+        plan_groups(experiment(tmp_path, {"ref": {"devices": 1}}, models=models))
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ({"actr": {}}, "no role 'actr' has a model of its own; did you mean 'actor'"),
+        ({"reward": {}}, "no role 'reward' has a model of its own"),
+        ({"actor": 2}, r"runtime.placement.actor must be a mapping such as \{devices: 2\}"),
+        ({"actor": {"device": 2}}, "actor: unknown key 'device'; did you mean 'devices'"),
+        ({"actor": {"devices": 0}}, "actor.devices must be a whole number of at least 1, found 0"),
+        ({"actor": {"devices": True}}, "actor.devices must be a whole number of at least 1, found True"),
+        ({"ref": {"with": "actor", "offload": "yes"}}, "ref.offload must be true or false, found 'yes'"),
+        ({"ref": {"with": "actor", "devices": 2}}, "ref: with and devices exclude each other"),
+        ({"ref": {"with": "critc"}}, "ref.with: no other role 'critc' has a model of its own; did you mean 'critic'"),
+        ({"ref": {"with": "ref"}}, "ref.with: no other role 'ref'"),
+        ({"ref": {"with": None}}, "ref.with must be the name of a role, found None"),
+        ({"ref": {"with": "critic"}, "critic": {"with": "actor"}}, "'critic' itself lives with 'actor'; name that"),
+        ({"critic": {"offload": True}}, "critic.offload has no effect on a role that is alone on its devices"),
+        ({"actor": {"devices": 2}, "ref": {"with": "actor", "offload": True}}, "set models.ref.sharding.offload"),
+        ({"rollout": {}}, "runtime.placement.rollout has no effect without rollout=async"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_started(tmp_path, placement, message):
+    with pytest.raises(ValueError, match=message):
+        check_ready(experiment(tmp_path, placement))
+
+
+def test_mistakes_about_rollout_workers(tmp_path):
+    ahead = Async()
+    with pytest.raises(ValueError, match=r"placement\.rollout\.offload: rollout workers have processes of their own"):
+        plan_groups(experiment(tmp_path, {"rollout": {"offload": True}}, rollout=ahead))
+    models = {role: BigramModel() for role in ("actor", "ref", "critic", "rollout")}
+    with pytest.raises(ValueError, match=r"models\.rollout: with rollout=async the rollout workers have this name"):
+        plan_groups(experiment(tmp_path, models=models, rollout=ahead))
+
+
+def test_without_ray_one_line_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("realign.runtime.backend.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"runtime=ray needs the package ray: install realign\[ray\]"):
+        check_ready(experiment(tmp_path))
+
+
+def test_a_device_has_no_number_where_each_process_has_one_of_its_own(tmp_path):
+    models = {role: TransformersModel("nowhere", device="cuda:1") for role in ("actor", "ref", "critic")}
+    with pytest.raises(
+        ValueError, match=r"models\.actor\.device='cuda:1': with runtime=ray every process has a GPU of its"
+    ):
+        check_ready(experiment(tmp_path, models=models))

@@ -1,0 +1,254 @@
+"""The command line under SIGKILL, SIGTERM and Ctrl-C, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from realign.cli import commands as cli
+from realign.config.folders import experiments_dir
+from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.processes.signals import Interrupted, StopSignals
+from tests.config_parts import write_experiment
+from tests.runtime.checkpoint.test_state import untimed
+from tests.tiny import save_tiny
+
+CHECKOUT = experiments_dir().parent
+STEPS = 40
+SLOW = """\
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tests.config_parts import CountThrees
+
+@dataclass
+class Slow(CountThrees):
+    blocked_by: str = ""  # from step 3 on, until this file is there
+    steps: int = 0
+
+    def inference(self, model, data, mb_spec):
+        self.steps += 1
+        time.sleep(0.02)
+        while self.blocked_by and self.steps > 2 and not Path(self.blocked_by).exists():
+            Path("waiting").touch()
+            time.sleep(0.01)
+        return super().inference(model, data, mb_spec)
+"""
+ARGS = (
+    "--config-dir=conf",
+    "experiment=bigram",
+    f"steps={STEPS}",
+    "data.n=6",
+    "evaluation.reward._target_=tests.config_parts.CountThrees",
+    "evaluation.data={_target_: tests.config_parts.Prompts, n: 3}",
+    "evaluation.every_steps=7",
+    "interfaces.reward._target_=slow.Slow",
+    "checkpoint.every_steps=1",
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_experiment(tmp_path / "conf")
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("slow", None)  # another test's file of that name
+    return tmp_path
+
+
+def command(*more: str, args: Sequence[str] = ARGS) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{os.getcwd()}", "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", "realign", *args, *more]
+    return subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+
+
+def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
+    """Until the file has so many lines; what the process says if it ends before."""
+    deadline = time.monotonic() + 120
+    while not path.exists() or len(path.read_bytes().splitlines()) < lines:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def assert_same_as_whole(out: str) -> None:
+    assert cli.main([*ARGS, "output_dir=whole"]) == 0
+    for name in ("metrics", "samples", "eval_samples"):
+        assert untimed(Path(out, f"{name}.jsonl")) == untimed(Path("whole", f"{name}.jsonl")), name
+    found, expected = (np.load(Path(folder, "final/actor/bigram.npz")) for folder in (out, "whole"))
+    assert found.files == expected.files
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected.files)
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
+    process = command("output_dir=run", "resume=auto")  # there is nothing to resume from yet
+    wait_for(process, Path("run/metrics.jsonl"), 6)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not Path("run/final").exists()
+    assert cli.main([*ARGS, "output_dir=run", "resume=auto"]) == 0
+    assert_same_as_whole("run")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number, code):
+    process = command("output_dir=run", "checkpoint.every_steps=null")
+    wait_for(process, Path("run/metrics.jsonl"), 4)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    (checkpoint,) = list_checkpoints(Path("run/checkpoints"))
+    assert err.splitlines()[-1] == f"stopped after step {checkpoint.step} of {STEPS}; go on with resume=auto"
+    assert "once more to end at once" in err
+    assert untimed(Path("run/metrics.jsonl"))[-1]["step"] == checkpoint.step < STEPS
+    assert not Path("run/final").exists()
+    assert cli.main([*ARGS, "output_dir=run", "resume=auto"]) == 0
+    assert_same_as_whole("run")
+
+
+def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here):
+    process = command("output_dir=run", "interfaces.reward.blocked_by=never")
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(signal.SIGTERM)
+    assert "once more" in read_until(process, "stopping after")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
+    assert untimed(Path("run/metrics.jsonl"))[-1]["step"] == 2
+
+
+CONVERSATION = """\
+import time
+from pathlib import Path
+
+class Blocks:
+    async def reset(self, row):
+        return "", {}
+
+    async def step(self, response):
+        lines = len(Path("run/metrics.jsonl").read_text().splitlines())
+        if lines > 1 or Path("block").exists():  # in the second step, or at once
+            Path("waiting").touch()
+            time.sleep(3600)
+        return "", float(len(response.text)), True, False, {}
+"""
+CONVERSE = (
+    "experiment=grpo_environment",
+    "models.actor.path=model",
+    "data.path=rows.jsonl",
+    "interfaces.agent.environment=conversation.py:Blocks",
+    "interfaces.agent.max_failed_fraction=1",
+    "interfaces.agent.max_episode_tokens=8",
+    "interfaces.actor.generation={n: 4, max_new_tokens: 4}",
+    "batch_prompts=2",
+    "steps=3",
+    "checkpoint.every_steps=1",
+    "output_dir=run",
+)
+
+
+@pytest.fixture
+def conversing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "model", "gpt2")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "conversation.py").write_text(CONVERSATION)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("conversing")
+def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline():
+    process = command("interfaces.agent.timeout_s=2", args=CONVERSE)
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert err.splitlines()[-1] == "stopped after step 2 of 3; go on with resume=auto"
+    assert "blocked its event loop for more than 7 s" in out
+    assert "time.sleep(3600)" in out
+    assert untimed(Path("run/metrics.jsonl"))[-1]["missing_rewards"] == 1.0
+
+
+@pytest.mark.usefixtures("conversing")
+def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waiting():
+    process = command("interfaces.agent.timeout_s=36000", args=CONVERSE)
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(signal.SIGTERM)
+    assert "once more" in read_until(process, "stopping after")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
+
+
+@pytest.mark.usefixtures("conversing")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(number, code):
+    Path("block").touch()
+    evaluation = ("_target_=realign.runtime.EpisodeEvaluation", "episodes=${interfaces.agent}", "data=${data}")
+    process = command(
+        "interfaces.agent.timeout_s=36000", *(f"evaluation.{setting}" for setting in evaluation), args=CONVERSE
+    )
+    wait_for(process, Path("waiting"), 0)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert err.splitlines()[-1] == "interrupted"
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if word in line:
+            return line
+    raise AssertionError(f"{word!r} was not said")
+
+
+def raised(signals: StopSignals, number: int) -> Interrupted | None:
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(0)  # the handler runs between two instructions
+    except Interrupted as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_raised(number, capfd):
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    with StopSignals() as signals:
+        assert signals.received is None
+        assert raised(signals, number) is None
+        assert signals.received == number
+        error = raised(signals, signal.SIGTERM)
+        assert isinstance(error, KeyboardInterrupt)
+        assert error.exit_code == 143
+    assert {each: signal.getsignal(each) for each in before} == before
+    assert capfd.readouterr().err.count("stopping") == 1
+
+
+def test_another_thread_than_the_main_one_handles_no_signals():
+    found: Sequence[object] = []
+
+    def use() -> None:
+        nonlocal found
+        with StopSignals() as signals:
+            found = [signals.received, signal.getsignal(signal.SIGINT)]
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert found == [None, signal.getsignal(signal.SIGINT)]

@@ -1,0 +1,49 @@
+"""The layout of the package: no import cycles between files, and tests that mirror it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / "realign").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, also in functions and for types only."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in known else base)
+    return {other for other in found if other in known and other != name}
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    known = modules()
+    sorter = graphlib.TopologicalSorter({name: imports(name, path, known) for name, path in known.items()})
+    sorter.prepare()  # raises CycleError, which names the files
+
+
+def test_every_folder_of_tests_is_a_package_of_the_project():
+    ours = {"benchmarks", "docs", "examples", "fuzz", "frozen"}
+    for folder in (path for path in (ROOT / "tests").rglob("*") if path.is_dir() and path.name != "__pycache__"):
+        place = folder.relative_to(ROOT / "tests")
+        if place.parts[0] not in ours:
+            assert (ROOT / "realign" / place).is_dir(), place
