@@ -21,7 +21,7 @@ from realign.config import (
     resolved_config,
 )
 from realign.config.composition import config_of
-from realign.config.convert import convert
+from realign.config.construct import convert
 from realign.config.folders import experiments_dir, list_experiments
 from realign.config.schema import COMPONENTS, REPORT
 from realign.data import DataSpec

@@ -19,31 +19,31 @@ FILES = sorted(path for room in ("runtime", "config") for path in (ROOT / room).
 REFLECTION = {"getattr", "hasattr", "setattr", "delattr", "vars"}
 ALLOWED = {
     ("config/__init__.py", "getattr"): "the package's names are imported on first use",
-    ("config/assemble.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
-    ("config/assemble.py", "vars"): "fields of the experiment",
-    ("config/components.py", "getattr"): "fields and constructors of a component class",
+    ("config/experiment.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
+    ("config/experiment.py", "vars"): "fields of the experiment",
+    ("config/construct.py", "getattr"): "fields and constructors of a component class",
     ("config/convert.py", "getattr"): "whether an annotation is a Protocol",
     ("config/places.py", "getattr"): "fields of a component, listed by its constructor",
     ("config/targets.py", "getattr"): "attributes of a module on an import path",
     ("config/targets.py", "hasattr"): "whether a module is a package",
     ("config/targets.py", "vars"): "names that a module or class defines",
-    ("config/components.py", "vars"): "whether a class is itself a dataclass",
+    ("config/construct.py", "vars"): "whether a class is itself a dataclass",
     ("config/words.py", "getattr"): "whether a class is a Protocol",
     ("config/words.py", "vars"): "classes that a module defines",
-    ("runtime/local.py", "vars"): "fields of a dataclass of this module",
+    ("runtime/step.py", "vars"): "fields of a dataclass of this module",
     ("runtime/models.py", "hasattr"): "methods of a tokenizer, which is the user's",
     ("runtime/ray/host.py", "getattr"): "its own verbs by name",
-    ("runtime/ray/wire.py", "getattr"): "a dtype of torch by name",
-    ("runtime/ray/wire.py", "hasattr"): "whether a tuple is a named one",
+    ("runtime/ray/wire_format.py", "getattr"): "a dtype of torch by name",
+    ("runtime/ray/wire_format.py", "hasattr"): "whether a tuple is a named one",
 }
 """Where reflection is used, and on what: never on interfaces, model specs, engines, datasets or evaluators."""
 
 CATCHES = {
     "config/composition.py": "an override that Hydra cannot read",
     "config/targets.py": "a class that is compared with a Protocol",
-    "runtime/checkpoints.py": "a manifest of another shape",
-    "runtime/records.py": "a line of a file of another shape",
-    "runtime/state.py": "a saved state of another shape",
+    "runtime/checkpoint/folder.py": "a manifest of another shape",
+    "runtime/metrics/records.py": "a line of a file of another shape",
+    "runtime/checkpoint/state.py": "a saved state of another shape",
 }
 """Where the lack of an attribute is caught, and of what."""
 
