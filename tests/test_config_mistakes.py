@@ -199,7 +199,8 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*GRPO, "interfaces.actor.generation.n=1"],
         (
             "interfaces.actor.generation.n=1: adv_norm compares the responses to a prompt, so every advantage would "
-            "be 0. Set generation.n to 2 or more, or adv_norm.mean=batch and adv_norm.std=batch"
+            "be 0. Set generation.n to 2 or more, or adv_norm.mean=batch and adv_norm.std=batch with "
+            "advantage.min_group_size=1"
         ),
     ),
     (

@@ -264,7 +264,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 UNPICKLES = ("pickle.load", "pickle.loads", "Unpickler", "torch.load", "joblib.load", "dill.load", "marshal.loads")
-PIPES = {"rewards/worker.py", "runtime/ray/groups.py", "runtime/ray/worker.py"}
+PIPES = {"rewards/pool/worker.py", "runtime/ray/groups.py", "runtime/ray/worker.py"}
 """Where the pipes end between a run and the workers that it started: what they unpickle is of the same run."""
 
 

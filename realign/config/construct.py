@@ -134,7 +134,7 @@ def _of_sibling(made: Any, key: str) -> str:
         choice.__qualname__: None
         for base in bases
         for choice in _choices(base)
-        if name in getattr(choice, "__dataclass_fields__", {})
+        if choice.__module__ == base.__module__ and name in getattr(choice, "__dataclass_fields__", {})
     }
     if not having:
         return ""

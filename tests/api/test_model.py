@@ -25,7 +25,7 @@ from realign.api.interface import METHODS, implements
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4: must be at most max_new_tokens=3"),
         (
             {"temperature": 0.0},
-            r"temperature=0(\\.0)?: must be at least 0.01 and finite",
+            r"temperature=0(\.0)?: must be at least 0.01 and finite",
         ),
         ({"temperature": math.nan}, "temperature=nan: must be at least 0.01"),
         ({"temperature": math.inf}, "temperature=inf: must be at least 0.01 and finite"),

@@ -22,7 +22,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds:
 
     Args:
         size: number of ranks.
-        function: of a module that the processes can import; `realign.engines.distributed.ranks.current()` knows the rank.
+        function: of a module that the processes can import; `ranks.current()` of it knows the rank.
         arguments: of the function.
         seconds: that a collective may wait for a rank that does not come.
 

@@ -308,10 +308,10 @@ def advantage_stats(data: SequenceSample) -> Stats:
 
 def _check_groups(name: str, norm: Normalization, responses: int) -> None:
     if responses < 2 and norm.compares_groups:
-        more = " and advantage.min_group_size=1" if name == "adv_norm" else ""
+        more = " with advantage.min_group_size=1" if name == "adv_norm" else ""
         raise SettingsError(
             f"generation.n={responses}: {name} compares the responses to a prompt, so every advantage would be 0. Set "
-            f"generation.n to 2 or more, or {name}.mean=batch, {name}.std=batch{more}"
+            f"generation.n to 2 or more, or {name}.mean=batch and {name}.std=batch{more}"
         )
 
 

@@ -406,7 +406,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_write(tmp_path, m
 
 def killed(*arguments):
     program = Path(__file__).with_name("killed_writers.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(checkpoints.__file__).parents[2])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(checkpoints.__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, program, *map(str, arguments)], env=environment, capture_output=True, text=True
     )

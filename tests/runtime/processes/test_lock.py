@@ -34,7 +34,7 @@ def test_a_folder_is_held_by_one_and_free_afterwards(tmp_path):
 
 
 def test_a_killed_process_holds_nothing(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(exclusive.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(exclusive.__file__).parents[3])}
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as holder:
         assert holder.stdout.readline() == b"held\n"
