@@ -1,4 +1,4 @@
-"""Advantage estimators: from rewards to the advantage of every response or token. One class is one estimator.
+"""Advantage estimators: compute the advantage of every response or token from rewards. One class is one estimator.
 
 An estimator of your own is a subclass of `AdvantageEstimator` with `estimate`:
 
@@ -51,7 +51,7 @@ class Rewards:
     kl_T: Tensor | None = None
     """[T] KL to the reference in nats; None: no penalty in the reward."""
     kl_coef: float = 0.0
-    """Price of the KL, in reward per nat."""
+    """KL coefficient, in reward per nat."""
     dense_T: Tensor | None = None
     """[T] rewards of single tokens; None: there are none."""
 
@@ -148,14 +148,14 @@ class AdvantageEstimator(Settings, ABC):
         return None
 
     def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
-        """A scalar that multiplies the advantages after `adv_norm`; None: 1."""
+        """Return a scalar that multiplies the advantages after `adv_norm`; None: 1."""
         return None
 
     def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
         """Reject settings of the actor under which advantages would be wrong or all 0.
 
         Args:
-            responses: per prompt.
+            responses: number of responses per prompt.
             adv_norm: the normalization that follows.
             baseline: whether scores have a baseline subtracted that is the same for all responses to a prompt.
 
@@ -198,7 +198,7 @@ class GAE(AdvantageEstimator):
     """Divide the rewards of tokens, KL penalty and dense rewards included, by their population standard deviation over
     the batch; the mean stays (openai/lm-human-preferences)."""
     bootstrap: bool = False
-    """Value of the state after the last token of a truncated response: the critic's instead of 0."""
+    """Use the critic's value, instead of 0, for the state after the last token of a truncated response."""
 
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
         """See `AdvantageEstimator`: advantages and returns of tokens."""
@@ -242,8 +242,8 @@ class GroupRelative(AdvantageEstimator):
     length_weighted: bool = False
     """Weight each response by its length in the statistics of `adv_norm` (OPO, arXiv:2505.23585)."""
     rescale_degenerate: bool = False
-    """Multiply advantages by B / (B - M), for M of the batch's B responses in groups of equal rewards, whose advantages
-    are 0 (GPG, arXiv:2504.02546)."""
+    """Multiply advantages by B / (B - M) (GPG, arXiv:2504.02546). B is the number of responses in the batch; M of them
+    are in groups of equal rewards, whose advantages are 0."""
 
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
         """See `AdvantageEstimator`."""

@@ -1,4 +1,4 @@
-"""`KLPenalty`: the price of moving away from the reference policy, in the reward or in the loss."""
+"""`KLPenalty`: penalty on the KL divergence from the reference policy, in the reward or in the loss."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from realign.settings import Count, NonNegative, Positive, Settings
 
 
 class KLPlace(StrEnum):
-    """Where the penalty is applied: in one place, never in both."""
+    """Where the KL penalty is applied: in the reward or in the loss, not in both."""
 
     none = "none"
-    """Nowhere: no reference model is loaded."""
+    """No penalty; no reference model is loaded."""
     reward = "reward"
     """Subtracted from the reward of every token, before advantages are estimated."""
     loss = "loss"
@@ -43,13 +43,13 @@ class KLPenalty(Settings):
     place: KLPlace = KLPlace.none
     """Where the penalty is applied: none, reward or loss. The dataflow then includes the reference model."""
     coef: NonNegative = 0.05
-    """Weight in reward (or loss) per nat; the initial value if `target` is set."""
+    """KL coefficient, in reward (or loss) per nat; the initial value if `target` is set."""
     estimator: KLEstimator | None = None
-    """Estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
+    """KL estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
     target: Positive | None = None
-    """KL per sequence in nats that the adaptive controller aims at (arXiv:1909.08593); null: `coef` is constant."""
+    """Target KL per sequence of the adaptive controller, in nats (arXiv:1909.08593); null: `coef` is constant."""
     horizon: Count = 10_000
-    """Sequences over which the adaptive controller corrects an error."""
+    """Horizon of the adaptive controller, in sequences."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

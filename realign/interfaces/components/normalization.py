@@ -1,4 +1,4 @@
-"""`Normalization`: whose mean is subtracted from advantages or scores, and whose standard deviation divides them."""
+"""`Normalization`: scopes of the mean and the standard deviation that normalize advantages or scores."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ from realign.settings import Fraction, NonNegative, Positive, Range, Settings
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The tokens of a micro-batch as an objective sees them: whole sequences, every value exactly 0 off the mask."""
+    """The tokens of a micro-batch, the input of an objective: whole sequences, all values exactly 0 off the mask."""
 
     logprobs_T: Tensor
-    """[T] log-probs of the policy that is trained; the only differentiable values."""
+    """[T] log-probs of the current policy; the only differentiable values."""
     old_logprobs_T: Tensor
-    """[T] log-probs that ratios are taken against: recomputed ones where the graph has them, else the sampler's."""
+    """[T] old log-probs of ratios: recomputed ones if the graph provides them, else the sampler's."""
     advantages_T: Tensor
     """[T]."""
     mask_T: Tensor
@@ -112,7 +112,7 @@ class Objective(Settings, ABC):
         return dict.fromkeys(self.reads, f"objective={type(self).__name__}")
 
     def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
-        """Further metrics, beside those that every objective has."""
+        """Return additional metrics, besides those of every objective."""
         return {}
 
     def describe(self) -> str:
@@ -127,7 +127,7 @@ class Objective(Settings, ABC):
 
 @dataclass
 class _Clipped(Objective):
-    """What the clipped objectives share."""
+    """Base class of clipped objectives."""
 
     def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
         """See `Objective`."""
@@ -150,7 +150,7 @@ class Clip(_Clipped):
     high: NonNegative = 0.2
     """The ratio is clipped above at 1 + high."""
     dual: DualClip = None
-    """For negative advantages the ratio counts at most this much, above 1 (arXiv:1912.09729); null: off."""
+    """Upper bound on the ratio for negative advantages, above 1 (dual clip, arXiv:1912.09729); null: off."""
 
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
         """See `realign.functional.policy_loss`."""
@@ -177,7 +177,7 @@ class Gspo(_Clipped):
     high: NonNegative = 4e-4
     """The sequence's ratio is clipped above at 1 + high."""
     dual: DualClip = None
-    """For negative advantages the ratio counts at most this much, above 1; null: off."""
+    """Upper bound on the ratio for negative advantages, above 1; null: off."""
 
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
         """See `realign.functional.gspo_loss`."""
@@ -263,11 +263,11 @@ class Reinforce(Objective):
 
 
 def policy_loss_of(objective: Objective, tokens: PolicyTokens, weight_T: Tensor | None = None) -> PolicyLoss:
-    """The loss of an objective of either return type, with what metrics are computed from.
+    """Return the loss of an objective of either return type, as a `PolicyLoss` for the metrics.
 
     Args:
-        objective: whose loss.
-        tokens: of the micro-batch.
+        objective: the objective.
+        tokens: tokens of the micro-batch.
         weight_T: [T] factor of the loss of each token, without gradient, from a correction.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`RewardShaping`: from the score that a reward gives to the score that advantages are estimated from."""
+"""`RewardShaping`: convert the scores of a reward model or function to the scores used in advantage estimation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RewardShaping(Settings):
     center: bool = False
     """Subtract the mean of the scores of `scale` before the division."""
     baseline: RewardBaseline = RewardBaseline.none
-    """What is subtracted from a score: none, or greedy. The dataflow then includes the greedy response."""
+    """Baseline subtracted from a score: none or greedy. With greedy, the dataflow includes the greedy response."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,8 +83,8 @@ class RewardShaping(Settings):
         """Update the moments that `scale` divides by with a rollout batch.
 
         Args:
-            moments: of the earlier batches; changed in place.
-            rewards_S: [S] as the reward gave them.
+            moments: moments of the earlier batches; changed in place.
+            rewards_S: [S] unshaped rewards.
             valid_S: [S] bool, the responses that count.
             reduce: sum over ranks.
         """
@@ -96,7 +96,7 @@ class RewardShaping(Settings):
         scores_S = self._clipped(rewards_S)
         if self.center:
             scores_S = scores_S - moments.mean
-        # scores that were all equal so far, up to rounding, have no scale; `moments.scale` is then 1
+        # if all scores so far are equal up to rounding, `moments.scale` is 1
         return scores_S if self.scale is RewardScale.none else scores_S / moments.scale
 
     def baselines(self, moments: RunningMoments, data: SequenceSample) -> Tensor | float:

@@ -1,4 +1,4 @@
-"""`Truncation`: how responses that reached the length limit are rewarded and trained."""
+"""`Truncation`: reward and loss treatment of responses that reached the length limit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Truncation(Settings):
     reward: TruncatedReward = TruncatedReward.keep
     """Score of a truncated response: keep, zero, add or set."""
     penalty: Finite | None = None
-    """Number that reward=add adds (negative, to punish) or reward=set sets."""
+    """Value that reward=add adds to the score (negative values punish), or that reward=set assigns."""
     mask: bool = False
     """Exclude truncated responses from the loss and its divisor (overlong filtering, arXiv:2503.14476)."""
     overlong_buffer: NonNegativeInt = 0
-    """Tokens before the length limit in which a penalty grows linearly (arXiv:2503.14476, eq. 13); 0: off."""
+    """Length in tokens of the range before the length limit in which a penalty grows linearly; 0: off. See
+    arXiv:2503.14476, eq. 13."""
     overlong_penalty: NonNegative = 1.0
     """Penalty at the limit, a positive number that is subtracted from the score."""
 

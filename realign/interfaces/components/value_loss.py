@@ -1,4 +1,4 @@
-"""The loss of values, and what actors with a value head and critics share."""
+"""Value loss, and helpers shared by critics and actors with a value head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ValueObjective(Settings):
     huber_delta: Positive = 10.0
     """Error from which Huber's loss grows linearly (kind=huber)."""
     coef: Positive = 1.0
-    """Weight of the loss when it is added to that of a policy with the same trunk."""
+    """Weight of the value loss when it is added to the loss of a policy with the same trunk."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +75,7 @@ class ValueObjective(Settings):
 
 
 def trained(data: SequenceSample) -> SequenceSample:
-    """The sequences with a token in `loss_mask`; the others would cost a pass and change nothing.
+    """Return the sequences with a token in `loss_mask`; the others would only cost a forward pass.
 
     A batch without any such sequence is returned unchanged, so that the engine counts the skipped step.
     """
@@ -108,7 +108,7 @@ def value_stats(data: SequenceSample, model: Model) -> Stats:
 
 
 def number(x: float) -> Mean:
-    """A metric that is one number."""
+    """Return a metric with a single value."""
     return Mean(torch.tensor(float(x)), torch.ones(()))
 
 
