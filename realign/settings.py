@@ -8,7 +8,8 @@ Every component and interface is a dataclass that inherits from `Settings`. Rang
         dual: Annotated[float, Range(gt=1)] | None = None
 
 `Clip(low=3)` raises `SettingsError`. An enum field accepts a member or its name. `None` is valid only where the
-annotation allows it. This module imports only the standard library and `realign.errors`, so every layer may import it.
+annotation allows it. This module imports only the standard library and `realign.errors`, so every layer may import
+it.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Settings:
 def checked(name: str, value: Any, annotation: Any) -> Any:
     """Validate the value of a field and return it, with the name of an enum member replaced by the member.
 
-    Values of other types are returned unchanged, since a type checker (in Python) or `realign.config` (in YAML) checks
-    them.
+    Values of other types are returned unchanged, since a type checker (in Python) or `realign.config` (in YAML)
+    checks them.
 
     Args:
         name: name of the field, for messages.

@@ -1,7 +1,7 @@
 """Conformance tests for interfaces and samplers: an exact engine, random batches, and checks of the contracts.
 
 `check_train_step(MyInterface(...), inputs)` runs your algorithm on a bigram model in float64. It fails if the weights
-or the metrics depend on micro-batching, the order of prompts or the values of masked tokens.
+or the metrics depend on micro-batching, the order of prompts or values outside the loss mask.
 `check_sampler(make, prompts, config, other)` fails if a sampler violates the contract of `realign.api.Sampler`.
 """
 
@@ -304,7 +304,7 @@ def check_train_step(
     whole_groups: bool = False,
     seed: int = 0,
 ) -> None:
-    """Check that micro-batching, prompt order and masked values do not change the result of a `train_step`.
+    """Check that micro-batching, prompt order and values outside the loss mask do not change a `train_step`.
 
     Args:
         interface: the configured algorithm.

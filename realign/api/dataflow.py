@@ -24,8 +24,8 @@ class RPC:
         method: "generate", "inference", "credit" or "train_step".
         inputs: keys that the call reads, by their names in the graph.
         outputs: keys that the call writes, by their names in the graph.
-        rename: names in the graph of keys with another name in the interface. With `{"logprobs": "ref_logprobs"}`, the
-            interface's `logprobs` is the graph's `ref_logprobs`, both as an output and as an input.
+        rename: names in the graph of keys with another name in the interface. With `{"logprobs": "ref_logprobs"}`,
+            the interface's `logprobs` is the graph's `ref_logprobs`, both as an output and as an input.
         after: names of calls that must run before this one, in addition to the producers of `inputs`.
 
     Raises:

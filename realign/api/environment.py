@@ -56,9 +56,9 @@ class Environment(Protocol):
         """Process the policy's turn.
 
         Returns:
-            The observation before the policy's next turn, the reward of this turn, whether the episode terminated,
-            whether it was truncated, and an info, which is ignored. The observation of the last step is not added to
-            the sequence, since no token is sampled after it.
+            Observation before the policy's next turn, reward of this turn, terminated, truncated, and an info, which
+            is ignored. The observation of the last step is not added to the sequence, since no token is sampled after
+            it.
         """
         ...
 

@@ -92,10 +92,10 @@ class InProcessSampler:
         self.engine = engine
         self._version = version
         self._capabilities = capabilities
-        self._turn = threading.Condition(threading.RLock())  # held while the engine samples; guards the two flags
+        self._turn = threading.Condition(threading.RLock())  # held while sampling; guards the flags below
         self._paused = False
         self._asleep = False
-        self._guard = threading.Lock()  # guards the fields below; not held while sampling
+        self._guard = threading.Lock()  # guards `_waiting` and `_closed`; not held while sampling
         self._waiting: list[_Deferred] = []
         self._closed = False
 

@@ -181,7 +181,7 @@ class ModelInterface(Settings):
             raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
 
     def adopt(self, saved: Mapping[str, Any]) -> None:
-        """Restore interface state that belongs to the role's initial weights. The runtime calls it once after loading.
+        """Restore interface state that belongs to the role's initial weights; called once after loading.
 
         `saved` is the `state_dict` of the interface in the run that saved the weights. Restore state that belongs to
         the weights, such as the gain and bias of a reward model or the moments that scale a critic's outputs. Ignore

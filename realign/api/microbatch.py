@@ -40,8 +40,8 @@ class MicroBatchSpec:
     """Size limits of a micro-batch. They trade memory for speed, and do not change loss, gradient or metrics.
 
     Attributes:
-        max_tokens_per_microbatch: maximum packed tokens in one forward pass; None means no limit. A shared prefix that
-            the pass computes once for all sequences of a prompt counts once.
+        max_tokens_per_microbatch: maximum packed tokens in one forward pass; None means no limit. A shared prefix
+            that the pass computes once for all sequences of a prompt counts once.
         n_microbatches: minimum number of micro-batches, limited by the number of groups.
         whole_groups: never split a group (the sequences of one prompt). Algorithms set it if their loss compares the
             sequences of a group.
@@ -71,20 +71,20 @@ def plan_microbatches(
 ) -> list[IntArray]:
     """Assign every sequence to a micro-batch, within the token budget and balanced.
 
-    A group (all sequences of one prompt) is split between sequences only if it exceeds the budget. With `whole_groups`,
-    such a group raises an error.
+    A group (all sequences of one prompt) is split between sequences only if it exceeds the budget. With
+    `whole_groups`, such a group raises an error.
 
-    Uses longest-processing-time scheduling. For a given number of micro-batches, the largest load is within 4/3 of the
-    optimum (Graham 1969, doi:10.1137/0117039). The number starts at the lower bound and grows if groups do not fit. It
-    stays below 2 * tokens / budget + 1 unless most groups exceed half of the budget. The loads are then rebalanced as
-    far as the budget allows.
+    Uses longest-processing-time scheduling. For a given number of micro-batches, the largest load is within 4/3 of
+    the optimum (Graham 1969, doi:10.1137/0117039). The number starts at the lower bound and grows if groups do not
+    fit. It stays below 2 * tokens / budget + 1 unless most groups exceed half of the budget. The loads are then
+    rebalanced as far as the budget allows.
 
     Args:
         lengths: tokens of each sequence of each prompt.
         spec: the budget.
         ids: names of the prompts for error messages; their positions by default.
         prefixes: for each prompt, the number of shared prefix tokens of its sequences, which count once per
-            micro-batch; 0 by default. A group with a prefix is split into runs of adjacent sequences.
+            micro-batch; 0 by default. If such a group must be split, it is split into runs of adjacent sequences.
 
     Returns:
         For each micro-batch, the ascending indices of its sequences. Each index is in exactly one micro-batch, and no
@@ -247,8 +247,8 @@ class MicroBatches(Cut[Sample]):
         """Combine results, one sample per micro-batch with its sequences, in the order of the whole.
 
         Args:
-            parts: for each micro-batch, in order, a sample with its ids. All parts have the same keys. Each key has one
-                sequence per sequence of the micro-batch, of any length (per token, one per sequence, ...).
+            parts: for each micro-batch, in order, a sample with its ids. All parts have the same keys. Each key has
+                one sequence per sequence of the micro-batch, of any length (per token, one per sequence, ...).
 
         Returns:
             A sample with the ids of the whole and the packed keys of the parts, without metadata.

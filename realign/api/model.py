@@ -29,11 +29,14 @@ class ModelOutput(Protocol):
     """Outputs of one packed forward pass. Only `logits` allocates a tensor of shape [T, V]."""
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
-        """Return log p(token t | tokens before t) at `temperature`: [T] fp32; 0 at first tokens and outside `where_T`."""
+        """Return log p(token t | tokens before t) at `temperature`: [T] fp32.
+
+        The result is 0 at first tokens and where `where_T` is False.
+        """
         ...
 
     def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log-probs and the entropy (nats) of the distribution that token t was drawn from: ([T], [T]) fp32."""
+        """Return log-probs of the tokens and the entropy (nats) of their distributions: ([T], [T]) fp32."""
         ...
 
     @property
@@ -46,7 +49,7 @@ class ModelOutput(Protocol):
         ...
 
     def scores(self) -> Tensor:
-        """Return the output of a scalar head at the last token of each sequence: [S] fp32; 0 for an empty sequence."""
+        """Return the output of a scalar head at the last token of each sequence: [S] fp32; 0 if it is empty."""
         ...
 
 
@@ -71,11 +74,11 @@ class PipelinableEngine(Protocol):
 
     @property
     def outputs(self) -> frozenset[str]:
-        """Available outputs of its `ModelOutput`: "logprobs" (language model), "values" and "scores" (scalar head)."""
+        """Outputs of its `ModelOutput`: "logprobs" of a language model, "values" and "scores" of a scalar head."""
         ...
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run without gradients and return the keys that `post_hook` added to each micro-batch, in the order of `data`."""
+        """Run without gradients, and return the keys that `post_hook` added, in the order of `data`."""
         ...
 
     def train_batch(
@@ -88,9 +91,9 @@ class PipelinableEngine(Protocol):
     ) -> Stats:
         """Take one optimizer step on all of `data`.
 
-        `loss_fn` returns a sum. The engine divides it by `loss_weight_fn(data)`, summed over data-parallel ranks before
-        the first backward pass. The engine may call `loss_fn` for several micro-batches concurrently, in threads, so
-        its calls must not write shared state.
+        `loss_fn` returns a sum. The engine divides it by `loss_weight_fn(data)`, summed over data-parallel ranks
+        before the first backward pass. The engine may call `loss_fn` for several micro-batches concurrently, in
+        threads, so its calls must not write shared state.
 
         The engine skips the step if the weight or the gradient is 0, or if the loss or the gradient is not finite. It
         also skips the step if `step_if` returns False (`vetoed_steps`). `step_if` receives the metrics of the whole
@@ -108,7 +111,8 @@ class PipelinableEngine(Protocol):
         (seed, id, response index).
 
         Returns:
-            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S] bool.
+            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S]
+            bool.
         """
         ...
 
@@ -139,7 +143,8 @@ class PipelinableEngine(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """Return all weights of the network by name, unsharded and without duplicates.
 
-        The names of a value head's weights start with "value_head.". The tensors may be views, which training changes.
+        The names of a value head's weights start with "value_head.". The tensors may be views, which training
+        changes.
         """
         ...
 
@@ -218,8 +223,8 @@ class Model:
         engine: engine of the role; None for a role without a network, such as a reward rule.
         tokenizer: converts between text and token ids.
         seed: root seed of the run. `call_seed` derives other seeds from it.
-        version: number of completed training steps (calls of `train_step`), advanced by the runtime. For a role synced
-            from another role (`Sync`): the version of the latest weights that its own weights include.
+        version: number of completed training steps (calls of `train_step`), advanced by the runtime. For a role
+            synced from another role (`Sync`): the version of the latest weights that its own weights include.
         saved: interface state that an earlier run saved with these weights (`ModelInterface.adopt`).
         views: roles that share this model instead of having separate weights. They have the same version.
         saved_views: saved interface state of these roles, by role.
@@ -302,7 +307,7 @@ class ModelFacts:
     trainable: bool | None = None
     """Whether an optimizer is configured."""
     branches: bool | None = None
-    """Whether the trained model can also keep its initial weights, since it trains only adapters or its top layers."""
+    """Whether the trained model can also keep its initial weights (it trains only adapters or its top layers)."""
     rate_ends: int | None = None
     """Number of steps after which the learning rate is 0; None if it never reaches 0."""
     rate_unit: str = "optimizer_step"
@@ -310,7 +315,7 @@ class ModelFacts:
 
 
 class ModelSpec(ABC):
-    """Loads the model of a role, such as `realign.engines.TransformersModel`. Inherit from it and implement `load`."""
+    """Loads the model of a role, such as `realign.engines.TransformersModel`. Subclasses implement `load`."""
 
     @abstractmethod
     def load(self, name: str, *, seed: int) -> Model:

@@ -284,7 +284,8 @@ class SequenceSample:
         sequence per prompt unchanged.
 
         Raises:
-            ValueError: the indices do not ascend, or a key of a partly selected group has another number of sequences.
+            ValueError: the indices do not ascend, or a key of a partly selected group has another number of
+                sequences.
         """
         main = self.lengths[self._known(key)]
         chosen = _indices("take_sequences: sequences", sequences, len(main.flat))

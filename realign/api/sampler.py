@@ -83,8 +83,8 @@ class Capabilities:
     """Guarantees of a sampler. The launch table lists the consequences of a missing `bitwise`."""
 
     bitwise: bool
-    """Equal seeds and weights produce equal tokens, independent of concurrent requests. Micro-batches, ranks, restarts
-    and staleness 0 then do not change the results."""
+    """Equal seeds and weights produce equal tokens, independent of concurrent requests. Micro-batches, ranks,
+    restarts and staleness 0 then do not change the results."""
     logprobs_at_temperature: bool
     """Log-probs are under the distribution at `temperature`, after all sampling parameters."""
     stop_strings: bool
@@ -113,8 +113,8 @@ class Handle(Protocol):
         """Return the tokens so far.
 
         Returns:
-            A copy: all tokens of a finished response, or the tokens before the cancellation of a cancelled one. For an
-            unfinished response, none if the sampler does not report its tokens (`Capabilities.abort`).
+            A copy: all tokens of a finished response, or the tokens before the cancellation of a cancelled one. For
+            an unfinished response, none if the sampler does not report its tokens (`Capabilities.abort`).
         """
         ...
 
@@ -277,7 +277,7 @@ class FutureHandle:
         return self.future.result(timeout_s)
 
     def cancel(self) -> bool:
-        """See `Handle.cancel`. Returns False once the sampler has started the request, unless a subclass can abort."""
+        """See `Handle.cancel`. Returns False if the sampler has started the request, unless a subclass can abort."""
         return not self.future.done() and self.future.cancel()
 
 

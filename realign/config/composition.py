@@ -229,7 +229,7 @@ def _whole(overrides: Sequence[str]) -> DictConfig:
         raise ConfigCompositionException(
             f"hydra.job.env_copy: the environment variable {error} is not set. Keep the default of this setting."
         ) from error
-    except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf raises these when it merges into null
+    except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf merges into null
         raise ConfigCompositionException(
             f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
             f"key that is null, or no mapping? {' '.join(overrides)}"

@@ -111,8 +111,7 @@ class ExperimentConfig:
     """Metric, such as eval/reward, whose best value determines the models saved to `best`. Larger is better; a leading
     `-` (-eval/nll) means that smaller is better. null saves no best models."""
     sample_prompts: int = 1
-    """Number of prompts per step whose responses and rewards are written to samples.jsonl; `batch_prompts` writes all.
-    """
+    """Number of prompts per step whose responses and rewards are written to samples.jsonl (`batch_prompts`: all)."""
     print_samples_every_steps: int | None = None
     """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
     trackers: dict[str, Any] = field(default_factory=dict)

@@ -63,8 +63,8 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
     """Read rows into memory.
 
     Args:
-        path: A `.jsonl` file (blank lines are skipped), a `.json` file that contains a list of objects, a `.parquet`
-            file, or the folder of one split written by `datasets`' `save_to_disk`.
+        path: Path of a `.jsonl`, `.json` or `.parquet` file, or of the folder of one split written by `datasets`'
+            `save_to_disk`. Blank lines of `.jsonl` files are skipped. A `.json` file contains a list of objects.
         limit: Maximum number of rows to read, from the start of the file; None reads all rows.
 
     Raises:

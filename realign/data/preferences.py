@@ -136,7 +136,7 @@ class PreferenceData(DataSource):
         )
 
     def _says_something(self, responses: list[list[int]]) -> list[bool]:
-        """Return which responses to keep: with kind=pairs, those of pairs whose two responses differ."""
+        """Return for each response whether to keep it: with kind=pairs, whether the responses of its pair differ."""
         if self.kind is not LabelKind.pairs:
             return [True] * len(responses)
         both = zip(responses[::2], responses[1::2], strict=True)

@@ -156,7 +156,9 @@ def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> 
 
 
 def summarize(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return the JSON object of the last line. "before" and "after" refer to PPO; `compare` standardizes the rewards.
+    """Return the JSON object of the last line.
+
+    "before" and "after" refer to PPO. Rewards are in standard deviations (`compare`).
     """
     gold = results.ppo.series("eval/reward")
     numbers = {

@@ -11,8 +11,8 @@ Functions take tensors and plain values and return tensors. The package imports 
 - `losses`, `objectives`, `preferences`: losses per token, policy objectives, and losses per preference pair.
 - `aggregation`: reduction of token losses to a scalar.
 
-A tensor's name ends in its shape: T packed tokens, S sequences, N any elements, V vocabulary, H hidden size,
-M elements selected by a mask, C a chunk of tokens, U units (groups, or the batch).
+A tensor's name ends in its shape: T packed tokens, S sequences, N any elements, V vocabulary, H hidden size.
+Further letters: M elements in the mask, C a chunk of tokens, U units (groups, or the batch).
 
 Masks are bool. The tokens in a mask are the positions where it is True.
 """

@@ -50,7 +50,8 @@ def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> tup
     """Compute the clamped `logprobs_T - old_logprobs_T` in the mask, and exactly 0 (a ratio of 1) outside it.
 
     Args:
-        logprobs_T: [T], differentiable (no gradient where clamped). Values outside the mask are ignored, including NaN.
+        logprobs_T: [T], differentiable (no gradient where clamped). Values outside the mask are ignored, including
+            NaN.
         old_logprobs_T: [T], detached.
         mask_T: [T] bool.
 

@@ -37,7 +37,8 @@ def reinforce_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Ten
     """Compute -A logprobs, the policy gradient without a ratio (REINFORCE; GPG, arXiv:2504.02546).
 
     With A = 1 for the kept responses, this is RAFT. RAFT++ (arXiv:2504.11343) uses the clipped objective. The loss
-    assumes that the current policy sampled the tokens: use one optimizer step per rollout, or an importance correction.
+    assumes that the current policy sampled the tokens: use one optimizer step per rollout, or an importance
+    correction.
     """
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     loss_T = -_advantages(advantages_T, mask_T) * _current(logprobs_T, mask_T)
@@ -56,8 +57,8 @@ def cispo_loss(
     """Compute -sg(clip(r, 1 - low, 1 + high)) A logprobs (CISPO, arXiv:2506.13585, eq. 4 and 5).
 
     Clipped tokens keep their gradient. The paper uses no lower bound (`low=None`). As in verl and SkyRL, both bounds
-    are relative to 1. TRL's `epsilon_high` and Tinker's thresholds are absolute, so a cap of 5 there is `high=4` here.
-    `clipped_T` marks tokens whose weight a bound changes.
+    are relative to 1. TRL's `epsilon_high` and Tinker's thresholds are absolute, so a cap of 5 there is `high=4`
+    here. `clipped_T` marks tokens whose weight a bound changes.
     """
     _check_range(low, high, lowest=1)
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
@@ -80,10 +81,10 @@ def gspo_loss(
 ) -> PolicyLoss:
     """Compute max(-A s, -A clip(s, 1 - low, 1 + high)) with s = exp(mean of l over the sequence) (GSPO).
 
-    Source: arXiv:2507.18071, eq. 5 and 7. The gradient flows through s, so every token of a sequence receives the same
-    fraction of it. To get the paper's loss, aggregate by `seq_mean_token_mean`, which verl enforces. In verl and SkyRL,
-    each token's log-prob carries the gradient of s (the paper's GSPO-token). The result is the same if A is constant in
-    a sequence.
+    Source: arXiv:2507.18071, eq. 5 and 7. The gradient flows through s, so every token of a sequence receives the
+    same fraction of it. To get the paper's loss, aggregate by `seq_mean_token_mean`, which verl enforces. In verl and
+    SkyRL, each token's log-prob carries the gradient of s (the paper's GSPO-token). The result is the same if A is
+    constant in a sequence.
     """
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     mean_T = sequence_mean(log_ratio_T, mask_T, cu_seqlens)
@@ -129,9 +130,9 @@ def gmpo_loss(
 ) -> PolicyLoss:
     """Compute -A exp(mean of k over the sequence), k = min(l, high) where A > 0, max(l, -low) where A < 0 (GMPO).
 
-    Source: arXiv:2507.20673. The loss uses the geometric mean of token ratios that are clipped individually. As in verl
-    and TRL, the bounds apply to log-ratios: the paper's (exp(-0.4), exp(0.4)) is 0.4 and 0.4. `low=None` sets no lower
-    bound. A clipped token is included in the mean and has no gradient. To get the paper's loss, aggregate by
+    Source: arXiv:2507.20673. The loss uses the geometric mean of token ratios that are clipped individually. As in
+    verl and TRL, the bounds apply to log-ratios: the paper's (exp(-0.4), exp(0.4)) is 0.4 and 0.4. `low=None` sets no
+    lower bound. A clipped token is included in the mean and has no gradient. To get the paper's loss, aggregate by
     `seq_mean_token_mean`.
     """
     _check_range(low, high, lowest=math.inf)

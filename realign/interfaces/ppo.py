@@ -111,7 +111,7 @@ class PPOActorInterface(ModelInterface):
     correction: Correction | None = None
     """Importance correction for the behavior policy: importance_correction, or your own; null: none."""
     recompute: bool = False
-    """Compute ratios against log-probs recomputed by the training engine, not the sampler's. A correction implies it."""
+    """Recompute old log-probs with the training engine, instead of using the sampler's; `correction` implies it."""
     kl: KLPenalty = field(default_factory=KLPenalty)
     """Penalty against the reference policy, in the reward or in the loss."""
     entropy_coef: float = 0.0

@@ -51,7 +51,7 @@ class RAFTActorInterface(SFTInterface):
     epochs: Count = 1
     """Passes over the selected responses."""
     keep_best: Count | None = 1
-    """Number of responses kept per prompt, those with the highest rewards. Ties keep the first response. Set null to use
+    """Number of responses kept per prompt, those with the highest rewards; ties keep the first. Set null to use
     `keep_share`."""
     keep_share: Annotated[float, Range(gt=0, le=1)] | None = None
     """Fraction of the batch's rewarded responses to keep, over all prompts, rounded up (LMFlow's

@@ -162,7 +162,7 @@ class Pool:
         return len(self) - before
 
     def take(self, data: SequenceSample) -> SequenceSample:
-        """Return the pooled responses to the prompts of `data`, each prompt once: `input_ids`, `loss_mask`, `rewards`."""
+        """Return `input_ids`, `loss_mask` and `rewards` of the pooled responses to `data`, each prompt once."""
         found: dict[Tokens, Hashable] = {}
         for i, prompt in zip(data.ids, prompts_of(data), strict=True):
             if prompt in self._prompts:

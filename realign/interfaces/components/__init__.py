@@ -1,4 +1,4 @@
-"""Components of algorithms: advantages, objectives, corrections, penalties, shaping. Each file is one kind of component.
+"""Components of algorithms: advantages, objectives, corrections, penalties, shaping. Each file has one kind.
 
 One module contains the base class of a kind and its built-in variants. Select a variant by its name in snake case:
 `interfaces.actor.objective=gspo`. A custom component is a subclass of the base class in your own file:

@@ -57,7 +57,7 @@ class Rewards:
 
     @classmethod
     def of(cls, data: SequenceSample, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Rewards:
-        """The rewards of a batch with `rewards`, `loss_mask` and perhaps `dense_rewards`."""
+        """Return the rewards of a batch with `rewards`, `loss_mask` and perhaps `dense_rewards`."""
         return cls(data["rewards"], data["loss_mask"], data.cu_seqlens(), kl_T, kl_coef, data.get("dense_rewards"))
 
     @cached_property
@@ -77,7 +77,7 @@ class Rewards:
         return total_S
 
     def with_scores(self, scores_S: Tensor) -> Rewards:
-        """The same rewards with other scores [S]."""
+        """Return the same rewards with other scores [S]."""
         return replace(self, scores_S=scores_S)
 
 
@@ -94,7 +94,7 @@ class Estimate:
 
     @classmethod
     def of(cls, found: Tensor | Estimate, cu_seqlens: Tensor, estimator: str) -> Estimate:
-        """An estimate from either return type of `AdvantageEstimator.estimate`.
+        """Return an estimate from either return type of `AdvantageEstimator.estimate`.
 
         Raises:
             ValueError: a plain tensor of another length than S or T, or one that could be either.
@@ -130,7 +130,7 @@ class AdvantageEstimator(Settings, ABC):
 
     @abstractmethod
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Tensor | Estimate:
-        """Advantages of a batch, before `adv_norm`.
+        """Estimate the advantages of a batch, before `adv_norm`.
 
         Args:
             rewards: per token and per sequence; NaN where a response has no reward.
@@ -144,7 +144,7 @@ class AdvantageEstimator(Settings, ABC):
         """
 
     def keep(self, data: SequenceSample) -> Tensor | None:
-        """[S] bool: responses that stay in the loss; None: all that have a reward and a trained token."""
+        """Return [S] bool: responses that stay in the loss; None: all that have a reward and a trained token."""
         return None
 
     def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
@@ -164,15 +164,15 @@ class AdvantageEstimator(Settings, ABC):
         """
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch under the current settings, with the setting that asks for each."""
+        """Return keys that must be in the batch under the current settings, with the setting that asks for each."""
         return dict.fromkeys(self.reads, f"advantage={type(self).__name__}")
 
     def stats(self, data: SequenceSample) -> Stats:
-        """Further metrics of the rollout batch."""
+        """Return additional metrics of the rollout batch."""
         return {}
 
     def describe(self) -> str:
-        """The estimator for the launch table."""
+        """Return the estimator for the launch table."""
         return type(self).__name__
 
 
@@ -297,7 +297,7 @@ class GroupRelative(AdvantageEstimator):
 
 
 def advantage_stats(data: SequenceSample) -> Stats:
-    """Metrics of `advantages` [T], over the tokens that train."""
+    """Return metrics of `advantages` [T], over the tokens that train."""
     mask_T, advantages_T = data["loss_mask"], data["advantages"]
     return {
         "advantage_mean": masked_mean(advantages_T, mask_T),
@@ -318,7 +318,7 @@ def _check_groups(name: str, norm: Normalization, responses: int) -> None:
 def normalized_advantages(
     estimate: Estimate, data: SequenceSample, valid_S: Tensor, norm: Normalization, reduce: Reduce
 ) -> Tensor:
-    """[T] advantages after `adv_norm`, 0 off the mask; those of responses are normalized before they are broadcast."""
+    """Return [T] advantages after `adv_norm`, 0 off the mask; response advantages are normalized, then broadcast."""
     cu_seqlens, group_S, mask_T = data.cu_seqlens(), data.group_index(), data["loss_mask"]
     if estimate.advantages_S is not None:
         advantages_S = norm(estimate.advantages_S, group_S, valid_S, reduce)

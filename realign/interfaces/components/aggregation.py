@@ -17,7 +17,7 @@ class Aggregation(Settings, ABC):
 
     @abstractmethod
     def total(self, loss_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The weighted sum of the losses of a micro-batch; a scalar.
+        """Return the weighted sum of the losses of a micro-batch; a scalar.
 
         Args:
             loss_T: [T], differentiable; values off the mask are ignored.
@@ -31,7 +31,7 @@ class Aggregation(Settings, ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """The aggregation for the launch table."""
+        """Return the aggregation for the launch table."""
 
 
 @dataclass

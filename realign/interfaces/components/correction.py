@@ -44,19 +44,19 @@ class Correction(Settings, ABC):
 
     @abstractmethod
     def correct(self, data: SequenceSample) -> Corrected:
-        """Weights and masks of the tokens of a batch."""
+        """Compute weights and masks of the tokens of a batch."""
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return {"prox_logprobs": "correction"}
 
     def stats(self, data: SequenceSample) -> Stats:
-        """Metrics of the rollout batch."""
+        """Return metrics of the rollout batch."""
         return {}
 
     @abstractmethod
     def describe(self) -> str:
-        """The correction for the launch table."""
+        """Return the correction for the launch table."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class RatioRange(Settings):
         return (self.floor, self.cap) != (None, None)
 
     def apply(self, data: SequenceSample, mode: CapMode) -> tuple[Tensor, Tensor]:
-        """The ratios [T] at this level and bool [T], the tokens that are kept; see `behavior_weights`."""
+        """Return the ratios [T] at this level and bool [T], the tokens that are kept; see `behavior_weights`."""
         return behavior_weights(
             data["prox_logprobs"],
             data["logprobs"],
@@ -94,7 +94,7 @@ class RatioRange(Settings):
         )
 
     def describe(self) -> str:
-        """The range for the launch table, such as `token ratio in [0.5, 5]`."""
+        """Return the range for the launch table, such as `token ratio in [0.5, 5]`."""
         if not self.bounded:
             return f"{self.level.value} ratio, unbounded"
         ends = ["0" if self.floor is None else f"{self.floor:g}", "inf" if self.cap is None else f"{self.cap:g}"]
@@ -115,7 +115,7 @@ class ImportanceCorrection(Correction):
     """Tokens (at other levels: responses) whose ratio is outside are masked (AReaL's behav_imp_weight_cap); null:
     none."""
     keep_in_divisor: bool = False
-    """Count rejected tokens in the divisor of the loss, as AReaL, TRL and NeMo-RL do; rejections then shrink the step."""
+    """Count rejected tokens in the divisor of the loss (AReaL, TRL, NeMo-RL), so that rejections shrink the step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -57,7 +57,7 @@ class PolicyTokens:
 
     @classmethod
     def of(cls, logprobs_T: Tensor, old_logprobs_T: Tensor, data: SequenceSample) -> PolicyTokens:
-        """The tokens of `data` (with `advantages` and `loss_mask`) under these log-probs [T]."""
+        """Return the tokens of `data` (with `advantages` and `loss_mask`) under these log-probs [T]."""
         mask_T = data["loss_mask"]
 
         def masked(x_T: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class PolicyTokens:
         return self.log_ratio_T.exp()
 
     def sequence_mean(self, x_T: Tensor) -> Tensor:
-        """[T] mean of `x_T` over the masked tokens of each sequence, at all of its positions."""
+        """Return [T] mean of `x_T` over the masked tokens of each sequence, at all of its positions."""
         return sequence_mean(x_T, self.mask_T, self.cu_seqlens)
 
 
@@ -90,7 +90,7 @@ class Objective(Settings, ABC):
 
     @abstractmethod
     def loss(self, tokens: PolicyTokens) -> Tensor | PolicyLoss:
-        """The loss of every token, to be minimized.
+        """Return the loss of every token, to be minimized.
 
         Called for several micro-batches at a time in threads, so it writes no shared state.
 
@@ -108,7 +108,7 @@ class Objective(Settings, ABC):
         return minibatch
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return dict.fromkeys(self.reads, f"objective={type(self).__name__}")
 
     def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
@@ -116,7 +116,7 @@ class Objective(Settings, ABC):
         return {}
 
     def describe(self) -> str:
-        """The objective for the launch table."""
+        """Return the objective for the launch table."""
         settings = ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
         return f"{type(self).__name__}" + (f" ({settings})" if settings else "")
 
@@ -288,7 +288,7 @@ def policy_loss_of(objective: Objective, tokens: PolicyTokens, weight_T: Tensor 
 
 
 def policy_stats(policy: PolicyLoss, tokens: PolicyTokens, entropy_T: Tensor) -> Stats:
-    """Metrics that every objective has; `entropy_T` [T] in nats."""
+    """Return metrics that every objective has; `entropy_T` [T] in nats."""
     mask_T, logprobs_T, old_T = tokens.mask_T, tokens.logprobs_T.detach(), tokens.old_logprobs_T
     return {
         "policy_loss": masked_mean(policy.loss_T, mask_T),

@@ -110,6 +110,6 @@ def reward_keys(dense: bool) -> frozenset[str]:
 
 
 def _count_before(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return [T] int64: the number of masked tokens before each token of its sequence."""
+    """Return [T] int64: how many earlier tokens of the same sequence are True in `mask_T`."""
     running_T = F.pad(mask_T.long().cumsum(0), (1, 0))
     return running_T[:-1] - running_T[cu_seqlens[:-1].long()][sequence_index(cu_seqlens)]

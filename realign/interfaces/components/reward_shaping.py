@@ -72,11 +72,11 @@ class RewardShaping(Settings):
         return self.baseline is not RewardBaseline.none
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return {"baseline_rewards": f"reward.baseline={self.baseline.value}"} if self.has_baseline else {}
 
     def moments(self) -> RunningMoments:
-        """New running moments of the scores, which the caller keeps."""
+        """Return new running moments of the scores, which the caller keeps."""
         return RunningMoments(MomentsKind.cumulative, eps=0.0)
 
     def observe(self, moments: RunningMoments, rewards_S: Tensor, valid_S: Tensor, reduce: Reduce) -> None:
@@ -92,7 +92,7 @@ class RewardShaping(Settings):
             moments.update(self._clipped(rewards_S), valid_S, reduce)
 
     def shape(self, moments: RunningMoments, rewards_S: Tensor) -> Tensor:
-        """[S] shaped scores; NaN (no reward) stays NaN."""
+        """Return [S] shaped scores; NaN (no reward) stays NaN."""
         scores_S = self._clipped(rewards_S)
         if self.center:
             scores_S = scores_S - moments.mean
@@ -100,7 +100,7 @@ class RewardShaping(Settings):
         return scores_S if self.scale is RewardScale.none else scores_S / moments.scale
 
     def baselines(self, moments: RunningMoments, data: SequenceSample) -> Tensor | float:
-        """[S] shaped score of the response that each prompt is compared with (`baseline_rewards`); 0 without one.
+        """Return [S] the baseline of each response, the shaped `baseline_rewards` of its prompt; 0 without a baseline.
 
         Raises:
             ValueError: `baseline_rewards` is not one per prompt.
@@ -115,7 +115,7 @@ class RewardShaping(Settings):
         return self.shape(moments, rewards_P)[data.group_index()]
 
     def state_of(self, moments: RunningMoments) -> dict[str, Any]:
-        """The moments for a checkpoint; empty if they are not used."""
+        """Return the moments for a checkpoint; empty if they are not used."""
         return {} if self.scale is RewardScale.none else {"moments": moments.state_dict()}
 
     def restore(self, moments: RunningMoments, state: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class RewardShaping(Settings):
         return scores_S if self.clip is None else scores_S.clamp(-self.clip, self.clip)
 
     def describe(self) -> str:
-        """The shaping for the launch table; empty if scores do not change."""
+        """Return the shaping for the launch table; empty if scores do not change."""
         score = "R" if self.bias == 0 else f"(R {'+' if self.bias > 0 else '-'} {abs(self.bias):g})"
         if self.gain != 1:
             score = f"{self.gain:g} {score}"

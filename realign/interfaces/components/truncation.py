@@ -89,11 +89,11 @@ class Truncation(Settings):
             )
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return {"truncated": "truncation"} if self.reads_truncated else {}
 
     def scores(self, scores_S: Tensor, truncated_S: Tensor | None, tokens_S: Tensor, max_tokens: int) -> Tensor:
-        """[S] scores after the treatment.
+        """Return [S] scores after the treatment.
 
         Args:
             scores_S: [S] shaped scores; NaN (no score) stays NaN.
@@ -110,11 +110,11 @@ class Truncation(Settings):
         return scores_S
 
     def kept(self, valid_S: Tensor, truncated_S: Tensor | None) -> Tensor:
-        """[S] bool: the responses of `valid_S` that stay in the loss."""
+        """Return [S] bool: the responses of `valid_S` that stay in the loss."""
         return valid_S if truncated_S is None or not self.mask else valid_S & ~truncated_S
 
     def describe(self) -> str:
-        """The treatment for the launch table; empty if there is none."""
+        """Return the treatment for the launch table; empty if there is none."""
         new = {TruncatedReward.zero: "score set to 0"}
         if self.penalty is not None:
             change = f"score {'raised' if self.penalty > 0 else 'lowered'} by {abs(self.penalty):g}"

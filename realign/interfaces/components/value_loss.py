@@ -45,12 +45,12 @@ class ValueObjective(Settings):
             raise SettingsError(f"huber_delta={self.huber_delta:g}: has no effect with kind={self.kind.value}")
 
     def describe(self) -> str:
-        """The loss for the launch table, without `coef`."""
+        """Return the loss for the launch table, without `coef`."""
         kind = self.kind.value if self.kind is ValueLoss.mse else f"huber beyond {self.huber_delta:g}"
         return kind if self.clip is None else f"{kind}, clipped at {self.clip:g} from the old value"
 
     def __call__(self, values_T: Tensor, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """[T] loss of every token of `loss_mask`, without `coef`; and its metrics.
+        """Return [T] loss of every token of `loss_mask`, without `coef`; and its metrics.
 
         Args:
             values_T: [T] differentiable.
@@ -86,7 +86,7 @@ def trained(data: SequenceSample) -> SequenceSample:
 
 
 def value_stats(data: SequenceSample, model: Model) -> Stats:
-    """Metrics of values when advantages were estimated: means, standard deviations, explained variance of returns."""
+    """Return metrics of the old values: means, standard deviations, explained variance of returns."""
     mask_T = data["loss_mask"]
     returns_M, values_M = data["returns"][mask_T].double(), data["values"][mask_T].double()
     reduce = model.machine.reduce
