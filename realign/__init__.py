@@ -1,1 +1,1 @@
-"""realign: reinforcement learning for language models; one algorithm, one file, on packed sequences."""
+"""realign: reinforcement learning for language models on packed sequences, with one file per algorithm."""

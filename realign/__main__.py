@@ -1,4 +1,4 @@
-"""`python -m realign`: the command line; what torchrun starts, too."""
+"""`python -m realign`: the command line, also started by torchrun."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Errors that a user can cause and fix, as one small hierarchy, and the exit codes of the command line.
+"""Errors that a user can cause and fix, and the exit codes of the command line.
 
-`RealignError`s are raised at the boundaries (config, data, files, servers). The command line prints them as one line.
-Every other exception is a bug, of the project or of a user's own component, and keeps its traceback. Pure functions
-(`realign.functional`, `realign.api`) raise `ValueError` and `TypeError`.
+The modules at the boundaries (config, data, files, servers) raise `RealignError`s, which the command line prints in
+one line. Every other exception is a bug in the project or in a user's component, and keeps its traceback. Pure
+functions (`realign.functional`, `realign.api`) raise `ValueError` and `TypeError`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import IntEnum
 
 
 class RealignError(Exception):
-    """Base class of the errors that are reported in one line."""
+    """Base class of the errors that the command line reports in one line."""
 
 
 class ConfigError(RealignError):
-    """A wrong setting, or settings that do not fit together."""
+    """An invalid setting, or settings that are incompatible."""
 
 
 class SettingsError(ConfigError, ValueError):
@@ -23,7 +23,7 @@ class SettingsError(ConfigError, ValueError):
 
 
 class DataError(RealignError):
-    """A dataset, a row, a tokenizer or a model folder that cannot be used as it is."""
+    """An invalid dataset, row, tokenizer or model folder."""
 
 
 class CheckpointError(RealignError):
@@ -31,7 +31,7 @@ class CheckpointError(RealignError):
 
 
 class RewardError(RealignError):
-    """Rewards or environments that failed for more responses than the settings allow."""
+    """Reward or environment failures for more responses than the settings allow."""
 
 
 class RunError(RealignError):
@@ -46,11 +46,11 @@ class ExitCode(IntEnum):
     """Exit codes of the command line."""
 
     success = 0
-    """Done; also: no step is left to do."""
+    """The run finished, or had no steps left to do."""
     bug = 1
-    """An unexpected exception; the traceback was printed."""
+    """An unexpected exception. The command line prints its traceback."""
     error = 2
-    """An error that no restart fixes."""
+    """An error that a restart does not fix."""
     transient = 75
     """A failure that restarting with `resume=auto` fixes (`EX_TEMPFAIL`)."""
     interrupted = 130

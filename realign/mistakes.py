@@ -1,4 +1,4 @@
-"""Errors that realign raises on purpose, for the user to read in one line, told from bugs."""
+"""Distinguish errors that realign raises on purpose from bugs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dis
 
 
 def raised_on_purpose(error: BaseException, package: str = "realign") -> bool:
-    """Whether a `raise` in realign made the error; one that an operation of torch or Python made is a bug of ours."""
+    """Return whether a `raise` statement of `package` raised the error. Any other error is a bug."""
     traceback = error.__traceback__
     if traceback is None:
         return False

@@ -1,4 +1,4 @@
-"""Ranges and choices of settings, checked and converted in one place, for YAML, the command line and Python alike.
+"""Validation of settings: ranges and choices, for YAML, the command line and Python alike.
 
 Every component and interface is a dataclass that inherits from `Settings`. Ranges are annotations:
 
@@ -7,8 +7,9 @@ Every component and interface is a dataclass that inherits from `Settings`. Rang
         low: Fraction = 0.2
         dual: Annotated[float, Range(gt=1)] | None = None
 
-`Clip(low=3)` raises `SettingsError`, and an enum field takes a member or its name. `None` passes only where the
-annotation allows it. This module imports only the standard library and `realign.errors`, so every layer may import it.
+`Clip(low=3)` raises `SettingsError`. An enum field accepts a member or its name. `None` is valid only where the
+annotation allows it. This module imports only the standard library and `realign.errors`, so every layer may import
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from realign.errors import SettingsError
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers; a bound that is None does not apply. Not-a-number is in no range."""
+    """An interval of numbers. A bound of None does not apply. No range contains NaN."""
 
     ge: float | None = None
     gt: float | None = None
@@ -44,7 +45,7 @@ class Range:
 
 
 Count = Annotated[int, Range(ge=1)]
-"""A whole number of things, at least 1."""
+"""An integer of at least 1."""
 NonNegativeInt = Annotated[int, Range(ge=0)]
 NonNegative = Annotated[float, Range(ge=0, lt=math.inf)]
 Positive = Annotated[float, Range(gt=0, lt=math.inf)]
@@ -53,13 +54,13 @@ Fraction = Annotated[float, Range(ge=0, le=1)]
 
 
 class Settings:
-    """Base class of dataclasses whose enums and ranges are checked when they are built.
+    """Base class of dataclasses that validate their enums and ranges on construction.
 
     A subclass with its own `__post_init__` calls `super().__post_init__()` first.
 
     Raises:
-        SettingsError: a field has a value outside its range or choices; the message names the field, the value found
-            and the valid values.
+        SettingsError: a field has a value outside its range or choices. The message names the field, its value and
+            the valid values.
     """
 
     def __post_init__(self) -> None:
@@ -74,17 +75,18 @@ class Settings:
 
 
 def checked(name: str, value: Any, annotation: Any) -> Any:
-    """`value` as the annotation of a field describes it: an enum's member for its name, a number within its range.
+    """Validate the value of a field and return it, with the name of an enum member replaced by the member.
 
-    Values of other types pass unchanged, since a type checker (in Python) or `realign.config` (in YAML) checks them.
+    Values of other types are returned unchanged, since a type checker (in Python) or `realign.config` (in YAML)
+    checks them.
 
     Args:
-        name: of the field, for messages.
-        value: found.
-        annotation: of the field, with its extras.
+        name: name of the field, for messages.
+        value: value of the field.
+        annotation: annotation of the field, with its extras.
 
     Raises:
-        SettingsError: a number outside the range, or text that names no member.
+        SettingsError: a number is outside its range, or a text is not the name of a member.
     """
     members = _members(annotation)
     if not any(map(_is_checked, members)):
@@ -109,7 +111,7 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
 
 
 def choices_of(kind: type[Enum]) -> dict[str, Enum]:
-    """Members of an enum by the names that a config uses; the member `async_` is written `async`."""
+    """Return the members of an enum by their names in a config. The member `async_` is written `async`."""
     return {name.rstrip("_"): member for name, member in kind.__members__.items()}
 
 
@@ -118,7 +120,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _plain(member: Any) -> Any:
-    """What `isinstance` can be asked about a member of an annotation; int is a float too."""
+    """Return the type of a member of an annotation for `isinstance`. A float member also accepts int."""
     kind = get_args(member)[0] if get_origin(member) is Annotated else get_origin(member) or member
     if kind is float:
         return (float, int)
@@ -139,7 +141,7 @@ def _is_settings(member: Any) -> bool:
 
 
 def _is_checked(member: Any) -> bool:
-    """Whether values of another type are known to be wrong: for enums, numbers with a range, and components."""
+    """Return whether values of other types are invalid: True for enums, numbers with a range, and components."""
     return _is_enum(member) or _is_settings(member) or _range(member) is not None
 
 

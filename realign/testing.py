@@ -1,8 +1,8 @@
-"""A conformance kit for interfaces and samplers: an exact engine, random batches, and the contracts as calls.
+"""Conformance tests for interfaces and samplers: an exact engine, random batches, and checks of the contracts.
 
-`check_train_step(MyInterface(...), inputs)` runs your algorithm on a bigram model in float64 and fails when
-micro-batching, the order of prompts or what stands in masked slots can be seen in the weights or the metrics.
-`check_sampler(make, prompts, config, other)` fails when a sampler breaks the contract of `realign.api.Sampler`.
+`check_train_step(MyInterface(...), inputs)` runs your algorithm on a bigram model in float64. It fails if the weights
+or the metrics depend on micro-batching, the order of prompts or values outside the loss mask.
+`check_sampler(make, prompts, config, other)` fails if a sampler violates the contract of `realign.api.Sampler`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from realign.functional import last_true, previous
 
 @dataclass
 class BigramOutput:
-    """`ModelOutput` of a table of logits: the next token depends on the present one only."""
+    """`ModelOutput` of a bigram table of logits: the next token depends only on the current one."""
 
     logits_VV: Tensor
     values_V: Tensor
@@ -61,11 +61,11 @@ class BigramOutput:
         return self.logits_VV[self.ids_T]
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
-        """[T] log-probs of the tokens."""
+        """Return the log-probs of the tokens: [T]."""
         return self.logprobs_and_entropy(temperature=temperature, where_T=where_T)[0]
 
     def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """([T], [T]) log-probs of the tokens, entropy of their distributions; 0 off `where_T` and at first tokens."""
+        """Return log-probs and entropies of the tokens: ([T], [T]); 0 outside `where_T` and at first tokens."""
         before_T = previous(self.ids_T, self.cu_seqlens, fill=-1)
         known_T = before_T >= 0
         if where_T is not None:
@@ -76,17 +76,17 @@ class BigramOutput:
         return torch.where(known_T, logp_T, 0), torch.where(known_T, entropy_T, 0)
 
     def values(self) -> Tensor:
-        """[T] value of the state before each token."""
+        """Return the value of the state before each token: [T]."""
         return previous(self.values_V[self.ids_T], self.cu_seqlens, fill=0.0)
 
     def scores(self) -> Tensor:
-        """[S] value at the last token."""
+        """Return the value at the last token of each sequence: [S]."""
         last_S = last_true(torch.ones_like(self.ids_T, dtype=torch.bool), self.cu_seqlens)
         return torch.where(last_S >= 0, self.values_V[self.ids_T[last_S.clamp(min=0)]], 0)
 
 
 class BigramEngine(PipelinableEngine):
-    """`PipelinableEngine` of a bigram table in float64, with plain SGD: small enough to check by hand."""
+    """`PipelinableEngine` for a bigram table in float64, trained with SGD; small enough to verify by hand."""
 
     trainable = True
     outputs = frozenset({"logprobs", "values", "scores"})
@@ -103,7 +103,7 @@ class BigramEngine(PipelinableEngine):
         return [self.logits_VV, self.values_V]
 
     def output(self, mb: SequenceSample) -> BigramOutput:
-        """The forward pass of a batch."""
+        """Run the forward pass of a batch."""
         return BigramOutput(self.logits_VV, self.values_V, mb["input_ids"], mb.cu_seqlens())
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -118,11 +118,11 @@ class BigramEngine(PipelinableEngine):
         return {"logits": self.logits_VV, "values": self.values_V}
 
     def fixed_weights(self) -> dict[str, Any]:
-        """See `PipelinableEngine`: all train."""
+        """See `PipelinableEngine`. Empty, since all weights train."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """See `PipelinableEngine`; plain SGD has no state beside the weights."""
+        """See `PipelinableEngine`. SGD has no state other than the weights."""
         for own, saved in zip(self.parameters, (state["logits"], state["values"]), strict=True):
             own.detach().copy_(saved)
 
@@ -143,7 +143,7 @@ class BigramEngine(PipelinableEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """See `PipelinableEngine`; plain SGD."""
+        """See `PipelinableEngine`. Uses SGD."""
         weight = loss_weight_fn(data)
         total, collected = torch.zeros((), dtype=torch.float64), list[Stats]()
         for p in self.parameters:
@@ -164,7 +164,7 @@ class BigramEngine(PipelinableEngine):
         return merge_stats([merged, own])
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Sample `max_new_tokens` tokens for each response; token 0 ends one unless `fixed_length`."""
+        """Sample up to `max_new_tokens` tokens for each response. Token 0 ends a response unless `fixed_length`."""
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
         found = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
         out = sample_of(data, found, config.n)
@@ -183,11 +183,11 @@ class BigramEngine(PipelinableEngine):
         return Completion(ids, torch.tensor(logps), torch.zeros_like(ids, dtype=torch.int32), truncated)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """One process: nothing to sum."""
+        """Return `x`, since there is only one process."""
         return x
 
     def start_step(self, version: int) -> None:
-        """No schedule follows."""
+        """Do nothing, since the engine has no schedules."""
 
     def save(self, path: Path) -> None:
         """Write the two tables."""
@@ -198,9 +198,9 @@ class BigramEngine(PipelinableEngine):
 def random_batch(
     seed: int = 0, *, n_prompts: int = 6, max_group: int = 4, max_tokens: int = 9, vocabulary: int = 11
 ) -> SequenceSample:
-    """A batch with every key of the data layout: ragged groups, tool tokens inside, an empty and a missing response.
+    """Create a batch with every key of the data layout, with groups of different sizes and tool tokens in responses.
 
-    Keys of other lengths are there too: one baseline reward and one pretraining text per prompt.
+    It also has keys of other lengths: one baseline reward and one pretraining text per prompt.
 
     Returns:
         A sample whose second prompt has a response without tokens, and whose last response has no reward (NaN).
@@ -253,7 +253,9 @@ def random_batch(
 def random_preferences(
     seed: int = 0, *, n_prompts: int = 5, max_tokens: int = 9, vocabulary: int = 11
 ) -> SequenceSample:
-    """A batch of judged responses: one to three pairs per prompt, either one chosen, and one response without tokens.
+    """Create a batch of preference pairs: one to three pairs per prompt, and one response without tokens.
+
+    The chosen response is the first or the second of a pair, at random.
 
     Returns:
         A sample with every key of preference data, and `ref_logprobs`.
@@ -281,14 +283,14 @@ def random_preferences(
 
 @dataclass
 class Trained:
-    """What a train_step left: the parameters and the metrics."""
+    """The parameters and the metrics after a train_step."""
 
     parameters: list[Tensor]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0) -> Trained:
-    """Run `train_step` of a copy of the interface (it may keep state) on a fresh bigram model."""
+    """Run `train_step` of a copy of the interface, which may have state, on a new bigram model."""
     engine = BigramEngine(seed=seed)
     stats = deepcopy(interface).train_step(Model("actor", engine, seed=seed), data, mb_spec)
     return Trained(engine.parameters, stat_values(stats))
@@ -302,17 +304,17 @@ def check_train_step(
     whole_groups: bool = False,
     seed: int = 0,
 ) -> None:
-    """Check that what must be invisible is invisible in the weights and the metrics after a `train_step`.
+    """Check that micro-batching, prompt order and values outside the loss mask do not change a `train_step`.
 
     Args:
-        interface: the algorithm, as it would be configured.
+        interface: the configured algorithm.
         inputs: keys that its RPC reads.
-        data: a batch with these keys; None: `random_batch`.
-        whole_groups: the loss compares the sequences of a prompt, which are then never cut.
-        seed: of the weights and the batch.
+        data: a batch with these keys; None uses `random_batch`.
+        whole_groups: whether the loss compares the sequences of a prompt. If True, groups are never split.
+        seed: seed of the weights and the batch.
 
     Raises:
-        AssertionError: says which invariance is broken, and by how much.
+        AssertionError: the weights or the metrics changed. The message names the change and the difference.
     """
     data = (random_batch(seed) if data is None else data).select(inputs)
     whole = train_once(interface, data, MicroBatchSpec(), seed=seed)
@@ -351,16 +353,16 @@ def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None
 
 
 RESULT_S = 300.0
-"""Seconds after which a response that must come counts as missing."""
+"""Seconds to wait for an expected response before the check fails."""
 PAUSE_S = 0.05
-"""Seconds for which a paused sampler is watched."""
+"""Seconds to check that a paused sampler returns no response."""
 CALLERS = 16
-"""Threads that call a sampler at the same time."""
+"""Number of threads that call a sampler concurrently."""
 
 
 @dataclass
 class SamplerCase:
-    """A sampler and what it is asked for."""
+    """A sampler and the inputs of its checks."""
 
     sampler: Sampler
     prompts: SequenceSample
@@ -370,23 +372,23 @@ class SamplerCase:
 
     @property
     def bitwise(self) -> bool:
-        """Whether equal requests must give equal tokens."""
+        """Whether equal requests must return equal tokens."""
         return self.sampler.capabilities().bitwise
 
     def requests(self) -> list[Request]:
-        """Those of a `generate` call."""
+        """Return the requests of a `generate` call."""
         return requests_of(self.prompts, self.config, self.seed)
 
     def generate(self) -> SequenceSample:
-        """All responses in one call."""
+        """Sample all responses in one call."""
         return self.sampler.generate(self.prompts, self.config, seed=self.seed)
 
     def result(self, handle: Handle) -> Completion:
-        """The response of a handle, which must come."""
+        """Wait for the response of a handle, at most `RESULT_S` seconds."""
         return handle.result(RESULT_S)
 
     def same(self, found: Iterable[Completion], generated: SequenceSample, what: str) -> None:
-        """Check that submitted responses are well-formed, and those of `generate` if the sampler is bitwise."""
+        """Check that submitted responses are well-formed, and equal to `generated` if the sampler is bitwise."""
         columns = [generated.sequences(key) for key in ("input_ids", "prompt_mask", "logprobs")]
         for one, ids, given, logprobs in zip(found, *columns, strict=True):
             count = len(one.ids)
@@ -412,7 +414,7 @@ def _raises(kind: type[BaseException], action: Callable[[], object], what: str) 
 
 
 def _check_generate(case: SamplerCase) -> None:
-    """Keys, types and alignment of what `generate` returns."""
+    """Check keys, dtypes and alignment of the output of `generate`."""
     out = case.generate()
     keys = {"input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated"}
     _require(out.keys == keys, f"generate returns keys {sorted(out.keys)}, not {sorted(keys)}")
@@ -436,7 +438,7 @@ def _check_generate(case: SamplerCase) -> None:
 
 
 def _check_submit(case: SamplerCase) -> None:
-    """`submit` gives what `generate` gives, whatever the order and whatever is sampled at the same time."""
+    """Check that `submit` returns the responses of `generate`, independent of order and concurrent requests."""
     generated, requests = case.generate(), case.requests()
     case.same([case.result(case.sampler.submit(r)) for r in requests], generated, "one request at a time")
     handles = [case.sampler.submit(r) for r in reversed(requests)]
@@ -448,7 +450,7 @@ def _check_submit(case: SamplerCase) -> None:
 
 
 def _check_update(case: SamplerCase) -> None:
-    """New weights change log-probs and versions; responses that were being sampled keep their earlier versions."""
+    """Check that new weights change log-probs and versions, and that earlier tokens keep their versions."""
     before = case.generate()
     handles = [case.sampler.submit(r) for r in case.requests()]
     case.sampler.update(case.other, 1)
@@ -463,7 +465,7 @@ def _check_update(case: SamplerCase) -> None:
 
 
 def _check_cancel(case: SamplerCase) -> None:
-    """A cancelled response ends, and no other one is affected."""
+    """Check that cancelling ends a response and does not affect other responses."""
     generated, requests = case.generate(), case.requests()
     case.sampler.pause()  # else the responses could end before they are cancelled
     handles = [case.sampler.submit(r) for r in requests]
@@ -481,7 +483,7 @@ def _check_cancel(case: SamplerCase) -> None:
 
 
 def _check_pause(case: SamplerCase) -> None:
-    """Nothing is sampled in a pause or asleep; requests wait, and weights can be updated."""
+    """Check that a paused or sleeping sampler samples no tokens, queues requests and accepts new weights."""
     sampler, request = case.sampler, case.requests()[0]
     ways = {"paused": (sampler.pause, sampler.resume), "asleep": (sampler.sleep, sampler.wake)}
     for version, (state, (stop, go)) in enumerate(ways.items(), 1):
@@ -504,7 +506,7 @@ def _check_pause(case: SamplerCase) -> None:
 
 
 def _check_threads(case: SamplerCase) -> None:
-    """Many threads may call it at the same time."""
+    """Check concurrent calls from many threads."""
     generated, requests = case.generate(), case.requests()
 
     def ask(number: int) -> list[Completion]:
@@ -520,7 +522,7 @@ def _check_threads(case: SamplerCase) -> None:
 
 
 def _check_close(case: SamplerCase) -> None:
-    """Closing ends what waits, and nothing can be asked for afterwards."""
+    """Check that closing ends waiting calls and that later calls raise an error."""
     finished = case.sampler.submit(case.requests()[0])
     case.result(finished)
     case.sampler.pause()
@@ -547,7 +549,7 @@ SAMPLER_CHECKS: Mapping[str, Callable[[SamplerCase], None]] = MappingProxyType(
         "close": _check_close,
     }
 )
-"""The parts of the contract of a sampler, by name."""
+"""The checks of the sampler contract, by name."""
 
 
 def check_sampler(
@@ -560,18 +562,17 @@ def check_sampler(
 ) -> None:
     """Check an implementation of `realign.api.Sampler` against its contract.
 
-    Samplers without `Capabilities.bitwise` need not give the same tokens twice; everything else is checked for them,
-    too.
+    For samplers without `Capabilities.bitwise`, skips only the comparison of tokens and log-probs between calls.
 
     Args:
-        make: constructs a sampler, always with the same weights as version 0; it is closed here.
+        make: constructs a sampler, always with the same weights as version 0. `check_sampler` closes it.
         prompts: key `prompt_ids`, at least two ids.
         config: sampling parameters with `n` of at least 2.
         other: other weights of the same model.
         only: name of one of `SAMPLER_CHECKS`; None runs all.
 
     Raises:
-        AssertionError: names what is broken.
+        AssertionError: the sampler violates the contract. The message names the violation.
     """
     for name in SAMPLER_CHECKS if only is None else (only,):
         sampler = make()

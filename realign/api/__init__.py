@@ -1,6 +1,6 @@
 """The contracts: data (`SequenceSample`), models (`ModelInterface`, `PipelinableEngine`) and the graph of RPCs.
 
-Imports torch, numpy and `realign.functional`; everything else in realign is written against what stands here.
+This package imports torch, numpy and `realign.functional`. All other packages of realign depend on it.
 """
 
 from realign.api.dataflow import RPC, SAMPLED, DataflowGraph, Sync, rl_graph

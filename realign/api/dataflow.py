@@ -1,4 +1,4 @@
-"""`RPC`, `Sync` and `DataflowGraph`: calls of interface methods, wired by the names of what they read and write."""
+"""`RPC`, `Sync` and `DataflowGraph`: calls of interface methods, connected by the keys that they read and write."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from realign.settings import Count, Range, Settings
 
 @dataclass(frozen=True)
 class RPC:
-    """One call of one interface method on one model, once per step.
+    """One call per step of one interface method on one model.
 
     Attributes:
-        name: of the call, unique in the graph.
-        model: the role whose model and interface are used.
+        name: name of the call, unique in the graph.
+        model: role whose model and interface the call uses.
         method: "generate", "inference", "credit" or "train_step".
         inputs: keys that the call reads, by their names in the graph.
-        outputs: keys that it writes, by their names in the graph.
-        rename: the graph's name of a key that the interface knows by another: with `{"logprobs": "ref_logprobs"}` the
-            interface's `logprobs` is the graph's `ref_logprobs`, as an output and as an input.
-        after: names of calls that must come first although no key says so.
+        outputs: keys that the call writes, by their names in the graph.
+        rename: names in the graph of keys with another name in the interface. With `{"logprobs": "ref_logprobs"}`,
+            the interface's `logprobs` is the graph's `ref_logprobs`, both as an output and as an input.
+        after: names of calls that must run before this one, in addition to the producers of `inputs`.
 
     Raises:
-        ValueError: names the RPC, for an unknown method, an output of a train_step, or a rename of what it does not
-            declare or to a name that is taken.
+        ValueError: the method is unknown, a train_step has outputs, or a rename uses an undeclared or duplicate name.
+            The message names the RPC.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RPC:
         self._check_rename()
 
     def _check_rename(self) -> None:
-        """The interface must see distinct names, and know each key of the graph by one."""
+        """Check that the interface sees unique names, and one name for each key of the graph."""
         declared = (*self.outputs, *self.inputs)
         for key in self.rename.values():
             if key not in declared:
@@ -75,18 +75,18 @@ class RPC:
 
 @dataclass(frozen=True)
 class Sync(Settings):
-    """What a role that is not trained takes from one that is, at the end of a step, when all calls are made.
+    """Weight update of an untrained role from a trained one, at the end of a step after all calls.
 
-    Its weights become (1 - weight) * own + weight * those of `of`. A reference that follows the policy in this way is
-    that of TR-DPO (arXiv:2404.09656) and of TRL's `sync_ref_model`; realhf calls it reallocation with an `eta`.
+    The new weights are (1 - weight) * own + weight * those of `of`. TR-DPO (arXiv:2404.09656) and TRL's
+    `sync_ref_model` update a reference policy this way; realhf calls it reallocation with an `eta`.
 
     Attributes:
-        of: the role that is trained.
-        weight: its part of the mixture, above 0 and at most 1; 1 copies bit by bit.
-        every_steps: steps between two; the first one comes after so many.
+        of: name of the trained role.
+        weight: fraction of the trained role's weights in the mixture, in (0, 1]. 1 copies bitwise.
+        every_steps: interval in steps; the first update is after this many steps.
 
     Raises:
-        ValueError: names the attribute.
+        ValueError: an attribute is out of range. The message names it.
     """
 
     of: str
@@ -94,24 +94,25 @@ class Sync(Settings):
     every_steps: Count = 1
 
     def describe(self) -> str:
-        """What the weights become, and when, for people."""
+        """Describe the new weights and the interval for the launch table."""
         made = self.of if self.weight == 1 else f"{1 - self.weight:.12g} own + {self.weight:.12g} {self.of}"
         return made if self.every_steps == 1 else f"{made}, every {self.every_steps} steps"
 
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """The RPCs of a step, checked when built.
+    """The RPCs of a step, validated on construction.
 
     Attributes:
-        rpcs: the calls, in any order.
-        dataset_keys: keys that every batch of the dataset has.
-        results: keys that are kept for reports although no call reads them.
-        sync: by role, what becomes of its weights at the end of a step.
+        rpcs: calls, in any order.
+        dataset_keys: keys of every batch of the dataset.
+        results: keys that reports need, in addition to the keys that calls read.
+        sync: for each role, the update of its weights at the end of a step.
 
     Raises:
-        ValueError: names the RPC and suggests the nearest key, for a key that nobody produces, a key produced twice, or
-            a cycle; names the role, for a sync of one that is trained, or of or from one that takes no part.
+        ValueError: a key has no producer or two, or the RPCs form a cycle. The message names the RPC and suggests the
+            nearest key. Also raised if a sync updates a trained role, or uses a role that is not in the graph. The
+            message then names the role.
     """
 
     rpcs: tuple[RPC, ...]
@@ -129,7 +130,7 @@ class DataflowGraph:
         for key in self.results:
             if key not in known:
                 raise ValueError(f"results keep key {key!r}, which nothing produces{nearest(key, known)}")
-        _ = self.order  # fails on a cycle
+        _ = self.order  # raises on a cycle
         self._check_sync()
 
     def _check_sync(self) -> None:
@@ -158,14 +159,14 @@ class DataflowGraph:
 
     @cached_property
     def producers(self) -> dict[str, str]:
-        """Name of the RPC that writes each key (dataset keys are absent)."""
+        """Name of the RPC that writes each key, except dataset keys."""
         return {key: rpc.name for rpc in self.rpcs for key in rpc.outputs}
 
     @cached_property
     def edges(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """For each RPC the RPCs that it waits for, with the keys (none for a pure order).
+        """For each RPC, the RPCs that it depends on, with the keys that it reads from them.
 
-        Order among equals is an edge too: a model's other calls come before its train_step.
+        An ordering constraint is an edge without keys: a model's other calls run before its train_step.
         """
         edges: dict[str, dict[str, tuple[str, ...]]] = {}
         for rpc in self.rpcs:
@@ -184,7 +185,7 @@ class DataflowGraph:
 
     @cached_property
     def order(self) -> tuple[RPC, ...]:
-        """The RPCs in an order in which each finds what it reads; as declared, as far as the edges allow."""
+        """The RPCs in topological order, in the order of declaration as far as the edges allow."""
         sorter = graphlib.TopologicalSorter({name: list(before) for name, before in self.edges.items()})
         try:
             sorter.prepare()
@@ -200,7 +201,7 @@ class DataflowGraph:
         return tuple(out)
 
     def leading_to(self, key: str) -> tuple[RPC, ...]:
-        """The calls that must be made to have `key`, in their order; none if the dataset gives it."""
+        """Return the calls that `key` depends on, in execution order; none if the dataset provides it."""
         waiting, found = [self.producers[key]] if key in self.producers else [], set[str]()
         while waiting:
             name = waiting.pop()
@@ -210,19 +211,19 @@ class DataflowGraph:
         return tuple(rpc for rpc in self.order if rpc.name in found)
 
     def unread(self) -> list[str]:
-        """Keys that an RPC writes and nobody reads: most often a misspelt name. `results` are not among them."""
+        """Return the keys that an RPC writes and no RPC reads, except `results`. Most are misspelled names."""
         read = {key for rpc in self.rpcs for key in rpc.inputs} | set(self.results)
         return sorted(key for key in self.producers if key not in read)
 
     def check_roles(self, interfaces: Mapping[str, type[ModelInterface]], models: Iterable[str]) -> None:
-        """Check, before any model is loaded, that every role can do what the graph asks of it.
+        """Check that every role implements the methods that the graph calls. Run it before loading models.
 
         Args:
-            interfaces: the interface class of each role.
-            models: roles that have a network.
+            interfaces: interface class of each role.
+            models: roles that have a model.
 
         Raises:
-            ValueError: names the RPC, for a role without an interface or a model, or a method that is not implemented.
+            ValueError: a role has no interface or model, or does not implement a method. The message names the RPC.
         """
         models = set(models)
         for rpc in self.rpcs:
@@ -248,24 +249,24 @@ SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "tru
 
 
 def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
-    """The graph of an actor that samples responses, has them rewarded, and trains on them, as the interfaces declare.
+    """Build the graph of an actor that samples responses and trains on their rewards, from the interfaces.
 
-    Calls follow from the keys that the actor needs (`ModelInterface.keys`):
+    The keys that the actor needs (`ModelInterface.keys`) determine the calls:
 
     | needed key | call |
     |---|---|
-    | `ref_logprobs`, `teacher_logprobs`, ... | the role `ref`, `teacher`, ... scores the responses |
-    | `prox_logprobs` | the actor scores its responses again before training |
+    | `ref_logprobs`, `teacher_logprobs`, ... | the role `ref`, `teacher`, ... computes log-probs of the responses |
+    | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
     | `values` | the role `critic` estimates values |
-    | `advantages` | `credit` of the actor is a call of its own, and the critic learns from it |
-    | `baseline_rewards` | the role `baseline` responds greedily, and the role `reward` rewards that response |
+    | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
+    | `baseline_rewards` | the role `baseline` samples a greedy response, and the role `reward` scores it |
     | `ptx_...` | the dataset provides pretraining text |
 
-    A role other than `actor` whose `generate` writes `rewards` (a conversation with an environment) takes the place of
-    sampling by the actor and of the role `reward`. `dense_rewards` are used if the role that rewards writes them.
+    A role other than `actor` whose `generate` writes `rewards` (a conversation with an environment) replaces the
+    actor's sampling and the role `reward`. The graph uses `dense_rewards` if the rewarding role writes them.
 
     Raises:
-        ValueError: there is no actor, or it needs a greedy baseline of a role that rewards whole conversations.
+        ValueError: there is no actor, or it needs a greedy baseline although a role rewards whole conversations.
     """
     if "actor" not in interfaces:
         raise ValueError(
@@ -273,7 +274,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
         )
     train = interfaces["actor"].keys("train_step")
     needs = dict(train.needs)
-    if "advantages" in needs:  # then `credit` is a call that needs keys of its own
+    if "advantages" in needs:  # then `credit` is a separate call with its own needs
         needs = {**interfaces["actor"].keys("credit").needs, **needs}
     rpcs, rewards = _sampling_calls(interfaces)
     scored = ("input_ids", "loss_mask")
@@ -311,7 +312,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
 
 
 def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC], list[str]]:
-    """The calls that sample and reward, and the keys of the rewards."""
+    """Return the calls that sample and reward, and the keys of the rewards."""
     for role, interface in interfaces.items():
         samples = role != "actor" and implements(type(interface), "generate")
         written = interface.keys("generate").writes or frozenset() if samples else frozenset()
@@ -337,7 +338,7 @@ def _baseline_calls() -> list[RPC]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest valid name, and all of them."""
+    """Format the end of an error message: the nearest valid name, and all valid names."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,7 +1,7 @@
-"""`Environment`: what a policy converses with. The methods and the five values are gymnasium's, awaitable.
+"""`Environment`: the contract of environments for multi-turn rollout, with asynchronous gymnasium methods.
 
-An environment lives for one episode. `reset` begins it, and then the policy and `step` take turns. What the policy says
-is a `Response`; what the environment says is an `Observation`.
+An environment instance serves one episode. `reset` starts the episode, and then the policy and `step` alternate. The
+policy produces a `Response`, and the environment an `Observation`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 Observation: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text; or token ids, taken as they are; or chat messages (`role`, `content`) for the tokenizer's chat template."""
+"""Text, token ids (used unchanged), or chat messages (`role`, `content`) for the tokenizer's chat template."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Response:
     """One turn of the policy.
 
     Attributes:
-        text: what was sampled, without special tokens.
-        token_ids: the same as tokens, the end token included; this is what trains.
-        turn: number of the turn, from 0.
-        truncated: the turn ended at `max_new_tokens`, not at an end token.
+        text: sampled text, without special tokens.
+        token_ids: sampled tokens, including the end token; the policy trains on them.
+        turn: index of the turn, from 0.
+        truncated: whether the turn ended at `max_new_tokens` instead of an end token.
     """
 
     text: str
@@ -32,34 +32,33 @@ class Response:
 
 
 class Environment(Protocol):
-    """One episode. A class is named in the config, and an instance of it is made for every episode.
+    """One episode. The config names a class, and the runtime constructs an instance for every episode.
 
-    Its methods may also be plain functions, which run in threads: use these for code that blocks, since coroutines of
-    all environments share one event loop. A method `close()`, where there is one, is called
-    once when the episode is over, however it ended.
+    Methods may also be plain functions, which run in threads. Use plain functions for blocking code, since the
+    coroutines of all environments share one event loop. If there is a method `close()`, the runtime calls it once at
+    the end of the episode, also after a failure.
     """
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Observation, Mapping[str, Any]]:
-        """Begin the episode.
+        """Start the episode.
 
         Args:
-            row: the row of the dataset whose prompt the policy has read.
-            seed: for whatever is random here; a pure function of the run, the prompt and the episode's number. May be
-                left out of the signature.
+            row: row of the dataset with the episode's prompt.
+            seed: seed for random choices, derived from the run, the prompt and the episode's index. The signature may
+                omit it.
 
         Returns:
-            What follows the prompt ("" where the prompt says it all; text or token ids), and an info, which is not
-            read.
+            Text or token ids to append to the prompt ("" for none), and an info, which is ignored.
         """
         ...
 
     async def step(self, response: Response) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        """Take the policy's turn.
+        """Process the policy's turn.
 
         Returns:
-            The observation that the policy reads before its next turn; the reward of this turn; whether the episode is
-            over (terminated), or cut off (truncated); and an info, which is not read. The observation of the last step
-            becomes no part of the sequence, since nothing is sampled after it.
+            Observation before the policy's next turn, reward of this turn, terminated, truncated, and an info, which
+            is ignored. The observation of the last step is not added to the sequence, since no token is sampled after
+            it.
         """
         ...
 

@@ -12,18 +12,19 @@ from realign.settings import Count, NonNegativeInt, Range, Settings
 
 @dataclass
 class GenerationConfig(Settings):
-    """How responses are sampled. These values are the whole truth: no `generation_config.json` of a model leaks in.
+    """Sampling parameters. The `generation_config.json` of a model is ignored.
 
     Attributes:
         n: responses per prompt (the group size G).
-        max_new_tokens: tokens per response, the stop token included.
-        min_new_tokens: no stop token can be sampled before this many tokens (changes the distribution).
-        temperature: divides the logits; applies to the reported log-probs too. At least 0.01.
-        top_k: keep the k most likely tokens; 0 keeps all (changes the distribution).
-        top_p: keep the smallest set of tokens with this mass; 1 keeps all (changes the distribution).
-        greedy: take the most likely token; log-probs are those of the plain softmax at `temperature`.
-        fixed_length: sample exactly `max_new_tokens`; stop tokens are ordinary tokens.
-        stop_token_ids: tokens that end a response and belong to it; None means the model's own end tokens.
+        max_new_tokens: maximum tokens per response, including the stop token.
+        min_new_tokens: tokens before which no stop token can be sampled (changes the distribution).
+        temperature: sampling temperature, at least 0.01; also divides the logits of the reported log-probs.
+        top_k: sample from the k most likely tokens; 0 means all (changes the distribution).
+        top_p: sample from the smallest set of tokens with this probability mass; 1 means all (changes the
+            distribution).
+        greedy: choose the most likely token. Log-probs are those of the softmax at `temperature`.
+        fixed_length: sample exactly `max_new_tokens` tokens, and treat stop tokens as ordinary tokens.
+        stop_token_ids: ids of tokens that end a response and are included in it; None means the model's end tokens.
         stop_strings: texts that end a response as soon as its decoded text contains one.
     """
 
@@ -50,19 +51,19 @@ class GenerationConfig(Settings):
             raise SettingsError("stop_strings: contains an empty string, which would end every response at once")
 
     def distorted(self) -> list[str]:
-        """Settings under which the sampled distribution is not the model's softmax at `temperature`.
+        """Return the settings under which the sampling distribution is not the model's softmax at `temperature`.
 
-        A probability ratio against log-probs of the whole softmax would be wrong under any of them.
+        Each of them makes importance ratios against log-probs of the full softmax wrong.
         """
         found = [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
         found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
         return [f"{name}={getattr(self, name)}" for name, on in found if on]
 
     def check_ratios(self) -> None:
-        """Reject settings under which probability ratios of a training loss would be wrong.
+        """Reject settings that make the importance ratios of a training loss wrong.
 
         Raises:
-            SettingsError: names the setting.
+            SettingsError: a setting changes the sampling distribution. The message names it.
         """
         if distorted := self.distorted():
             raise SettingsError(
@@ -71,7 +72,7 @@ class GenerationConfig(Settings):
             )
 
     def describe(self) -> str:
-        """What is not neutral, and the temperature, for people."""
+        """Describe the settings that change the distribution, and the temperature."""
         return f"{', '.join(self.distorted()) or 'neutral'}, temperature {self.temperature:g}"
 
 

@@ -1,6 +1,6 @@
-"""`InProcessSampler`: the sampler of a role whose engine samples by itself, between its other calls.
+"""`InProcessSampler`: a sampler that uses the role's own engine, between the engine's other calls.
 
-Stands in `api` since `Model` constructs it for every engine, also for engines outside this project.
+It is in `api` since `Model` constructs it for every engine, including third-party engines.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, Completion, FutureHandle, Request, WeightSource
 
 IN_PROCESS = Capabilities(bitwise=True, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)
-"""What an engine promises that samples by itself."""
+"""Guarantees of an engine that samples in process."""
 
 
 class GeneratingEngine(Protocol):
-    """The part of `PipelinableEngine` that samples."""
+    """The methods of `PipelinableEngine` that sampling needs."""
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
@@ -35,14 +35,14 @@ class GeneratingEngine(Protocol):
 
 
 class _Deferred(FutureHandle):
-    """A request that is sampled when somebody waits for a result."""
+    """A request that is sampled when a caller waits for its result."""
 
     def __init__(self, request: Request, sampler: InProcessSampler) -> None:
         super().__init__(request)
         self._sampler = sampler
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """See `Handle.result`; samples all requests that wait, in this thread. The time limit covers the wait only."""
+        """See `Handle.result`. Samples all waiting requests in this thread. The time limit covers only the wait."""
         if not self.future.done():
             self._sampler.run(self, timeout_s)
         return self.future.result()
@@ -50,7 +50,7 @@ class _Deferred(FutureHandle):
 
 @dataclass(eq=False)
 class _Batch:
-    """Requests of one call of the engine: equal sampling parameters and seed, one prompt per id."""
+    """Requests of one call of the engine, with equal sampling parameters and seed, and one prompt per id."""
 
     config: GenerationConfig
     seed: int
@@ -58,44 +58,44 @@ class _Batch:
     handles: list[_Deferred] = field(default_factory=list)
 
     def takes(self, request: Request) -> bool:
-        """Whether the request can be part of it."""
+        """Return whether the request fits this batch."""
         known = self.prompts.get(request.id, request.prompt_ids)
         same = known.shape == request.prompt_ids.shape and torch.equal(known, request.prompt_ids)
         return same and self.config == replace(request.config, n=1) and self.seed == request.seed
 
     def add(self, handle: _Deferred) -> None:
-        """Make it a part."""
+        """Add a request to this batch."""
         self.prompts[handle.request.id] = handle.request.prompt_ids
         self.handles.append(handle)
 
 
 class InProcessSampler:
-    """Samples with a role's own engine, whose weights are those of the training step. Implements `Sampler`.
+    """Samples with a role's own engine, using the current training weights. Implements `Sampler`.
 
     `generate` is one call of the engine. `submit` collects requests: the first thread that waits for a result samples
-    all of them in one call of the engine. That call samples responses 0 to the highest index that was asked for, for
-    each prompt, since an engine samples whole groups.
+    all of them in one call of the engine. Since an engine samples whole groups, that call samples responses 0 to the
+    highest requested index for each prompt.
 
-    All methods are safe to call from any thread, and one call of the engine is made at a time. The sampler does not
-    know about other calls of the engine (`train_batch`, `forward`): callers must not make them meanwhile. The engine
-    keeps no KV cache between two calls, so `sleep` has nothing to free.
+    All methods are thread-safe, and serialize calls of the engine. The sampler does not track other calls of the
+    engine (`train_batch`, `forward`), so callers must not run them concurrently. The engine keeps no KV cache between
+    calls, so `sleep` frees no memory.
     """
 
     def __init__(self, engine: GeneratingEngine, *, version: int = 0, capabilities: Capabilities = IN_PROCESS) -> None:
-        """Sample with an engine.
+        """Create a sampler for an engine.
 
         Args:
             engine: the engine.
-            version: of its weights.
-            capabilities: what it promises.
+            version: version of its weights.
+            capabilities: guarantees of the engine.
         """
         self.engine = engine
         self._version = version
         self._capabilities = capabilities
-        self._turn = threading.Condition(threading.RLock())  # held while the engine samples; guards what follows
+        self._turn = threading.Condition(threading.RLock())  # held while sampling; guards the flags below
         self._paused = False
         self._asleep = False
-        self._guard = threading.Lock()  # guards what follows; never held while the engine samples
+        self._guard = threading.Lock()  # guards `_waiting` and `_closed`; not held while sampling
         self._waiting: list[_Deferred] = []
         self._closed = False
 
@@ -109,7 +109,7 @@ class InProcessSampler:
         return self._capabilities
 
     def submit(self, request: Request) -> FutureHandle:
-        """See `Sampler.submit`; nothing is sampled before somebody waits for a result."""
+        """See `Sampler.submit`. Sampling starts when a caller waits for a result."""
         handle = _Deferred(request, self)
         with self._guard:
             self._check_open()
@@ -124,14 +124,14 @@ class InProcessSampler:
             return out.with_tokens(versions=torch.where(out["loss_mask"], self._version, -1).int())
 
     def run(self, handle: FutureHandle, timeout_s: float | None) -> None:
-        """Sample all requests that wait, unless another thread has sampled this one.
+        """Sample all waiting requests, unless another thread already sampled this one.
 
         Args:
-            handle: of the request.
+            handle: handle of the request.
             timeout_s: seconds to wait for other calls and for the end of a pause; None waits without limit.
 
         Raises:
-            TimeoutError: the time is over, and nothing was sampled.
+            TimeoutError: the time limit expired before sampling started.
             RuntimeError: the sampler was closed.
         """
         started = time.monotonic()
@@ -149,7 +149,7 @@ class InProcessSampler:
             self._turn.release()
 
     def update(self, source: WeightSource, version: int) -> None:
-        """See `Sampler.update`; waits until nothing is being sampled. Of its own engine, only the version changes."""
+        """See `Sampler.update`. Waits for running calls. If `source` is its engine, only sets the version."""
         with self._turn:
             with self._guard:
                 self._check_open()
@@ -159,7 +159,7 @@ class InProcessSampler:
             self._version = version
 
     def pause(self) -> None:
-        """See `Sampler.pause`; waits until nothing is being sampled."""
+        """See `Sampler.pause`. Waits for running calls."""
         with self._turn:
             self._paused = True
 
@@ -170,7 +170,7 @@ class InProcessSampler:
             self._turn.notify_all()
 
     def sleep(self) -> None:
-        """See `Sampler.sleep`; waits until nothing is being sampled."""
+        """See `Sampler.sleep`. Waits for running calls."""
         with self._turn:
             self._asleep = True
 
@@ -181,7 +181,7 @@ class InProcessSampler:
             self._turn.notify_all()
 
     def close(self) -> None:
-        """See `Sampler.close`; waits until nothing is being sampled. The engine stays as it is."""
+        """See `Sampler.close`. Waits for running calls, and does not close the engine."""
         with self._guard:
             self._closed = True
             waiting, self._waiting = self._waiting, []
@@ -196,13 +196,13 @@ class InProcessSampler:
             raise _closed()
 
     def _wait_for_turn(self, timeout_s: float | None) -> None:
-        """Wait until neither paused nor asleep; the turn is held."""
+        """Wait until neither paused nor asleep. The caller must hold the turn."""
         if not self._turn.wait_for(lambda: self._closed or not (self._paused or self._asleep), timeout_s):
             raise TimeoutError("the sampler is paused or asleep")
         self._check_open()
 
     def _sample(self, batch: _Batch) -> None:
-        """Sample the responses of a batch; an error of the engine is the result of each of them."""
+        """Sample the responses of a batch. An engine error becomes the result of each of its handles."""
         n = 1 + max(handle.request.response_index for handle in batch.handles)
         data = SequenceSample.from_sequences(list(batch.prompts), {PROMPTS: [[x] for x in batch.prompts.values()]})
         try:
@@ -222,7 +222,7 @@ class InProcessSampler:
 
 
 def _batches(handles: list[_Deferred]) -> list[_Batch]:
-    """The calls of the engine that sample these requests, in the order in which they came."""
+    """Group requests into engine calls, in order of submission."""
     batches: list[_Batch] = []
     for handle in handles:
         batch = next((b for b in batches if b.takes(handle.request)), None)

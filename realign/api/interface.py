@@ -1,4 +1,4 @@
-"""`ModelInterface`: an algorithm, and what it declares about itself so that the runtime needs no knowledge of it."""
+"""`ModelInterface`: an algorithm, and the declarations that keep the runtime independent of it."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 METHODS = ("generate", "inference", "credit", "train_step")
 """Methods of an interface that an RPC can call."""
 COMPONENT_KEYS = ("ref_logprobs", "prox_logprobs", "values", "dense_rewards", "baseline_rewards")
-"""Keys that exist only for one component. Computing one that no component reads is a configuration error."""
+"""Keys that only an optional component reads. Computing an unread one is a configuration error."""
 COMPONENT_PREFIXES = ("ptx_", "teacher_")
-"""Prefixes of further such keys."""
+"""Prefixes of further component keys."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What a method reads and writes under the current settings, by the interface's own names of the keys."""
+    """Keys that a method reads and writes under the current settings, by their names in the interface."""
 
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Keys that the graph must provide, each with the setting that asks for it; empty text: always needed."""
+    """Keys that the graph must provide, each with the setting that requires it; an empty text means always."""
     uses: frozenset[str] = frozenset()
-    """Keys that are read if the graph provides them."""
+    """Keys that the method reads if the graph provides them."""
     writes: frozenset[str] | None = None
     """Keys that the method returns; None: not declared."""
 
 
 class Weights(StrEnum):
-    """Which weights a role works with, relative to the role that is trained."""
+    """Weights that a role requires, relative to the trained role."""
 
     any = "any"
     """No requirement."""
     frozen = "frozen"
     """Weights that training does not change, such as those of a reference policy."""
     live = "live"
-    """The weights of the role that is trained, at their current version, such as those of a sampler."""
+    """The current weights of the trained role, such as those of a sampler."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers that the runtime needs to know about a role: for checks, schedules and the launch table."""
+    """Facts about a role that the runtime needs for checks, schedules and the launch table."""
 
     epochs: int = 1
     """Passes over the batch in each training step."""
@@ -63,21 +63,21 @@ class Plan:
     responses_per_prompt: int | None = None
     """Responses per prompt that the role samples or expects; None: any number."""
     longest_response: int = 0
-    """Tokens after a prompt in the longest sequence that `generate` returns."""
+    """Maximum number of tokens after the prompt in a sequence that `generate` returns."""
     length_setting: str = "generation.max_new_tokens"
-    """Field of the interface that `longest_response` follows from."""
+    """Field of the interface that determines `longest_response`."""
     expected_response: int | None = None
-    """Response length in tokens that settings of a trained role are relative to; None: no setting is."""
+    """Response length in tokens that settings of a trained role are relative to; None if no setting is."""
     temperature: float | None = None
-    """Temperature of all log-probs of the role; None: it computes none that are compared with other roles'."""
+    """Temperature of all log-probs of the role; None if other roles' log-probs are not compared with them."""
     temperature_setting: str = "generation.temperature"
-    """Field of the interface that `temperature` follows from."""
+    """Field of the interface that determines `temperature`."""
     sampler: str | None = None
-    """One line about the sampling distribution; None: the role does not sample."""
+    """One-line description of the sampling distribution; None if the role does not sample."""
     exact_sampling: bool = True
     """Whether the sampling distribution is the model's softmax at `temperature`, as probability ratios assume."""
     corrects_staleness: bool = False
-    """Whether the loss accounts for tokens that an older policy sampled."""
+    """Whether the loss corrects for tokens sampled by an older policy version."""
     weights: Weights = Weights.any
 
     @property
@@ -87,19 +87,19 @@ class Plan:
 
 
 class RoleModel(StrEnum):
-    """The model that a role gets if the config gives it none."""
+    """Default model of a role without a model in the config."""
 
     none = "none"
-    """None; it works without a network."""
+    """No model; the role needs no network."""
     start = "start"
-    """A frozen copy of the weights that the owning role starts from."""
+    """A frozen copy of the initial weights of the owning role."""
     shared = "shared"
     """The model of the owning role itself."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A role that another role's settings ask for, with the defaults that apply where the config has none."""
+    """A role that another role's settings require, with defaults for what the config does not set."""
 
     interface: ModelInterface
     model: RoleModel = RoleModel.start
@@ -107,17 +107,17 @@ class Role:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart of the learning curves: a title with the unit, and its metrics with their labels."""
+    """One chart of the learning curves: a title with the unit, and metrics with their labels."""
 
     title: str
     metrics: Mapping[str, str]
 
 
 class ModelInterface(Settings):
-    """An algorithm: what is done with one model. Subclass it as a dataclass and implement the methods that you use.
+    """An algorithm for one model. Subclass it as a dataclass and implement the methods that the graph calls.
 
-    Each method receives the keys that its RPC declares as inputs, and returns exactly the keys that it declares as
-    outputs. Everything else is optional: the defaults of the declarations below suit a simple interface.
+    Each method receives the keys that its RPC declares as inputs, and returns exactly the keys that the RPC declares
+    as outputs. All other methods are optional, with defaults for simple interfaces.
     """
 
     needs_engine: ClassVar[bool] = True
@@ -128,51 +128,51 @@ class ModelInterface(Settings):
         raise NotImplementedError(f"{type(self).__name__} has no generate")
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute something about the sequences: log-probs, values, rewards."""
+        """Compute log-probs, values or rewards of the sequences."""
         raise NotImplementedError(f"{type(self).__name__} has no inference")
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Train the model on the batch, with any number of optimizer steps; return metrics."""
+        """Train the model on the batch, with any number of optimizer steps, and return metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no train_step")
 
     def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Estimate the advantages and returns that several models learn from; needs no pass of the model."""
+        """Estimate advantages and returns for several trained models, without a forward pass."""
         raise NotImplementedError(f"{type(self).__name__} has no credit")
 
     def keys(self, method: str) -> Keys:
-        """What `method` reads and writes; compared with the graph before anything is loaded.
+        """Return the keys that `method` reads and writes. The runtime checks them before it loads models.
 
         Raises:
-            ValueError: the current settings rule out `method`; names the setting.
+            ValueError: the current settings do not allow `method`. The message names the setting.
         """
         return Keys()
 
     def outputs(self) -> frozenset[str]:
-        """What the interface asks of its model's `ModelOutput`; compared with the model's head."""
+        """Return the outputs that the interface requires of `ModelOutput`. The runtime checks the model's head."""
         return frozenset()
 
     def roles(self) -> Mapping[str, Role]:
-        """Other roles that the current settings ask for, by name, with their defaults."""
+        """Return the other roles that the current settings require, by name, with their defaults."""
         return {}
 
     def plan(self) -> Plan:
-        """Numbers of the role under the current settings; override it if `train_step` takes several optimizer steps."""
+        """Return the plan under the current settings. Override it if `train_step` takes several optimizer steps."""
         return Plan()
 
     def headline(self) -> tuple[str, ...]:
-        """Metrics for the progress line, most important first; empty: the first ones that a step reports."""
+        """Return metrics for the progress line, most important first; empty: the first metrics of a step."""
         return ()
 
     def panels(self) -> tuple[Panel, ...]:
-        """Charts of the learning curves; empty: one chart for each metric of the progress line."""
+        """Return charts of the learning curves; empty: one chart for each metric of the progress line."""
         return ()
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the launch table, by name; an empty value leaves its row out."""
+        """Return rows of the launch table, by name. A row with an empty value is omitted."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart (a KL coefficient, running moments); empty if there is nothing."""
+        """Return state for checkpoints, such as a KL coefficient or running moments; empty if there is none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,49 +181,49 @@ class ModelInterface(Settings):
             raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
 
     def adopt(self, saved: Mapping[str, Any]) -> None:
-        """Take over what belongs to the weights that the role starts from; called once after loading.
+        """Restore interface state that belongs to the role's initial weights; called once after loading.
 
-        `saved` is the `state_dict` of the earlier run's interface. What belongs to the weights is taken (the gain and
-        bias of a reward model, the moments that a critic's outputs are scaled by), what belongs to that run is not (a
-        KL coefficient). The default ignores `saved`.
+        `saved` is the `state_dict` of the interface in the run that saved the weights. Restore state that belongs to
+        the weights, such as the gain and bias of a reward model or the moments that scale a critic's outputs. Ignore
+        state that belongs to that run, such as a KL coefficient. The default ignores `saved`.
         """
 
     def open(self) -> None:
-        """Check and acquire what the interface needs (files, processes); called before any model is loaded."""
+        """Check and acquire resources (files, processes). The runtime calls it before it loads models."""
 
     def close(self) -> None:
-        """Release what `open` acquired; called once, whenever the run ends."""
+        """Release the resources of `open`. The runtime calls it once, when the run ends."""
 
 
 @runtime_checkable
 class Calibratable(Protocol):
-    """A reward interface whose gain and bias a run can set from measured scores."""
+    """A reward interface with a gain and a bias that a run can set from measured scores."""
 
     gain: float
     bias: float
 
     @property
     def labels_are_numbers(self) -> bool:
-        """Whether labels determine the scale of rewards, so that `label_scale` must see them."""
+        """Whether labels determine the scale of rewards, so that `label_scale` needs them."""
         ...
 
     def scores(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Tensor:
-        """[S] scores with the current gain and bias, before clipping."""
+        """Compute scores [S] with the current gain and bias, before clipping."""
         ...
 
     def normalize(
         self, scores_S: Tensor, *, mean: float = 0.0, std: float = 1.0, reduce: Callable[[Tensor], Tensor]
     ) -> tuple[float, float]:
-        """Set gain and bias so that these scores would have this mean and std; returns those that they had."""
+        """Set gain and bias so that these scores get this mean and std, and return their previous mean and std."""
         ...
 
     def label_scale(self, labels_S: Tensor) -> tuple[float, float]:
-        """Mean and std that rewards should have before training, as far as the labels determine them; else (0, 1)."""
+        """Return the mean and std of rewards before training as determined by the labels, or else (0, 1)."""
         ...
 
 
 def implements(interface: type[ModelInterface], method: str) -> bool:
-    """Whether the class overrides `method`, one of `METHODS`."""
+    """Return whether the class overrides `method`, one of `METHODS`."""
     return getattr(interface, method) is not getattr(ModelInterface, method)
 
 
@@ -239,7 +239,7 @@ def method_of(interface: ModelInterface, name: str) -> Callable[[Model, Sequence
 
 
 def is_component_key(key: str) -> bool:
-    """Whether a key exists only for a component that reads it."""
+    """Return whether only an optional component reads a key (`COMPONENT_KEYS`, `COMPONENT_PREFIXES`)."""
     return key in COMPONENT_KEYS or key.startswith(COMPONENT_PREFIXES)
 
 

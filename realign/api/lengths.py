@@ -1,4 +1,4 @@
-"""How a packed tensor is cut: the lengths of the sequences of every prompt."""
+"""`Lengths`: the lengths of the sequences of each prompt in a packed tensor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lengths:
-    """The lengths of the sequences of each prompt, in the order in which they stand in a packed tensor; immutable.
+    """The immutable lengths of the sequences of each prompt, in the order of a packed tensor.
 
     Attributes:
         counts: [n_prompts] number of sequences of each prompt.
-        flat: [S] number of elements (rows of the packed tensor) of each sequence, prompt after prompt.
+        flat: [S] number of elements (rows of the packed tensor) of each sequence, in prompt order.
 
     Raises:
-        ValueError: something is negative or no integer, or the two do not describe the same sequences.
+        ValueError: a value is negative or not an integer, or `counts` does not sum to the length of `flat`.
     """
 
     counts: IntArray
@@ -43,7 +43,7 @@ class Lengths:
             raise ValueError(f"Lengths: flat sums to {rows} rows, more than can be counted")
 
     def __reduce__(self) -> tuple[type[Lengths], tuple[IntArray, IntArray]]:
-        return Lengths, (self.counts, self.flat)  # built anew: a plain copy of an array would be writable
+        return Lengths, (self.counts, self.flat)  # rebuilds it, since a copied array would be writable
 
     def __repr__(self) -> str:
         return f"Lengths({len(self.counts)} prompts, {len(self.flat)} sequences, {self.total} rows)"
@@ -57,21 +57,21 @@ class Lengths:
 
     @classmethod
     def join(cls, parts: Sequence[Lengths]) -> Lengths:
-        """Lengths of the concatenation of several packed tensors."""
+        """Return the lengths of the concatenation of several packed tensors."""
         return cls(np.concatenate([p.counts for p in parts]), np.concatenate([p.flat for p in parts]))
 
     def ones(self) -> Lengths:
-        """Lengths of a key that has one element for each of these sequences."""
+        """Return the lengths of a key with one element per sequence."""
         return Lengths(self.counts, np.ones_like(self.flat))
 
     @cached_property
     def total(self) -> int:
-        """Rows of the packed tensor."""
+        """Number of rows of the packed tensor."""
         return int(self.flat.sum())
 
     @cached_property
     def starts(self) -> IntArray:
-        """[S + 1] row at which each sequence starts, and the total."""
+        """[S + 1] first row of each sequence, and the total."""
         return _cumulative(self.flat)
 
     @cached_property
@@ -81,21 +81,21 @@ class Lengths:
 
     @cached_property
     def per_prompt(self) -> IntArray:
-        """[n_prompts] rows of each prompt, over all its sequences."""
+        """[n_prompts] number of rows of each prompt, over all its sequences."""
         return _read_only(np.diff(self.starts[self.sequence_starts]))
 
     @cached_property
     def prompt_of_sequence(self) -> IntArray:
-        """[S] index of the prompt to which each sequence belongs."""
+        """[S] index of the prompt of each sequence."""
         return _read_only(np.repeat(np.arange(len(self.counts)), self.counts))
 
     def nested(self) -> tuple[tuple[int, ...], ...]:
-        """One tuple of lengths per prompt."""
+        """Return one tuple of lengths per prompt."""
         flat, bounds = self.flat.tolist(), self.sequence_starts.tolist()
         return tuple(tuple(flat[a:b]) for a, b in pairwise(bounds))
 
     def same_sequences(self, other: Lengths) -> bool:
-        """Whether both give every prompt the same number of sequences."""
+        """Return whether both have the same number of sequences for every prompt."""
         return self is other or np.array_equal(self.counts, other.counts)
 
     def __eq__(self, other: object) -> bool:
@@ -106,22 +106,22 @@ class Lengths:
     __hash__ = None  # type: ignore[assignment]
 
     def between(self, start: int, stop: int) -> Lengths:
-        """Lengths of the prompts from `start` up to `stop`."""
+        """Return the lengths of the prompts from `start` up to (excluding) `stop`."""
         first, last = self.sequence_starts[[start, stop]].tolist()
         return Lengths(self.counts[start:stop], self.flat[first:last])
 
     def sequences_of(self, prompts: IntArray) -> tuple[IntArray, IntArray]:
-        """Indices of all sequences of these prompts (in this order), and how many each has."""
+        """Return the indices of all sequences of these prompts (in this order), and the number per prompt."""
         counts = self.counts[prompts]
         shift = self.sequence_starts[:-1][prompts] - _cumulative(counts)[:-1]
         return np.arange(int(counts.sum())) + np.repeat(shift, counts), counts
 
     def take(self, sequences: IntArray, counts: IntArray) -> Lengths:
-        """Lengths of the chosen `sequences` (indices, any order), of which each prompt holds `counts`."""
+        """Return the lengths of the selected `sequences` (indices, any order), with `counts` of them per prompt."""
         return Lengths(counts, self.flat[sequences])
 
     def rows(self, sequences: IntArray) -> Rows:
-        """Rows of the packed tensor that hold the chosen sequences (indices, any order), for `pick`."""
+        """Return the rows of the selected sequences (indices, any order), for `pick`."""
         if not len(sequences):
             return [slice(0, 0)]
         breaks = np.flatnonzero(np.diff(sequences) != 1) + 1
@@ -135,16 +135,16 @@ class Lengths:
 
 
 _MOST = int(np.iinfo(np.int64).max)
-# Mean rows of a run of adjacent sequences from which copying runs beats indexing single rows (measured on CPU).
+# Mean rows per run of adjacent sequences above which copying runs is faster than indexing rows (measured on CPU).
 _RUN = 64
 Rows: TypeAlias = list[slice] | Tensor
 
 
 def as_integers(name: str, values: object) -> IntArray:
-    """`values` as a 1-D int64 array; refuses what numpy would convert in silence: fractions, truth values, overflow."""
+    """Convert to a 1-D int64 array. Rejects values that numpy would silently convert: floats, bools, overflow."""
     try:
         array = np.asarray(values)
-    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, tensors that numpy cannot hold
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists, or tensors that numpy does not support
         raise ValueError(f"{name} must be a list of integers, found {type(values).__name__}: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a list of integers, found {array.dtype} of shape {list(array.shape)}")
@@ -154,7 +154,7 @@ def as_integers(name: str, values: object) -> IntArray:
 
 
 def _total(array: IntArray) -> int:
-    """The sum, which numpy would let overflow."""
+    """Sum without the integer overflow of numpy."""
     if array.size and int(array.max()) > _MOST // array.size:
         return sum(array.tolist())
     return int(array.sum())

@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches by token budget: a pure plan over lengths, and the way back."""
+"""Splitting of a batch into micro-batches by token budget, planned from lengths alone, and the inverse."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from realign.api.packing import concatenate, pick, some
 
 
 class Cuttable(Protocol):
-    """What a sample has that can be cut; `SequenceSample` is one, and imports this module."""
+    """The attributes that splitting needs. `SequenceSample` has them, and imports this module."""
 
     @property
     def ids(self) -> tuple[Hashable, ...]:
-        """One per prompt."""
+        """One id per prompt."""
         ...
 
     @property
@@ -37,14 +37,16 @@ Sample = TypeVar("Sample", bound=Cuttable)
 
 @dataclass
 class MicroBatchSpec:
-    """How large a micro-batch may be. Invisible in loss, gradient and metrics; it trades memory for speed.
+    """Size limits of a micro-batch. They trade memory for speed, and do not change loss, gradient or metrics.
 
     Attributes:
-        max_tokens_per_microbatch: packed tokens that one forward pass may hold; None means no limit. A beginning that
-            the pass computes once for all sequences of a prompt counts once.
-        n_microbatches: cut into at least this many, as far as there are groups to part.
-        whole_groups: never cut a group, the sequences of one prompt. Set by algorithms whose loss compares them.
-        trace_ids: prompts whose token values the engine returns with the metrics (`realign.api.trace`); off if empty.
+        max_tokens_per_microbatch: maximum packed tokens in one forward pass; None means no limit. A shared prefix
+            that the pass computes once for all sequences of a prompt counts once.
+        n_microbatches: minimum number of micro-batches, limited by the number of groups.
+        whole_groups: never split a group (the sequences of one prompt). Algorithms set it if their loss compares the
+            sequences of a group.
+        trace_ids: prompts whose per-token values the engine returns with the metrics (`realign.api.trace`); none if
+            empty.
     """
 
     max_tokens_per_microbatch: int | None = None
@@ -67,29 +69,30 @@ def plan_microbatches(
     ids: Sequence[Hashable] | None = None,
     prefixes: IntArray | None = None,
 ) -> list[IntArray]:
-    """Assign every sequence to a micro-batch: never over the budget, balanced, as few as the heuristic finds.
+    """Assign every sequence to a micro-batch, within the token budget and balanced.
 
-    A group (all sequences of one prompt) stays whole unless it alone exceeds the budget; then it is cut between
-    sequences, or refused if the spec wants whole groups. Longest-processing-time scheduling: over a given number of
-    micro-batches the largest load is within 4/3 of the best possible (Graham 1969, doi:10.1137/0117039). The number
-    starts at the least that could do. Where groups do not fit into that many, more are opened, fewer than
-    2 * tokens / budget + 1 unless most groups exceed half of the budget; the loads are then evened out as far as the
-    budget allows.
+    A group (all sequences of one prompt) is split between sequences only if it exceeds the budget. With
+    `whole_groups`, such a group raises an error.
+
+    Uses longest-processing-time scheduling. For a given number of micro-batches, the largest load is within 4/3 of
+    the optimum (Graham 1969, doi:10.1137/0117039). The number starts at the lower bound and grows if groups do not
+    fit. It stays below 2 * tokens / budget + 1 unless most groups exceed half of the budget. The loads are then
+    rebalanced as far as the budget allows.
 
     Args:
         lengths: tokens of each sequence of each prompt.
         spec: the budget.
-        ids: names of the prompts for the error; their positions by default.
-        prefixes: for each prompt, the first tokens of its sequences that count once in a micro-batch, being the same
-            in all of them; none by default. A group that is cut is then cut into runs of sequences.
+        ids: names of the prompts for error messages; their positions by default.
+        prefixes: for each prompt, the number of shared prefix tokens of its sequences, which count once per
+            micro-batch; 0 by default. If such a group must be split, it is split into runs of adjacent sequences.
 
     Returns:
-        For each micro-batch, the ascending indices of its sequences; every index stands in exactly one, and none is
-        empty. A batch without sequences has no micro-batches.
+        For each micro-batch, the ascending indices of its sequences. Each index is in exactly one micro-batch, and no
+        micro-batch is empty. A batch without sequences has no micro-batches.
 
     Raises:
-        ValueError: one sequence alone exceeds the budget, or one group does with `whole_groups`; or `prefixes` are not
-            one for each prompt, each within its shortest sequence.
+        ValueError: one sequence exceeds the budget, or one group does with `whole_groups`. Also raised if `prefixes`
+            does not have one entry per prompt, or an entry exceeds the prompt's shortest sequence.
     """
     limit = spec.max_tokens_per_microbatch
     if not len(lengths.flat):
@@ -106,7 +109,7 @@ def plan_microbatches(
         n_bins = max(n_bins, -(-int(loads.sum()) // limit))
     bins, largest = _fill(sizes, n_bins, limit)
     if (found := max(bins) + 1) > n_bins:
-        # Bins that were opened late are emptier: spread again over the final number, and keep that if it fits.
+        # Bins added late are emptier: redistribute over the final number of bins, and keep the result if it fits.
         even, largest = _fill(sizes, found, None)
         bins = even if limit is None or largest <= limit else bins
     bin_of_unit = np.empty(len(bins), dtype=np.int64)
@@ -152,12 +155,12 @@ def _owner(prompt: int, ids: Sequence[Hashable] | None) -> str:
 
 
 def _loads(lengths: Lengths, once: IntArray) -> IntArray:
-    """[n_prompts] tokens of each group, of which the first `once` of each sequence count once."""
+    """Count the tokens of each group [n_prompts], with its `once` shared prefix tokens counted once."""
     return lengths.per_prompt - once * (lengths.counts - 1).clip(min=0)
 
 
 def _units(lengths: Lengths, once: IntArray, limit: int | None) -> tuple[IntArray, IntArray]:
-    """The pieces that may not be cut: groups, and where a group exceeds the budget, sequences or runs of them.
+    """Return the indivisible units: groups, or the sequences (or runs of them) of groups that exceed the budget.
 
     Returns:
         The unit of each sequence [S], and the tokens of each unit.
@@ -177,7 +180,7 @@ def _units(lengths: Lengths, once: IntArray, limit: int | None) -> tuple[IntArra
 
 
 def _opens_run(sizes: IntArray, limit: int) -> list[bool]:
-    """Whether each sequence opens a run, where runs take in sequences in their order as long as they fit."""
+    """Return whether each sequence starts a new run, when runs are filled in order up to the limit."""
     opens, load = [], limit + 1
     for size in sizes.tolist():
         opens.append(load + size > limit)
@@ -186,12 +189,12 @@ def _opens_run(sizes: IntArray, limit: int) -> list[bool]:
 
 
 def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[int], int]:
-    """Give each unit, largest first, to the emptiest bin; open another bin where it would not fit.
+    """Assign each unit, largest first, to the emptiest bin. Add a bin if the unit does not fit.
 
     Returns:
-        The bin of each unit, and the largest load. No bin stays empty while there are as many units as bins.
+        The bin of each unit, and the largest load. No bin is empty if there are at least as many units as bins.
     """
-    heap = [(0, 0, b) for b in range(n_bins)]  # load, units (so that units without tokens spread too), bin
+    heap = [(0, 0, b) for b in range(n_bins)]  # load, units (to balance units without tokens too), bin
     bins: list[int] = []
     largest = 0
     for size in sizes:
@@ -208,7 +211,7 @@ def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[in
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cut(Sequence[Sample], Generic[Sample]):
-    """A sample in parts, of which it is a sequence; `plan` says what of `key` each part has."""
+    """The parts of a sample, as a sequence. `plan` maps each part to its prompts or sequences of `key`."""
 
     whole: Sample
     key: str
@@ -226,11 +229,11 @@ class Cut(Sequence[Sample], Generic[Sample]):
 
 
 class MicroBatches(Cut[Sample]):
-    """The micro-batches of a sample, and the way back to its order.
+    """The micro-batches of a sample, and the inverse of the split.
 
     Attributes:
-        whole: the sample that was cut.
-        key: whose sequences were counted.
+        whole: the split sample.
+        key: key whose tokens were counted.
         plan: for each micro-batch, the ascending indices of its sequences of `key`.
         parts: the micro-batches.
     """
@@ -241,17 +244,17 @@ class MicroBatches(Cut[Sample]):
         return f"MicroBatches({len(loads)} micro-batches{sizes})"
 
     def restore(self, parts: Sequence[Sample]) -> Sample:
-        """Put results, one sample per micro-batch with the micro-batch's sequences, back into the order of the whole.
+        """Combine results, one sample per micro-batch with its sequences, in the order of the whole.
 
         Args:
-            parts: for each micro-batch, in order, a sample of the same ids and keys; each key has one sequence for each
-                sequence of the micro-batch (any lengths: per token, one per sequence, ...).
+            parts: for each micro-batch, in order, a sample with its ids. All parts have the same keys. Each key has
+                one sequence per sequence of the micro-batch, of any length (per token, one per sequence, ...).
 
         Returns:
-            A sample of the ids of the whole with the packed keys of the parts; metadata stays with the whole.
+            A sample with the ids of the whole and the packed keys of the parts, without metadata.
 
         Raises:
-            ValueError: a part is of other ids, lacks a key, or has another number of sequences than its micro-batch.
+            ValueError: a part has other ids, lacks a key, or has another number of sequences than its micro-batch.
         """
         if len(parts) != len(self.parts):
             raise ValueError(f"restore got {len(parts)} parts of {len(self.parts)} micro-batches")
@@ -265,7 +268,7 @@ class MicroBatches(Cut[Sample]):
         rows = {}
         for name in names:
             cuts = [part.lengths[name] for part in parts]
-            if (shared := tuple(map(id, cuts))) not in rows:  # keys that share their lengths need one index
+            if (shared := tuple(map(id, cuts))) not in rows:  # keys that share lengths share an index
                 joined = Lengths.join(cuts)
                 rows[shared] = joined.rows(back), Lengths(self.whole.lengths[self.key].counts, joined.flat[back])
             index, lengths[name] = rows[shared]

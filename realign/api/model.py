@@ -1,7 +1,7 @@
-"""The contract of a machine (`PipelinableEngine`, `ModelOutput`), the model of a role, and how one is loaded.
+"""The engine contract (`PipelinableEngine`, `ModelOutput`), the model of a role, and how a spec loads it.
 
-Letters of shapes: T packed tokens, S sequences, V vocabulary. An interface knows no device, process, file or config;
-an engine knows no algorithm.
+Shapes: T packed tokens, S sequences, V vocabulary. Interfaces are independent of devices, processes, files and the
+config. Engines are independent of algorithms.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ from realign.api.stats import LossStats, Stats, Sum, merge_stats
 
 
 class ModelOutput(Protocol):
-    """What one packed forward pass can give. Nothing of shape [T, V] is made unless `logits` is asked for."""
+    """Outputs of one packed forward pass. Only `logits` allocates a tensor of shape [T, V]."""
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
-        """[T] fp32: log p(token t | tokens before t) at `temperature`; 0 at first tokens and off `where_T`."""
+        """Return log p(token t | tokens before t) at `temperature`: [T] fp32.
+
+        The result is 0 at first tokens and where `where_T` is False.
+        """
         ...
 
     def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """([T], [T]) fp32: log-probs, and the entropy (nats) of the distribution that token t was drawn from."""
+        """Return log-probs of the tokens and the entropy (nats) of their distributions: ([T], [T]) fp32."""
         ...
 
     @property
     def logits(self) -> Tensor:
-        """[T, V] fp32: logits after reading token t (they predict t + 1). Costs T x V memory."""
+        """[T, V] fp32: logits after token t, which predict token t + 1. Needs T x V memory."""
         ...
 
     def values(self) -> Tensor:
-        """[T] fp32, of a model with a scalar head: value of the state before token t; 0 at first tokens."""
+        """Return the value of the state before token t, from a scalar head: [T] fp32; 0 at first tokens."""
         ...
 
     def scores(self) -> Tensor:
-        """[S] fp32, of a model with a scalar head: its output at the last token of each sequence; 0 if empty."""
+        """Return the output of a scalar head at the last token of each sequence: [S] fp32; 0 if it is empty."""
         ...
 
 
@@ -59,23 +62,23 @@ Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], Sequen
 
 
 class PipelinableEngine(Protocol):
-    """A machine for one network. It cuts, packs, moves and shards; it knows no algorithm.
+    """Runs one network: cuts batches, packs them, moves them to devices and shards them. Contains no algorithm.
 
-    Inherit from it: the members at the end have defaults that suit an engine in one process.
+    Inherit from it. The members at the end have defaults for single-process engines.
     """
 
     @property
     def trainable(self) -> bool:
-        """Whether `train_batch` may be called (an optimizer was configured)."""
+        """Whether callers may call `train_batch`, which requires an optimizer."""
         ...
 
     @property
     def outputs(self) -> frozenset[str]:
-        """What its `ModelOutput` can give: "logprobs" of a language model, "values" and "scores" of a scalar head."""
+        """Outputs of its `ModelOutput`: "logprobs" of a language model, "values" and "scores" of a scalar head."""
         ...
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run without gradient; return the keys that `post_hook` added to each micro-batch, in the order of `data`."""
+        """Run without gradients, and return the keys that `post_hook` added, in the order of `data`."""
         ...
 
     def train_batch(
@@ -86,72 +89,76 @@ class PipelinableEngine(Protocol):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """One optimizer step on the whole of `data`.
+        """Take one optimizer step on all of `data`.
 
-        `loss_fn` returns a sum; the engine divides it by `loss_weight_fn(data)` summed over data-parallel ranks, before
-        the first backward pass. It may be called for several micro-batches at a time, in threads, and so must not write
-        what its calls share. A weight of 0, a zero gradient or a non-finite loss or gradient makes no step; nor does
-        `step_if`, asked with the metrics of the whole batch over all ranks, when it says False (`vetoed_steps`): no
-        weight, moment or schedule moves then.
+        `loss_fn` returns a sum. The engine divides it by `loss_weight_fn(data)`, summed over data-parallel ranks
+        before the first backward pass. The engine may call `loss_fn` for several micro-batches concurrently, in
+        threads, so its calls must not write shared state.
+
+        The engine skips the step if the weight or the gradient is 0, or if the loss or the gradient is not finite. It
+        also skips the step if `step_if` returns False (`vetoed_steps`). `step_if` receives the metrics of the whole
+        batch over all ranks. A skipped step changes no weight, optimizer state or schedule.
 
         Returns:
-            The metrics of `loss_fn`, merged, and the engine's own: `loss`, `grad_norm`, `lr`, `skipped_steps`, ...
+            The merged metrics of `loss_fn` and those of the engine: `loss`, `grad_norm`, `lr`, `skipped_steps`, ...
         """
         ...
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Sample `config.n` responses for each prompt of key `prompt_ids`, one call at a time.
 
-        `Model.sampler` calls this; interfaces call `Model.sampler`. The random numbers of a response are a function of
-        (seed, id, response index) alone.
+        `Model.sampler` calls this; interfaces call `Model.sampler`. The random numbers of a response depend only on
+        (seed, id, response index).
 
         Returns:
-            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S] bool.
+            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S]
+            bool.
         """
         ...
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Sum over data-parallel ranks; the identity in one process."""
+        """Sum over data-parallel ranks. With one process, return `x`."""
         ...
 
     def start_step(self, version: int) -> None:
-        """Tell the engine how many training steps (rollout batches) lie behind; schedules counted in them follow."""
+        """Set the number of completed training steps (rollout batches), which schedules counted in them follow."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write an ordinary Hugging Face folder: safetensors, config and tokenizer."""
+        """Write a Hugging Face folder: safetensors, config and tokenizer."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What training changes (weights, moments, counts), as plain values and tensors."""
+        """Return the state that training changes (weights, optimizer moments, counts) as plain values and tensors."""
         ...
 
     def fixed_weights(self) -> dict[str, Any]:
-        """The weights that it does not change, which `state_dict` leaves out; empty where all of them train."""
+        """Return the weights that training does not change, which `state_dict` omits; empty if all weights train."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Take back what `state_dict` gave; with `weights_only`, the optimizer stays as it is."""
+        """Restore what `state_dict` returned. With `weights_only`, leave the optimizer unchanged."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights of the network by name, each whole and once, a value head's after "value_head.".
+        """Return all weights of the network by name, unsharded and without duplicates.
 
-        They may be views: what trains the network changes them.
+        The names of a value head's weights start with "value_head.". The tensors may be views, which training
+        changes.
         """
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Make each weight (1 - mix) of itself plus `mix` of the one given; 1, the default, copies bit by bit.
+        """Set each weight to (1 - mix) * old + mix * new. The default of 1 copies bitwise.
 
         Raises:
-            ValueError: other names or shapes than `weights()` has, or `mix` is not in (0, 1].
+            ValueError: names or shapes differ from those of `weights()`, or `mix` is not in (0, 1].
         """
         ...
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence in tokens that the network can process; None: no limit, or unknown."""
+        """Context window in tokens; None if it is unlimited or unknown."""
         return None
 
     @property
@@ -161,39 +168,39 @@ class PipelinableEngine(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """The part of a batch that this process computes, from 0."""
+        """Index of the part of a batch that this process computes, from 0."""
         return 0
 
     def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run `forward` on the prompts of this process; with one process those are the whole batch."""
+        """Run `forward` on the prompts of this process. With one process, these are the whole batch."""
         return self.forward(part, mb_spec, post_hook)
 
     def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Run `generate` for the prompts of this process; with one process those are the whole batch."""
+        """Run `generate` for the prompts of this process. With one process, these are the whole batch."""
         return self.generate(part, config, seed=seed)
 
     def reference(self, layers: int | None = None) -> Forward:
-        """Return a `forward` that computes with the weights as they are now, whatever is trained later.
+        """Return a `forward` that always uses the current weights, unaffected by later training.
 
         Args:
-            layers: number of top layers to copy; None: as many as are trained.
+            layers: number of top layers to copy; None copies all layers that are trained.
 
         Raises:
-            ValueError: the engine cannot keep its starting weights beside the trained ones.
+            ValueError: the engine cannot keep its initial weights in addition to the trained ones.
         """
         raise ValueError(f"{type(self).__name__} has no reference branch")
 
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """Return the metrics of `loss_fn` on `data`, and its sum as metric `LOSS_SUM`, without a gradient."""
+        """Return the metrics of `loss_fn` on `data`, and its sum as metric `LOSS_SUM`, without gradients."""
         return measured(self.forward, data, mb_spec, loss_fn)
 
 
 LOSS_SUM = "sum of the loss"
-"""The metric of `PipelinableEngine.measure` that no loss function has."""
+"""The metric that `PipelinableEngine.measure` adds to those of the loss function."""
 
 
 def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-    """Return the metrics of `loss_fn` on `data` and its sum as `LOSS_SUM`, computed by `forward` without a gradient."""
+    """Run `loss_fn` on `data` with `forward`, and return its metrics and its sum as metric `LOSS_SUM`."""
     losses: list[Tensor] = []
     metrics: list[Any] = []  # plain (sum, count) pairs are merged too
 
@@ -209,21 +216,21 @@ def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, lo
 
 @dataclass
 class Model:
-    """A role of the graph ("actor", "ref", ...): an engine, its tokenizer, and how often it was trained.
+    """A role of the graph ("actor", "ref", ...): its engine, tokenizer and policy version.
 
     Attributes:
-        name: the role.
-        engine: the machine; None for a role that needs no network (a rule that computes rewards).
-        tokenizer: turns ids into text and back.
-        seed: the run's root seed; derive others with `call_seed`.
-        version: training steps (calls of `train_step`) done so far; advanced by the runtime. Of a role that takes its
-            weights from another (`Sync`): the version of the latest ones that are in them, wholly or in part.
-        saved: what the interface of an earlier run kept with these weights (`ModelInterface.adopt`).
-        views: roles that share this model and have no weights of their own; their version follows.
-        saved_views: what the interfaces of such roles kept with these weights, by role.
-        lead: makes a call that one process alone may make, such as of a world outside, and gives what came of it to
-            every process of the run; where there is one process, just makes it.
-        external_sampler: samples for the role instead of its engine, such as a client of a server; None: the engine.
+        name: name of the role.
+        engine: engine of the role; None for a role without a network, such as a reward rule.
+        tokenizer: converts between text and token ids.
+        seed: root seed of the run. `call_seed` derives other seeds from it.
+        version: number of completed training steps (calls of `train_step`), advanced by the runtime. For a role
+            synced from another role (`Sync`): the version of the latest weights that its own weights include.
+        saved: interface state that an earlier run saved with these weights (`ModelInterface.adopt`).
+        views: roles that share this model instead of having separate weights. They have the same version.
+        saved_views: saved interface state of these roles, by role.
+        lead: runs a call on rank 0 only, such as one with external side effects, and broadcasts its result to all
+            ranks. With one process, it just runs the call.
+        external_sampler: sampler that replaces the engine's, such as a client of a server; None: the engine samples.
     """
 
     name: str
@@ -242,14 +249,18 @@ class Model:
 
     @property
     def machine(self) -> PipelinableEngine:
-        """The engine, or a clear error for a role that has none."""
+        """The engine.
+
+        Raises:
+            ValueError: the role has none.
+        """
         if self.engine is None:
             raise ValueError(f"role {self.name!r} has no model: give it one under models.{self.name}")
         return self.engine
 
     @property
     def sampler(self) -> Sampler:
-        """What samples for this role: the external sampler, or else the engine.
+        """Sampler of this role: the external sampler, or else the engine's.
 
         Raises:
             ValueError: the role has neither.
@@ -263,13 +274,13 @@ class Model:
         return self._in_process
 
     def advance(self) -> None:
-        """Count one training step, and let schedules and the external sampler follow."""
+        """Advance the version by one training step, and update schedules and the external sampler."""
         self.move_to(self.version + 1)
 
     def move_to(self, version: int) -> None:
-        """Have this version, with all views; call it after every change of the weights.
+        """Set the version of this model and its views. Call it after every change of the weights.
 
-        Schedules of the engine follow, and an external sampler receives the weights.
+        Updates the engine's schedules, and sends the weights to the external sampler.
         """
         self.version = version
         for view in self.views:
@@ -279,32 +290,32 @@ class Model:
             self.external_sampler.update(self.machine, version)
 
     def call_seed(self, purpose: str) -> int:
-        """A seed that is a pure function of the run's seed, the role, `purpose` and the version."""
+        """Derive a seed from the run's seed, the role, `purpose` and the version."""
         return derive_seed(self.seed, self.name, purpose, self.version)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known about a model before it is loaded; None: unknown."""
+    """Facts about a model that are available before it is loaded. None means unknown."""
 
     path: str | None = None
     """Folder or hub name of the weights."""
     device: str | None = None
-    """Device that the config asks for, such as "cuda:0" or "auto"."""
+    """Device in the config, such as "cuda:0" or "auto"."""
     outputs: frozenset[str] | None = None
     """See `PipelinableEngine.outputs`."""
     trainable: bool | None = None
     """Whether an optimizer is configured."""
     branches: bool | None = None
-    """Whether the starting weights can be kept inside the trained model: it trains adapters or its top layers only."""
+    """Whether the trained model can also keep its initial weights (it trains only adapters or its top layers)."""
     rate_ends: int | None = None
-    """Number of steps after which the learning rate is 0; None: it never is."""
+    """Number of steps after which the learning rate is 0; None if it never reaches 0."""
     rate_unit: str = "optimizer_step"
-    """The steps that `rate_ends` counts: optimizer_step or train_step."""
+    """Unit of `rate_ends`: optimizer_step or train_step."""
 
 
 class ModelSpec(ABC):
-    """Loads the model of a role, such as `realign.engines.TransformersModel`. Inherit from it and implement `load`."""
+    """Loads the model of a role, such as `realign.engines.TransformersModel`. Subclasses implement `load`."""
 
     @abstractmethod
     def load(self, name: str, *, seed: int) -> Model:
@@ -314,17 +325,17 @@ class ModelSpec(ABC):
         """Check the spec of the role `name` before any weights are read.
 
         Raises:
-            ValueError: names the key, the value found and what is valid.
+            ValueError: the spec is invalid. The message names the key, its value and the valid values.
         """
 
     def facts(self) -> ModelFacts:
-        """Return what is known without loading the model; used for checks, placement and the launch table."""
+        """Return facts for checks, placement and the launch table, without loading the model."""
         return ModelFacts()
 
     def frozen_start(self, role: str) -> ModelSpec:
         """Return the spec of a frozen copy of the weights that this spec of `role` loads, such as a reference policy.
 
-        The default is the spec itself, which suits a spec that configures no training.
+        The default implementation returns the spec itself, for specs that configure no training.
         """
         return self
 

@@ -1,4 +1,4 @@
-"""Packed tensors from their parts: nested sequences, other packed tensors, chosen rows."""
+"""Build packed tensors from nested sequences, from other packed tensors, or from selected rows."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Nested: TypeAlias = Sequence[Sequence[Tensor | Sequence[int] | Sequence[float]]]
 
 
 def pack(key: str, ids: Sequence[Hashable], nested: Nested) -> tuple[Tensor, Lengths]:
-    """Pack one list per prompt that holds one tensor or list per sequence.
+    """Pack one list per prompt, with one tensor or list per sequence.
 
-    Lists of numbers are promoted to one dtype over the whole key; tensors are taken as they are.
+    Promotes lists of numbers to one dtype for the whole key. Tensors keep their dtype.
 
     Raises:
-        ValueError: names the key and the id of what is not a sequence, or not of the dtype of the others.
+        ValueError: a value is not a sequence, or its dtype differs from the others. The message names the key and id.
     """
     if isinstance(nested, str | bytes) or not isinstance(nested, Sequence):
         raise ValueError(f"key {key!r}: found {type(nested).__name__}, expected {_FORM}")
     if len(nested) != len(ids):
         raise ValueError(f"key {key!r} has sequences of {len(nested)} prompts, expected {len(ids)} (ids)")
     tensors: list[list[Tensor]] = []
-    promoted: list[Tensor] = []  # views of the lists' tensors, which decide the dtype of all lists
+    promoted: list[Tensor] = []  # tensors made from lists, which determine the dtype of all lists
     for i, sequences in zip(ids, nested, strict=True):
         if isinstance(sequences, Tensor) or not isinstance(sequences, Sequence) or isinstance(sequences, str):
             raise _not_nested(key, i, "a list of sequences", sequences)
@@ -48,9 +48,9 @@ def pack(key: str, ids: Sequence[Hashable], nested: Nested) -> tuple[Tensor, Len
 
 
 def concatenate(key: str, parts: Sequence[Tensor], owners: Sequence[Sequence[Hashable]]) -> Tensor:
-    """Join packed tensors row after row; `owners` are the ids of each part, for the error.
+    """Concatenate packed tensors by rows. `owners` are the ids of each part, for error messages.
 
-    A part without rows (an empty list has no dtype of its own) adapts to the others.
+    Parts without rows are skipped, since an empty list has no dtype.
 
     Raises:
         ValueError: two parts differ in dtype or in the dimensions after the first.
@@ -69,21 +69,21 @@ def concatenate(key: str, parts: Sequence[Tensor], owners: Sequence[Sequence[Has
 
 
 def pick(x: Tensor, rows: Rows) -> Tensor:
-    """The rows of a packed tensor; a view where they are adjacent."""
+    """Select rows of a packed tensor. Returns a view if they are adjacent."""
     if isinstance(rows, Tensor):
         return x.index_select(0, rows.to(x.device))
     return x[rows[0]] if len(rows) == 1 else torch.cat([x[run] for run in rows])
 
 
 def describe(x: Tensor, lengths: Lengths) -> str:
-    """Shape, dtype and lengths of a packed tensor in one line, without its content."""
+    """Format shape, dtype and lengths of a packed tensor in one line, without its content."""
     n = lengths.flat
     cut = f"{len(n)} sequences of {n.min()} to {n.max()}, mean {n.mean():.1f}" if len(n) else "no sequences"
     return f"{list(x.shape)!s:<12} {_name(x.dtype):<8} {cut}"
 
 
 def some(ids: Sequence[Hashable]) -> str:
-    """The first ids, for a message."""
+    """Format the first ids for a message."""
     return ", ".join(map(repr, ids[:3])) + (f", ... ({len(ids)} in all)" if len(ids) > 3 else "")
 
 

@@ -1,4 +1,4 @@
-"""The reward of each response, whether it was given for the whole response or token by token."""
+"""Total reward of each response, from sequence-level and token-level rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from realign.functional import segment_sum
 def total_rewards(data: SequenceSample) -> Tensor:
     """Return the reward [S] of each sequence: `rewards`, plus the sum of `dense_rewards` if the batch has them.
 
-    Only dense rewards of tokens in `loss_mask` count, if the batch has that key. NaN means that the reward is missing.
+    Counts only dense rewards of tokens in `loss_mask`, if the batch has that key. NaN means a missing reward.
     """
     if "dense_rewards" not in data:
         return data["rewards"]

@@ -1,7 +1,8 @@
 """`SequenceSample`: a batch of prompts, each with its sequences, as packed 1-D tensors.
 
-T = packed tokens, S = sequences. Everything about token t stands at index t; lengths are the only truth. The ids are
-the prompts: the unit that is shuffled and cut, always with all of its sequences.
+T packed tokens, S sequences. All per-token tensors are aligned: index t contains the data of token t. Lengths are
+stored explicitly and never inferred from token ids. Ids identify prompts. Shuffling and sharding operate on prompts,
+so each prompt keeps all of its sequences.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ TOKENS = "input_ids"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequenceSample:
-    """A batch of prompts with packed tensors of any lengths; immutable, checked when built.
+    """An immutable batch of prompts with packed tensors of any lengths, validated on construction.
 
     Attributes:
-        ids: one per prompt, distinct.
-        data: packed tensor by key; the first dimension is packed, others are free.
-        lengths: how each key is cut, by key.
-        metadata: by key, one Python object per prompt (a row of the dataset, say).
+        ids: one unique id per prompt.
+        data: packed tensor of each key. The first dimension is packed; other dimensions are arbitrary.
+        lengths: sequence lengths of each key.
+        metadata: for each key, one Python object per prompt, such as a row of the dataset.
 
     Raises:
-        ValueError: names the key, the id, the length found and the length expected.
+        ValueError: keys, ids and lengths are inconsistent. The message names the key, the id and both lengths.
     """
 
     ids: tuple[Hashable, ...]
@@ -55,7 +56,7 @@ class SequenceSample:
             raise ValueError(f"keys with data {sorted(self.data)} and keys with lengths {sorted(self.lengths)} differ")
         if both := self.data.keys() & self.metadata.keys():
             raise ValueError(f"key {min(both)!r} stands in data and in metadata")
-        distinct: list[Lengths] = []  # equal lengths become one object, so that choosing rows indexes once for all keys
+        distinct: list[Lengths] = []  # keys with equal lengths share one object, so that selecting rows indexes once
         lengths = {}
         for key, cut in self.lengths.items():
             self._check_key(key, cut)
@@ -85,7 +86,7 @@ class SequenceSample:
             raise ValueError(f"key {key!r} has {rows} rows, expected {lengths.total} by its lengths{where}")
 
     def __reduce__(self) -> tuple[type[SequenceSample], tuple[Any, ...]]:
-        # A pickled view would carry the whole batch that it looks into.
+        # Pickling a view would include its whole storage.
         data = {k: x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for k, x in self.data.items()}
         return SequenceSample, (self.ids, data, dict(self.lengths), dict(self.metadata))
 
@@ -96,7 +97,7 @@ class SequenceSample:
         data: Mapping[str, Nested],
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
-        """Pack nested sequences: for each key one list per prompt, holding one tensor or list per sequence."""
+        """Pack nested sequences: for each key, one list per prompt with one tensor or list per sequence."""
         packed = {key: pack(key, ids, nested) for key, nested in data.items()}
         return cls(
             tuple(ids),
@@ -107,10 +108,10 @@ class SequenceSample:
 
     @classmethod
     def gather(cls, samples: Sequence[SequenceSample]) -> SequenceSample:
-        """Concatenate batches of distinct prompts that hold the same keys.
+        """Concatenate batches of different prompts with the same keys.
 
         Raises:
-            ValueError: an id stands in two samples, or a key is absent, or of another dtype, in some.
+            ValueError: two samples contain the same id, or a key is absent or has another dtype in some samples.
         """
         if not samples:
             raise ValueError("gather needs at least one sample")
@@ -121,7 +122,7 @@ class SequenceSample:
                 raise ValueError(f"key {min(missing)!r} is absent for ids {some(s.ids)}, but present for others")
             if mixed := s.data.keys() ^ first.data.keys():
                 raise ValueError(f"key {min(mixed)!r} is metadata for some of ids {some(first.ids + s.ids)} only")
-        joined: dict[tuple[int, ...], Lengths] = {}  # keys that share their lengths go on sharing them
+        joined: dict[tuple[int, ...], Lengths] = {}  # keys that share lengths share the joined ones
         lengths = {}
         for k in first.data:
             parts = [s.lengths[k] for s in samples]
@@ -139,10 +140,10 @@ class SequenceSample:
     def with_data(
         self, data: Mapping[str, Tensor | Nested], *, like: str | None = None, lengths: Lengths | None = None
     ) -> SequenceSample:
-        """Add (or replace) keys cut like the key `like`, or by `lengths` of their own.
+        """Add or replace keys that have the lengths of the key `like`, or the given `lengths`.
 
         Raises:
-            ValueError: a value does not have these lengths; nested values name the id that differs.
+            ValueError: a value does not have these lengths. For nested values, the message names the id.
         """
         if (like is None) == (lengths is None):
             raise ValueError("with_data needs exactly one of `like` (a key) and `lengths`")
@@ -151,15 +152,15 @@ class SequenceSample:
         return replace(self, data={**self.data, **packed}, lengths={**self.lengths, **dict.fromkeys(data, cut)})
 
     def with_tokens(self, **data: Tensor | Nested) -> SequenceSample:
-        """Add keys that have one element for each token of `input_ids`."""
+        """Add keys with one element per token of `input_ids`."""
         return self.with_data(data, like=TOKENS)
 
     def with_sequences(self, **data: Tensor | Nested) -> SequenceSample:
-        """Add keys that have one element for each sequence of `input_ids`."""
+        """Add keys with one element per sequence of `input_ids`."""
         return self.with_data(data, lengths=self.lengths[self._known(TOKENS)].ones())
 
     def with_metadata(self, **metadata: Sequence[Any]) -> SequenceSample:
-        """Add keys that hold one Python object per prompt."""
+        """Add keys with one Python object per prompt."""
         return replace(self, metadata={**self.metadata, **{k: _objects(k, v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
@@ -172,7 +173,7 @@ class SequenceSample:
 
     @property
     def keys(self) -> set[str]:
-        """Names of everything held: packed tensors and metadata."""
+        """Names of all packed tensors and metadata."""
         return {*self.data, *self.metadata}
 
     def __contains__(self, key: object) -> bool:
@@ -182,7 +183,7 @@ class SequenceSample:
         return self.data[self._known(key)]
 
     def get(self, key: str) -> Tensor | None:
-        """The packed tensor of an optional key, or None."""
+        """Return the packed tensor of an optional key, or None."""
         return self.data.get(key)
 
     def _known(self, key: str) -> str:
@@ -203,24 +204,24 @@ class SequenceSample:
         return len(self.lengths[self._known(TOKENS)].flat)
 
     def cu_seqlens(self, key: str = TOKENS) -> Tensor:
-        """int32 [S + 1] boundaries of the sequences of `key`, with a leading 0, on the device of `key`."""
+        """Return the boundaries of the sequences of `key`: int32 [S + 1] with a leading 0, on the device of `key`."""
         starts = self.lengths[self._known(key)].starts
         if starts[-1] > np.iinfo(np.int32).max:
             raise ValueError(f"key {key!r} has {starts[-1]} rows, more than int32 cu_seqlens can count; cut the batch")
         return torch.from_numpy(starts.astype(np.int32)).to(self.data[key].device)
 
     def group_index(self, key: str = TOKENS) -> Tensor:
-        """int64 [S] index of the prompt of each sequence of `key`: groups are found by id, never by position."""
+        """Return the index of the prompt of each sequence of `key`: int64 [S]."""
         owners = self.lengths[self._known(key)].prompt_of_sequence
         return torch.from_numpy(owners.copy()).to(self.data[key].device)
 
     def sequences(self, key: str = TOKENS) -> tuple[Tensor, ...]:
-        """Views of the sequences of `key`, prompt after prompt."""
+        """Return views of the sequences of `key`, in prompt order."""
         lengths = self.lengths[self._known(key)].flat.tolist()
         return torch.split(self.data[key], lengths) if lengths else ()
 
     def unpack(self) -> list[SequenceSample]:
-        """One sample per prompt."""
+        """Split into one sample per prompt."""
         return [self._between(i, i + 1) for i in range(len(self.ids))]
 
     def __repr__(self) -> str:
@@ -230,7 +231,7 @@ class SequenceSample:
         return "\n".join([head, *lines])
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
-        """Only these keys."""
+        """Return a sample with only these keys."""
         wanted = set(keys)
         for key in sorted(wanted - self.metadata.keys()):
             self._known(key)
@@ -242,7 +243,7 @@ class SequenceSample:
         )
 
     def rename(self, names: Mapping[str, str]) -> SequenceSample:
-        """The same data under other keys (`{old: new}`); keys not named keep theirs."""
+        """Rename keys (`{old: new}`). Other keys keep their names."""
         for old in names:
             if old not in self.metadata:
                 self._known(old)
@@ -257,7 +258,7 @@ class SequenceSample:
         )
 
     def merge(self, other: SequenceSample) -> SequenceSample:
-        """The keys of both samples, which must be of the same prompts in the same order."""
+        """Combine the keys of two samples, which must have the same ids in the same order."""
         if self.ids != other.ids:
             raise ValueError(
                 f"merge needs the same ids in the same order; found {some(self.ids)} and {some(other.ids)}"
@@ -272,17 +273,19 @@ class SequenceSample:
         )
 
     def take(self, prompts: Sequence[int] | IntArray) -> SequenceSample:
-        """The prompts at these positions, in this order, each with all of its sequences."""
+        """Select the prompts at these positions, in this order, each with all of its sequences."""
         chosen = _indices("take: prompts", prompts, len(self.ids))
         return self._take(chosen, lambda key: self.lengths[key].sequences_of(chosen))
 
     def take_sequences(self, sequences: Sequence[int] | IntArray, key: str = TOKENS) -> SequenceSample:
-        """Only these sequences (ascending indices into the sequences of `key`), with their prompts.
+        """Select sequences (ascending indices into the sequences of `key`), with their prompts.
 
-        Keys that have as many sequences per prompt as `key` are cut with it; keys with one per prompt are kept whole.
+        Also selects these sequences of the keys with as many sequences per prompt as `key`. Keeps keys with one
+        sequence per prompt unchanged.
 
         Raises:
-            ValueError: a group is cut that holds a key of another number of sequences, or the indices do not ascend.
+            ValueError: the indices do not ascend, or a key of a partly selected group has another number of
+                sequences.
         """
         main = self.lengths[self._known(key)]
         chosen = _indices("take_sequences: sequences", sequences, len(main.flat))
@@ -307,7 +310,7 @@ class SequenceSample:
     def _take(self, prompts: IntArray, of_key: Callable[[str], tuple[IntArray, IntArray]]) -> SequenceSample:
         data: dict[str, Tensor] = {}
         lengths: dict[str, Lengths] = {}
-        shared: dict[int, tuple[Lengths, Rows]] = {}  # keys with one Lengths object need one index
+        shared: dict[int, tuple[Lengths, Rows]] = {}  # keys that share a Lengths object share an index
         for key, cut in self.lengths.items():
             if id(cut) not in shared:
                 sequences, counts = of_key(key)
@@ -323,7 +326,7 @@ class SequenceSample:
         )
 
     def _between(self, start: int, stop: int) -> SequenceSample:
-        """The prompts from `start` up to `stop`, as views."""
+        """Return the prompts from `start` up to (excluding) `stop`, as views."""
         distinct = {id(cut): cut for cut in self.lengths.values()}
         cuts = {same: cut.between(start, stop) for same, cut in distinct.items()}
         data = {}
@@ -338,7 +341,7 @@ class SequenceSample:
         )
 
     def chunks(self, n: int) -> list[SequenceSample]:
-        """Cut into `n` runs of prompts whose sizes differ by one at most; every prompt stands in exactly one."""
+        """Split into `n` contiguous chunks of prompts whose sizes differ by at most one."""
         if not isinstance(n, int | np.integer) or isinstance(n, bool) or not 1 <= n <= len(self.ids):
             raise ValueError(f"cannot cut {len(self.ids)} prompts into {n} parts")
         size, larger = divmod(len(self.ids), n)
@@ -346,26 +349,29 @@ class SequenceSample:
         return [self._between(start, stop) for start, stop in pairwise(ends)]
 
     def minibatches(self, n: int, rng: np.random.Generator) -> list[SequenceSample]:
-        """Deal the prompts out, in a fresh order, into `n` parts as `chunks` does: one pass of optimizer steps.
+        """Randomly permute the prompts and split them into `n` mini-batches for one epoch of optimizer steps.
 
-        Fewer than `n` prompts (of a step that dynamic sampling could not fill) make one part each.
+        With fewer than `n` prompts, which dynamic sampling can cause, returns one mini-batch per prompt.
         """
         return self.take(rng.permutation(len(self.ids))).chunks(min(n, len(self.ids)))
 
     def split(
         self, spec: MicroBatchSpec, key: str = TOKENS, prefixes: IntArray | None = None
     ) -> MicroBatches[SequenceSample]:
-        """Cut into micro-batches by the token budget of `spec`, counted on `key`; see `plan_microbatches`."""
+        """Split into micro-batches by the token budget of `spec`, which counts tokens of `key`.
+
+        See `plan_microbatches`.
+        """
         plan = plan_microbatches(self.lengths[self._known(key)], spec, self.ids, prefixes)
         return MicroBatches(self, key, tuple(plan), tuple(self.take_sequences(p, key) for p in plan))
 
     def to(self, device: torch.device | str) -> SequenceSample:
-        """The same sample with its tensors on `device`."""
-        overlap = torch.device(device).type != "cpu"  # a copy to the host that is not waited for can be read too early
+        """Return the same sample with its tensors on `device`."""
+        overlap = torch.device(device).type != "cpu"  # a non-blocking copy to the host could be read too early
         return replace(self, data={k: v.to(device, non_blocking=overlap) for k, v in self.data.items()})
 
     def meta(self) -> SequenceSample:
-        """The same sample without content: tensors of the meta device, which have a shape and a dtype only."""
+        """Return the same sample with its tensors on the meta device, which have only a shape and a dtype."""
         return self.to("meta")
 
 
@@ -381,7 +387,7 @@ def _ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
 
 
 def _objects(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """One object per prompt, of a key of metadata."""
+    """Return the metadata of a key as a tuple with one object per prompt."""
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise ValueError(f"metadata {key!r} must be a list with one object per prompt, found {type(values).__name__}")
     return tuple(values)
@@ -395,6 +401,6 @@ def _indices(name: str, values: object, n: int) -> IntArray:
 
 
 def part_sizes(n: int, parts: int) -> str:
-    """The sizes of the parts that `SequenceSample.chunks` cuts, for people: "4", or "2 or 3"."""
+    """Format the chunk sizes of `SequenceSample.chunks` for messages: "4", or "2 or 3"."""
     smallest, rest = divmod(n, parts)
     return f"{smallest} or {smallest + 1}" if rest else str(smallest)

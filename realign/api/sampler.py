@@ -1,4 +1,4 @@
-"""`Sampler`: the contract of whatever samples responses for a role, in this process or on a server.
+"""`Sampler`: the contract of samplers, which sample responses for a role in this process or on a server.
 
 Interfaces, environments, evaluation, calibration and chat call `model.sampler`. A sampler receives token ids and
 returns token ids, never text, together with the log-prob and the policy version of every sampled token.
@@ -34,17 +34,17 @@ class Request:
     id: Hashable
     """Id of the prompt."""
     response_index: int
-    """Index of the response among the responses to this prompt, from 0 on."""
+    """Index of the response among the responses to this prompt, from 0."""
     prompt_ids: Tensor
     """[P] int64, at least one token."""
     config: GenerationConfig
-    """Sampling parameters. `n` is ignored: a request is one response."""
+    """Sampling parameters. `n` is ignored, since a request is one response."""
     seed: int
-    """Seed of the call. The response's own seed derives from (seed, id, response_index)."""
+    """Seed of the call. The seed of the response is derived from (seed, id, response_index)."""
 
     @property
     def response_seed(self) -> int:
-        """A 63-bit seed for this response alone, for samplers that accept one seed per request."""
+        """A 63-bit seed for this response, for samplers that accept one seed per request."""
         return derive_seed(self.seed, "response", str(self.id), self.response_index)
 
 
@@ -61,10 +61,10 @@ class Tokens:
 
     @classmethod
     def none(cls, prompt_ids: Tensor) -> Tokens:
-        """The tokens of a response that has not begun.
+        """Return the tokens of a response that has not started: none.
 
         Args:
-            prompt_ids: the prompt, whose device is used.
+            prompt_ids: the prompt, which determines the device.
         """
         empty = prompt_ids.new_zeros(0)
         return cls(empty, empty.float(), empty.int())
@@ -75,18 +75,18 @@ class Completion(Tokens):
     """A finished response."""
 
     truncated: bool
-    """Whether the length limit ended it. False for stop tokens, stop strings and `fixed_length`."""
+    """Whether the length limit ended the response. False for stop tokens, stop strings and `fixed_length`."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a sampler promises. The launch table lists the consequences of a missing `bitwise`."""
+    """Guarantees of a sampler. The launch table lists the consequences of a missing `bitwise`."""
 
     bitwise: bool
-    """Equal seeds and weights give equal tokens, whatever is sampled at the same time. Micro-batches, ranks, restarts
-    and staleness 0 are then invisible in the results."""
+    """Equal seeds and weights produce equal tokens, independent of concurrent requests. Micro-batches, ranks,
+    restarts and staleness 0 then do not change the results."""
     logprobs_at_temperature: bool
-    """Log-probs are those of the distribution at `temperature`, after all sampling parameters."""
+    """Log-probs are under the distribution at `temperature`, after all sampling parameters."""
     stop_strings: bool
     """`GenerationConfig.stop_strings` is supported."""
     lora: bool
@@ -97,7 +97,7 @@ class Capabilities:
 
 
 class Handle(Protocol):
-    """A response that was asked for. All methods may be called from any thread."""
+    """A requested response. All methods are thread-safe."""
 
     @property
     def request(self) -> Request:
@@ -106,15 +106,15 @@ class Handle(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
+        """Whether `result` returns or raises without waiting."""
         ...
 
     def tokens(self) -> Tokens:
         """Return the tokens so far.
 
         Returns:
-            A copy: all tokens of a finished response, those before the cancellation of a cancelled one, and none where
-            the sampler does not report tokens of unfinished responses (`Capabilities.abort`).
+            A copy: all tokens of a finished response, or the tokens before the cancellation of a cancelled one. For
+            an unfinished response, none if the sampler does not report its tokens (`Capabilities.abort`).
         """
         ...
 
@@ -128,8 +128,8 @@ class Handle(Protocol):
             The finished response.
 
         Raises:
-            concurrent.futures.CancelledError: it was cancelled.
-            TimeoutError: it did not finish within `timeout_s`; it is still being sampled.
+            concurrent.futures.CancelledError: the response was cancelled.
+            TimeoutError: the response did not finish within `timeout_s`. Sampling continues.
             RuntimeError: the sampler was closed or failed.
             ValueError: the sampler cannot serve the request.
         """
@@ -139,13 +139,13 @@ class Handle(Protocol):
         """Cancel the response; `result` then raises `CancelledError`. Other responses are not affected.
 
         Returns:
-            Whether it was cancelled; False if it had finished, failed or been cancelled before.
+            Whether this call cancelled it; False if the response already finished, failed or was cancelled.
         """
         ...
 
 
 class WeightSource(Protocol):
-    """Where a sampler gets weights from, by the transport that it supports. `PipelinableEngine` is one."""
+    """Provides weights to a sampler, by the transport that the sampler supports. `PipelinableEngine` is one."""
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return all weights by name; see `PipelinableEngine.weights`."""
@@ -157,18 +157,18 @@ class WeightSource(Protocol):
 
 
 class Sampler(Protocol):
-    """Samples responses. All methods may be called from any thread.
+    """Samples responses. All methods are thread-safe.
 
     `realign.testing.check_sampler` checks an implementation against this contract.
     """
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample the next token."""
+        """Version of the weights that the next token is sampled with."""
         ...
 
     def submit(self, request: Request) -> Handle:
-        """Ask for one response, without waiting for it.
+        """Request one response without waiting for it.
 
         A sampler with `Capabilities.bitwise` returns the tokens that `generate` returns for this id and index.
 
@@ -195,8 +195,8 @@ class Sampler(Protocol):
             seed: seed of this call.
 
         Returns:
-            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` (0 on prompt tokens) and
-            `versions` int32 (-1 on prompt tokens) [T], and `truncated` [S] bool.
+            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` (0 for prompt tokens) and
+            `versions` int32 (-1 for prompt tokens) [T], and `truncated` [S] bool.
 
         Raises:
             RuntimeError: the sampler was closed or failed.
@@ -205,56 +205,56 @@ class Sampler(Protocol):
         ...
 
     def update(self, source: WeightSource, version: int) -> None:
-        """Sample with other weights, and return when they are in place.
+        """Update the weights, and return when the sampler uses them.
 
-        Responses that are being sampled continue. Their earlier tokens keep their version.
+        Unfinished responses continue with the new weights. Their earlier tokens keep their version.
 
         Args:
-            source: has the weights.
-            version: of the weights.
+            source: provides the weights.
+            version: version of the weights.
 
         Raises:
             RuntimeError: the sampler was closed or failed.
-            ValueError: the weights do not fit the sampler's model; it keeps the weights that it has.
+            ValueError: the weights do not fit the sampler's model, which keeps its current weights.
         """
         ...
 
     def pause(self) -> None:
-        """Sample no token until `resume`; return when none is being sampled.
+        """Stop sampling until `resume`. Returns when no token is being sampled.
 
-        Requests are accepted and wait, and so does `generate`. `update` works. Without effect if paused.
+        The sampler accepts and queues requests, and `generate` waits. `update` works. Does nothing if already paused.
         """
         ...
 
     def resume(self) -> None:
-        """End a pause. Without effect if not paused."""
+        """End a pause. Does nothing if not paused."""
         ...
 
     def sleep(self) -> None:
-        """Sample no token until `wake`, and free the memory of the KV cache where the sampler can.
+        """Stop sampling until `wake`, and free the memory of the KV cache if the sampler supports it.
 
-        Requests wait as in a pause, and `update` works. Without effect if asleep.
+        Requests wait as in a pause, and `update` works. Does nothing if already asleep.
         """
         ...
 
     def wake(self) -> None:
-        """Allocate what `sleep` freed and continue, unless paused. Without effect if awake."""
+        """Allocate the memory that `sleep` freed, and continue unless paused. Does nothing if awake."""
         ...
 
     def close(self) -> None:
-        """Release all resources. Waiting calls and unfinished handles raise RuntimeError. Closing twice is allowed."""
+        """Release all resources. Waiting calls and unfinished handles raise RuntimeError. Idempotent."""
         ...
 
     def capabilities(self) -> Capabilities:
-        """Return what the sampler promises; the same value every time."""
+        """Return the guarantees of the sampler, which never change."""
         ...
 
 
 class FutureHandle:
-    """A `Handle` around a future that the sampler completes, for samplers without partial results."""
+    """A `Handle` with a future that the sampler completes, for samplers without partial results."""
 
     def __init__(self, request: Request) -> None:
-        """Create the handle of a request that has not begun.
+        """Create the handle of a request that has not started.
 
         Args:
             request: the request.
@@ -268,7 +268,7 @@ class FutureHandle:
         return self.future.done()
 
     def tokens(self) -> Tokens:
-        """See `Handle.tokens`: none before the end."""
+        """See `Handle.tokens`. Returns no tokens before the response is finished."""
         finished = self.future.done() and not self.future.cancelled() and self.future.exception() is None
         return self.future.result() if finished else Tokens.none(self.request.prompt_ids)
 
@@ -277,45 +277,45 @@ class FutureHandle:
         return self.future.result(timeout_s)
 
     def cancel(self) -> bool:
-        """See `Handle.cancel`: False once the sampler has begun the request, unless a subclass can abort it."""
+        """See `Handle.cancel`. Returns False if the sampler has started the request, unless a subclass can abort."""
         return not self.future.done() and self.future.cancel()
 
 
 @dataclass
 class SamplerSpec(Settings):
-    """What samples for a role (config node `models.ROLE.sampler`). Subclasses construct samplers outside the engine.
+    """Sampler of a role (config node `models.ROLE.sampler`). Subclasses construct samplers outside the engine.
 
-    An external sampler serves synchronous and asynchronous rollouts, evaluation, calibration and chat alike. The model
-    calls its `update` after every change of the weights.
+    An external sampler serves synchronous and asynchronous rollout, evaluation, calibration and chat. The model calls
+    its `update` after every change of the weights.
     """
 
     external: ClassVar[bool] = True
-    """Whether `open` returns a sampler; False: the role's engine samples."""
+    """Whether `open` returns a sampler. If False, the role's engine samples."""
 
     def check(self, where: str) -> None:
-        """Find configuration errors before any weights are loaded.
+        """Check the configuration before any weights are loaded.
 
         Args:
             where: the key of this node, for messages.
 
         Raises:
-            ValueError: names the key.
+            ValueError: the configuration is invalid. The message names the key.
         """
 
     def capabilities(self) -> Capabilities:
-        """Return what the sampler will promise, for the launch table."""
+        """Return the guarantees of the sampler, for the launch table."""
         raise NotImplementedError(f"{type(self).__name__} has no capabilities")
 
     def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
         """Construct the sampler with the weights of `source` as version 0.
 
         Args:
-            name: the role, for messages.
-            source: the role's engine.
-            tokenizer: the role's tokenizer.
+            name: name of the role, for messages.
+            source: engine of the role.
+            tokenizer: tokenizer of the role.
 
         Raises:
-            ValueError: the sampler cannot be constructed; names the key.
+            ValueError: the sampler cannot be constructed. The message names the key.
         """
         raise NotImplementedError(f"{type(self).__name__} has no open")
 
@@ -326,20 +326,20 @@ class ConfiguresSampler(Protocol):
 
     @property
     def sampler(self) -> SamplerSpec:
-        """What samples for the role."""
+        """Sampler settings of the role."""
         ...
 
 
 @runtime_checkable
 class SamplesInBackground(Protocol):
-    """A model spec that can construct a sampler which continues while the role's engine trains (rollout=async)."""
+    """A model spec that can construct a sampler for asynchronous rollout (rollout=async)."""
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
-        """Load the model once more and return a sampler of it.
+        """Load a second copy of the model and return its sampler, which samples while the role's engine trains.
 
         Args:
-            name: the role, for messages.
-            seed: the run's root seed.
+            name: name of the role, for messages.
+            seed: root seed of the run.
             recompute: whether to recompute the KV cache of unfinished responses when the weights change.
 
         Raises:
@@ -349,15 +349,15 @@ class SamplesInBackground(Protocol):
 
 
 def samples_externally(spec: object) -> bool:
-    """Whether a sampler outside the engine samples for the role of this model spec."""
+    """Return whether an external sampler samples for the role of this model spec."""
     return isinstance(spec, ConfiguresSampler) and spec.sampler.external
 
 
 def requests_of(data: SequenceSample, config: GenerationConfig, seed: int) -> list[Request]:
-    """The requests of a `generate` call: `config.n` for each prompt, prompt after prompt.
+    """Return the requests of a `generate` call: `config.n` for each prompt, in prompt order.
 
     Raises:
-        ValueError: an id does not have exactly one prompt, or an empty one.
+        ValueError: an id does not have exactly one prompt, or its prompt is empty.
     """
     for i, count in zip(data.ids, data.lengths[PROMPTS].counts.tolist(), strict=True):
         if count != 1:
@@ -370,11 +370,11 @@ def requests_of(data: SequenceSample, config: GenerationConfig, seed: int) -> li
 
 
 def sample_of(data: SequenceSample, completions: Sequence[Completion], n: int) -> SequenceSample:
-    """Put responses together as `Sampler.generate` returns them.
+    """Combine responses into the sample that `Sampler.generate` returns.
 
     Args:
         data: the prompts.
-        completions: in the order of `requests_of`.
+        completions: the responses, in the order of `requests_of`.
         n: responses per prompt.
     """
     prompts = [prompt for prompt in data.sequences(PROMPTS) for _ in range(n)]
@@ -402,11 +402,11 @@ def sample_of(data: SequenceSample, completions: Sequence[Completion], n: int) -
 def generate_by_requests(
     submit: Callable[[Request], Handle], data: SequenceSample, config: GenerationConfig, *, seed: int
 ) -> SequenceSample:
-    """`Sampler.generate` of a sampler that has `submit`. An error cancels the requests that are left.
+    """Implement `Sampler.generate` with `submit`. On an error, cancels all requests of the call.
 
     Args:
         submit: see `Sampler.submit`.
-        data: see `Sampler.generate`, also for the others.
+        data: see `Sampler.generate`.
         config: sampling parameters.
         seed: seed of the call.
     """

@@ -1,4 +1,4 @@
-"""Cutting a batch over data-parallel ranks: whole prompts, balanced by tokens, and the way back."""
+"""Sharding of a batch over data-parallel ranks, by prompt and balanced by tokens, and the inverse."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from realign.api.sample import SequenceSample
 
 
 def shard(data: SequenceSample, n: int, key: str) -> Shards:
-    """Give each prompt, with all of its sequences, to one of `n` ranks, so that their tokens come out even.
+    """Assign each prompt, with all of its sequences, to one of `n` ranks, balancing tokens.
 
-    The prompts go, longest first, to the rank that has the fewest tokens so far (Graham 1969, doi:10.1137/0117039):
-    two ranks differ by one prompt's tokens at most. The cut is a pure function of the lengths of `key`.
+    Assigns prompts, longest first, to the rank with the fewest tokens so far (Graham 1969, doi:10.1137/0117039). Two
+    ranks differ by at most one prompt's tokens. The assignment depends only on the lengths of `key`.
 
     Args:
         data: the batch.
-        n: number of ranks; with more ranks than prompts, some get none.
-        key: whose tokens count: "input_ids", or "prompt_ids" before there are any.
+        n: number of ranks. With more ranks than prompts, some receive none.
+        key: key whose tokens are counted: "input_ids", or "prompt_ids" before sampling.
 
     Raises:
         ValueError: `n` is below 1, or there is no such packed key.
@@ -36,8 +36,8 @@ def shard(data: SequenceSample, n: int, key: str) -> Shards:
 
 
 def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
-    """For each rank, the ascending positions of its prompts."""
-    heap = [(0, 0, rank) for rank in range(n)]  # tokens, prompts (so that those without tokens spread too), rank
+    """Return, for each rank, the ascending positions of its prompts."""
+    heap = [(0, 0, rank) for rank in range(n)]  # tokens, prompts (to balance prompts without tokens too), rank
     ranks = np.zeros(len(tokens), dtype=np.int64)
     for prompt in np.argsort(-tokens, kind="stable").tolist():
         load, prompts, ranks[prompt] = heap[0]
@@ -46,26 +46,27 @@ def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
 
 
 class Shards(Cut[SequenceSample]):
-    """The parts of a batch, one for each rank, and the way back to its order.
+    """The parts of a batch, one per rank, and the inverse of the sharding.
 
     Attributes:
-        whole: the batch that was cut.
-        key: whose tokens were counted.
+        whole: the sharded batch.
+        key: key whose tokens were counted.
         plan: for each rank, the ascending positions of its prompts.
-        parts: for each rank, its prompts with all keys and metadata; a part may be of no prompts.
+        parts: for each rank, its prompts with all keys and metadata. A part may have no prompts.
     """
 
     def __repr__(self) -> str:
         return f"Shards(tokens of {self.key!r}: {[part.lengths[self.key].total for part in self.parts]})"
 
     def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
-        """Put results, one sample per rank with the prompts of its part, back into the order of the whole.
+        """Combine results, one sample per rank with the prompts of its part, in the order of the whole.
 
         Args:
-            parts: in rank order, samples of the same keys, cut in any way; of a part without sequences, perhaps none.
+            parts: results in rank order, with the same keys and any lengths. The result of a part without sequences
+                may have no keys.
 
         Raises:
-            ValueError: a result is of other prompts than its part, or lacks a key that others have.
+            ValueError: a result has other prompts than its part, or lacks a key of the other results.
         """
         if len(parts) != len(self.parts):
             raise ValueError(f"restore got {len(parts)} results of {len(self.parts)} ranks")
@@ -79,7 +80,7 @@ class Shards(Cut[SequenceSample]):
 
 
 def _nothing_like(known: SequenceSample, ids: tuple[Hashable, ...]) -> SequenceSample:
-    """Prompts without sequences, of the keys of another sample."""
+    """Return prompts without sequences, with the keys of another sample."""
     lengths = Lengths(np.zeros(len(ids), dtype=np.int64), np.zeros(0, dtype=np.int64))
     metadata = {} if ids else dict.fromkeys(known.metadata, ())
     return SequenceSample(ids, {k: x[:0] for k, x in known.data.items()}, dict.fromkeys(known.data, lengths), metadata)

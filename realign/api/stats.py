@@ -1,7 +1,7 @@
-"""Numbers that can be merged: how a metric travels from a micro-batch to the screen without changing its meaning.
+"""Mergeable metrics: results do not depend on micro-batching, packing order or the number of ranks.
 
-A loss states each metric as a sum and its own count (or as an extreme); whoever cuts the batch adds them up. The mean
-is taken once, at the end, so a metric does not depend on micro-batching, packing order or the number of ranks.
+A loss returns each metric as a sum and a count (or as an extreme). The code that splits the batch merges them, and
+computes the mean once, at the end.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from torch import Tensor
 
 
 class Mean(NamedTuple):
-    """A weighted mean, kept as its two sums (0-d tensors); merged by adding both."""
+    """A weighted mean, stored as its two sums (0-d tensors) and merged by adding both."""
 
     total: Tensor
     weight: Tensor
 
 
 class Max(NamedTuple):
-    """A largest value (0-d tensor); merged by taking the larger one."""
+    """A maximum (0-d tensor), merged by taking the larger one."""
 
     value: Tensor
 
 
 class Min(NamedTuple):
-    """A smallest value (0-d tensor); merged by taking the smaller one."""
+    """A minimum (0-d tensor), merged by taking the smaller one."""
 
     value: Tensor
 
 
 class Sum(NamedTuple):
-    """A count or a total (0-d tensor), reported as it is; merged by adding."""
+    """A count or a total (0-d tensor), merged by adding."""
 
     value: Tensor
 
 
 class Variance(NamedTuple):
-    """A population variance, kept as count, sum and sum of squares in float64 (0-d tensors); merged by adding them."""
+    """A population variance, stored as count, sum and sum of squares (float64, 0-d) and merged by adding them."""
 
     n: Tensor
     x: Tensor
@@ -48,7 +48,7 @@ class Variance(NamedTuple):
 
 
 class Correlation(NamedTuple):
-    """A Pearson correlation of x and y, kept as six float64 sums (0-d tensors); merged by adding them."""
+    """A Pearson correlation of x and y, stored as six sums (float64, 0-d) and merged by adding them."""
 
     n: Tensor
     x: Tensor
@@ -59,62 +59,62 @@ class Correlation(NamedTuple):
 
 
 class TokenValues(NamedTuple):
-    """Values [T] of the tokens of a micro-batch, as a loss reports them for a token-level view; see `Trace`."""
+    """Per-token values [T] of a micro-batch, which a loss returns for token traces; see `Trace`."""
 
     values_T: Tensor
 
 
 class Trace(NamedTuple):
-    """Values of the tokens of traced prompts (`MicroBatchSpec.trace_ids`); merged by concatenation, never averaged."""
+    """Per-token values of traced prompts (`MicroBatchSpec.trace_ids`), merged by concatenation."""
 
     values: Tensor
-    """Of all traced sequences, end to end; float32."""
+    """Values of all traced sequences, concatenated; float32."""
     tokens: Tensor
-    """[traced sequences] number of tokens of each."""
+    """[traced sequences] number of tokens of each sequence."""
     prompts: Tensor
-    """[traced sequences] index of its prompt in `trace_ids`."""
+    """[traced sequences] index of the sequence's prompt in `trace_ids`."""
     responses: Tensor
-    """[traced sequences] index of the response among those to its prompt."""
+    """[traced sequences] index of the response among the responses to its prompt."""
 
 
 Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Correlation | Trace
 Stats: TypeAlias = dict[str, Stat]
 LossStats: TypeAlias = Mapping[str, Stat | TokenValues | tuple[Tensor, Tensor]]
-"""Metrics of a micro-batch as a loss returns them; a plain (total, weight) is a `Mean`."""
+"""Metrics of a micro-batch as a loss returns them. A plain (total, weight) is a `Mean`."""
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Mean:
-    """The `Mean` of `x` [N] where `mask` [N] bool holds; what stands elsewhere, NaN included, has no effect."""
+    """Return the `Mean` of `x` [N] where `mask` [N] bool is True. Ignores all other values, including NaN."""
     return Mean(torch.where(mask, x, 0).sum(dtype=torch.float32).detach(), mask.sum())
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Max:
-    """The `Max` of `x` [N] where `mask` [N] bool holds; -inf (left out of the report) when it holds nowhere."""
+    """Return the `Max` of `x` [N] where `mask` [N] bool is True; -inf (not reported) if it is never True."""
     floor = torch.full((1,), -torch.inf, device=x.device)
     return Max(torch.cat([floor, torch.where(mask, x.detach().float(), -torch.inf)]).max())
 
 
 def masked_variance(x: Tensor, mask: Tensor) -> Variance:
-    """The `Variance` of `x` [N] where `mask` [N] bool holds; left out of the report when it holds nowhere."""
+    """Return the `Variance` of `x` [N] where `mask` [N] bool is True; not reported if it is never True."""
     x = torch.where(mask, x.detach().double(), 0)
     return Variance(mask.sum().double(), x.sum(), (x * x).sum())
 
 
 def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Correlation:
-    """The Pearson correlation of `x` and `y` [N] where `mask` [N] bool holds; left out where one does not vary."""
+    """Return the `Correlation` of `x` and `y` [N] where `mask` [N] bool is True; not reported if one is constant."""
     x, y = (torch.where(mask, values.detach().double(), 0) for values in (x, y))
     return Correlation(mask.sum().double(), x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum())
 
 
 def merge_stats(parts: Iterable[LossStats]) -> Stats:
-    """Merge the metrics of several micro-batches, mini-batches or ranks into one; what is kept holds no graph.
+    """Merge the metrics of several micro-batches, mini-batches or ranks, and detach them.
 
     Args:
-        parts: metrics by name; a plain (total, weight) is a `Mean`. `TokenValues` are dropped. A name may be absent
-            from some parts; where present it has one kind.
+        parts: metrics by name. A plain (total, weight) is a `Mean`. `TokenValues` are dropped. A name may be absent
+            from some parts.
 
     Raises:
-        ValueError: a name has two kinds, or its value is no metric of single numbers.
+        ValueError: a metric has two kinds, or its value is not a metric of 0-d tensors.
     """
     merged: Stats = {}
     for part in parts:
@@ -127,9 +127,9 @@ def merge_stats(parts: Iterable[LossStats]) -> Stats:
 
 
 def stat_values(stats: LossStats) -> dict[str, float]:
-    """The plain numbers of `stats`; a mean over nothing, or an extreme of nothing, is left out rather than NaN.
+    """Convert metrics to numbers. Omits means and extremes of zero elements.
 
-    This is the one place where metrics leave the device: one transfer for all metrics of a device.
+    Copies all metrics of a device to the host in one transfer.
     """
     checked = merge_stats([stats])
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -164,7 +164,7 @@ def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> f
     if not n:
         return None
     variances = (xx / n - (x / n) ** 2, yy / n - (y / n) ** 2)
-    # A difference of sums is exact up to rounding only: what is as small as that is no variation.
+    # The variances are differences of sums, so values within rounding error of 0 count as 0.
     if variances[0] <= 1e-12 * xx / n or variances[1] <= 1e-12 * yy / n:
         return None
     return (xy / n - (x / n) * (y / n)) / math.sqrt(variances[0] * variances[1])
@@ -187,7 +187,7 @@ def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A dtype in which adding adds: truth values would be or-ed, half precision would round."""
+    """Cast to a dtype that is safe to sum: bools would be or-ed, and half precision would round."""
     if x.is_floating_point():
         return x.float() if x.itemsize < 4 else x
     return x.long()

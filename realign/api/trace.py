@@ -1,7 +1,7 @@
-"""Token traces: values of single tokens (ratio, entropy, advantage, ...) of chosen prompts, returned with the metrics.
+"""Token traces: per-token values (ratio, entropy, advantage, ...) of selected prompts, returned with the metrics.
 
-A loss reports `TokenValues` under any name. The engine keeps those of the prompts in `MicroBatchSpec.trace_ids` as a
-`Trace` and drops all others, so that traces cost nothing when they are off.
+A loss returns `TokenValues` under any name. The engine keeps the values of the prompts in `MicroBatchSpec.trace_ids`
+as a `Trace`, and drops all others.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import Stats, TokenValues, Trace
 
 RESPONSE = "trace_response"
-"""Key [S] with the index of each response among those to its prompt, which the engine adds before it cuts a batch."""
+"""Key [S] with the index of each response among the responses to its prompt. The engine adds it before splitting."""
 
 
 class TracedSequence(NamedTuple):
-    """The values of the tokens of one response."""
+    """The per-token values of one response."""
 
     prompt: Hashable
     response: int
     values: dict[str, Tensor]
-    """By name, [tokens of the sequence] float32."""
+    """Values by name: [tokens of the sequence] float32."""
 
 
 def with_responses(data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-    """`data` with the key `trace_response` if traces are on; the engine calls this before it cuts a batch."""
+    """Add the key `trace_response` to `data` if traces are on. The engine calls this before it splits a batch."""
     if not mb_spec.trace_ids:
         return data
     counts = data.lengths[TOKENS].counts.tolist()
@@ -39,12 +39,12 @@ def with_responses(data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSam
 
 
 def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBatchSpec) -> dict[str, Any]:
-    """The metrics of a micro-batch with each `TokenValues` reduced to the traced prompts, or dropped.
+    """Reduce each `TokenValues` in the metrics of a micro-batch to the traced prompts, or drop it.
 
     Args:
-        stats: as a loss returned them.
+        stats: metrics that a loss returned.
         data: the micro-batch, with `trace_response` if traces are on.
-        mb_spec: with `trace_ids`.
+        mb_spec: spec with the `trace_ids`.
     """
     found = {name: stat for name, stat in stats.items() if isinstance(stat, TokenValues)}
     plain = {name: stat for name, stat in stats.items() if name not in found}
@@ -65,11 +65,11 @@ def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBa
 
 
 def traced(stats: Stats, trace_ids: tuple[Hashable, ...]) -> Iterator[TracedSequence]:
-    """The traced sequences of merged metrics, in the order in which they were computed.
+    """Yield the traced sequences of merged metrics, in the order of their computation.
 
     Args:
-        stats: as a `train_step` returned them. A response that trained in several epochs appears several times.
-        trace_ids: those of the `MicroBatchSpec`.
+        stats: metrics that a `train_step` returned. A response trained in several epochs appears several times.
+        trace_ids: the `trace_ids` of the `MicroBatchSpec`.
     """
     traces = {name: stat for name, stat in stats.items() if isinstance(stat, Trace)}
     first = next(iter(traces.values()), None)

@@ -1,4 +1,4 @@
-"""The command line: `realign`. Imports neither torch nor Hydra."""
+"""The `realign` command line. This package imports neither torch nor Hydra."""
 
 from realign.cli.commands import main
 

@@ -1,4 +1,4 @@
-"""`realign chat MODEL`: talk to a model, or have it answer the lines of a file; for looking, not for measuring."""
+"""`realign chat MODEL`: chat with a model, or answer the lines of a file. For inspection, not for evaluation."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from realign.runtime.models import open_sampler
 
 @dataclass
 class Chat:
-    """How to talk, and with whom."""
+    """Settings of a chat: model, sampling and prompt format."""
 
     model: TransformersModel
-    """A folder that a run left, such as `runs/grpo/final/actor`, or a hub name."""
+    """Model to load: a folder that a run saved, such as `runs/grpo/final/actor`, or a name on the Hugging Face Hub."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How answers are sampled; with `n` above 1 all are shown, and the conversation goes on from the first. An answer
-    ends where the model has no more positions."""
+    """Sampling settings. With `n` above 1, all answers are shown and the conversation continues from the first one.
+    Answers end at the context window of the model."""
     template: Template | None = None
-    """plain: each line is a text to go on from, with no memory of others. chat: a conversation through the tokenizer's
-    template. null: chat if it has one."""
+    """plain: continue each line as text, independently of other lines. chat: a conversation in the tokenizer's chat
+    template. null: chat if the tokenizer has a template, otherwise plain."""
     prefix: str = ""
     """Text before each line (template=plain)."""
     suffix: str = ""
     """Text after each line (template=plain)."""
     system: str = ""
-    """Text of a system message (template=chat)."""
+    """Text of the system message (template=chat)."""
     seed: int = 0
-    """Of the sampler."""
+    """Seed of the sampler."""
 
     def talk(self, lines: Iterable[str], say: Callable[[str], None]) -> None:
-        """Answer each line with `say`, until there is no other.
+        """Load the model, and pass its answers to each line to `say`.
 
         Raises:
-            ValueError: the model cannot be loaded, or a setting does not go with the template.
+            ValueError: the model cannot be loaded, or a setting does not apply to the template.
         """
         model = self.model.load("chat", seed=self.seed)
         open_sampler(self.model, model)
@@ -78,7 +78,10 @@ class Chat:
             conversation.append({"role": "assistant", "content": answers[0]})
 
     def _fitting(self, model: Model, prompt_tokens: int) -> GenerationConfig:
-        """The sampler, with answers no longer than the model has positions; training refuses instead of cutting."""
+        """Return the sampling settings, with `max_new_tokens` reduced to fit the context window.
+
+        Training raises an error instead.
+        """
         limit = model.machine.positions
         if limit is None:
             return self.generation
@@ -90,10 +93,10 @@ class Chat:
 
 
 def chat_of(words: Sequence[str]) -> Chat:
-    """The chat that a command line asks for: `MODEL key=value ...`, with the fields of `Chat` as keys.
+    """Parse a command line `MODEL key=value ...`, with the fields of `Chat` as keys.
 
     Raises:
-        ConfigError: no model, two of them, or a wrong key or value.
+        ConfigError: the command line names no model or several, or a key or value is invalid.
     """
     paths = [word for word in words if "=" not in word]
     if len(paths) != 1:

@@ -1,4 +1,4 @@
-"""`realign check`: everything but training, so that a mistake costs a minute and not a night."""
+"""`realign check`: run everything except training, to find configuration errors early."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from realign.runtime.metrics.samples import spoken
 from realign.runtime.step import call
 
 ROWS = 2
-RESPONSES = 3  # of each prompt that are shown
+RESPONSES = 3  # responses shown per prompt
 GIB = 2**30
 
 
 def preflight(experiment: Experiment, console: Console) -> None:
-    """Show the graph, disk and devices; load models and data; run every call but the training ones on two prompts.
+    """Show the graph, disk and devices, load models and data, and run every call except training on two prompts.
 
     Raises:
-        ValueError: something of it does not work, or it cannot go on from the checkpoint; named in the message.
+        ValueError: a step of the check fails, or the run cannot resume from the checkpoint; names the reason.
         OSError: `output_dir` cannot be written.
     """
 
@@ -61,7 +61,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
 
 
 def run_calls(runtime: LocalRuntime) -> SequenceSample:
-    """The first `ROWS` prompts of the first step after every call that does not train."""
+    """Run every call that does not train on the first `ROWS` prompts of the first step, and return the batch."""
     batch = runtime.batch(1)
     batch = batch.take(range(min(ROWS, len(batch))))
     for rpc in runtime.experiment.graph.order:
@@ -72,12 +72,12 @@ def run_calls(runtime: LocalRuntime) -> SequenceSample:
 
 
 def disk_line(output_dir: Path) -> str:
-    """Free space where `output_dir` will be."""
+    """Return the free disk space of `output_dir`."""
     return f"{output_dir}: {shutil.disk_usage(writable(output_dir)).free / GIB:.1f} GiB free"
 
 
 def devices_line() -> str:
-    """The accelerators that torch sees, and the CPU threads that it uses."""
+    """Return the GPUs that torch sees, and the number of CPU threads that it uses."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     named = [f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in gpus]
     return ", ".join([*named, f"CPU with {torch.get_num_threads()} threads"])

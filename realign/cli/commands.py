@@ -1,4 +1,4 @@
-"""`realign`: compose the config, build the objects, hand them to the runtime. Torch and Hydra are imported late."""
+"""Commands of `realign`: compose the config, build the objects, start the runtime. Imports torch and Hydra lazily."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Returns:
-        The exit code: 0 done; 2 a mistake of the user's, or nothing left to do (one line said which); 130 stopped by
-        Ctrl-C; 143 stopped by SIGTERM.
+        The exit code. 0: success. 2: user error, or nothing left to do (one line on stderr gives the reason).
+        130: stopped by Ctrl-C. 143: stopped by SIGTERM.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a class in a file of the current folder can be a _target_
+        sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
     if is_one_of_many():
         return on_ranks(lambda start: _dispatch(args, start), debug)
     return _dispatch(args, lambda config: alone(config, debug))
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ours."""
+    """Argument parser that raises `ConfigError`."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see realign --help")
@@ -132,7 +132,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
 
 
 def help_text(config_dir: Path | None = None) -> str:
-    """What `realign --help` prints; imports neither torch nor Hydra."""
+    """Return the text of `realign --help`. Imports neither torch nor Hydra."""
     groups = {"experiments": list_experiments(config_dir), "algorithms": list_algorithms(config_dir)}
     width = max((len(name) for found in groups.values() for name in found), default=0)
     lines = {
@@ -149,7 +149,7 @@ def _built(args: argparse.Namespace, overrides: Sequence[str]) -> Experiment:
 
 
 def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
-    """`realign graph`: print the graph, or write it to a file (whose ending chooses the format)."""
+    """Run `realign graph`: print the graph, or write it to a file whose extension selects the format."""
     from realign.draw import FORMATS
     from realign.engines.shared_model import shared_roles
 
@@ -170,7 +170,7 @@ def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def check(args: argparse.Namespace, overrides: list[str]) -> int:
-    """`realign check`: everything but training."""
+    """Run `realign check`: everything except training."""
     from rich.console import Console
 
     from realign.cli.check import preflight
@@ -186,7 +186,7 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def chat(args: argparse.Namespace, words: list[str]) -> int:
-    """`realign chat`: a line in, an answer out, until the end of the input."""
+    """Run `realign chat`: answer each line until the end of the input."""
     from realign.cli.chat import chat_of
 
     if args.config_dir:

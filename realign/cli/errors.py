@@ -1,4 +1,4 @@
-"""What a command line says of an error, and the exit code that it ends with."""
+"""Error messages and exit codes of the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUG, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def guarded(action: Callable[[], int | None], debug: bool) -> int:
-    """Run `action`; tell a user's mistake in one line on stderr, and leave everything else to Python.
+    """Run `action`, and report a user error in one line on stderr. Bugs propagate.
 
     Returns:
         The exit code.
@@ -26,7 +26,7 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
     try:
         return action() or 0
     except BrokenPipeError:
-        # Whoever read our output has enough of it; without this Python would complain again when it flushes stdout.
+        # The reader of stdout closed the pipe. Without this, Python would report the error again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return USER_ERROR
     except (Exception, KeyboardInterrupt) as error:
@@ -39,7 +39,7 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
 
 @contextmanager
 def plain_warnings(debug: bool) -> Iterator[None]:
-    """For people, a warning is one line, told once; with `debug` it keeps its place in the code."""
+    """Print each `UserWarning` once, in one line. With `debug`, keep Python's format with the source line."""
     before, told = warnings.formatwarning, set[str]()
 
     def plain(
@@ -61,7 +61,7 @@ def plain_warnings(debug: bool) -> Iterator[None]:
 
 
 def described(error: BaseException, debug: bool) -> tuple[str, int]:
-    """What people are shown of an error, and the exit code: of a bug, or with `debug`, its traceback."""
+    """Return the text to print for an error, and the exit code. For bugs or with `debug`, returns the traceback."""
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "interrupted", getattr(error, "exit_code", INTERRUPTED)
     message = user_message(error) if isinstance(error, Exception) and not debug else None
@@ -71,7 +71,7 @@ def described(error: BaseException, debug: bool) -> tuple[str, int]:
 
 
 def user_message(error: Exception) -> str | None:
-    """One line for an error that realign or Hydra raised on purpose, or that the disk did; None for a bug."""
+    """Return one line for an error that realign or Hydra raised on purpose, or for an `OSError`; None for bugs."""
     if isinstance(error, RealignError):
         return one_line(error)
     if isinstance(error, OSError):
@@ -81,8 +81,8 @@ def user_message(error: Exception) -> str | None:
         return one_line(error)
     home = type(error).__module__.split(".")[0]
     if raised_on_purpose(error, "submitit") and home == "builtins":
-        return one_line(error)  # there is no Slurm here, say
-    if home == "submitit":  # a job of a sweep that failed: the message ends with what the job said last
+        return one_line(error)  # for example, Slurm is not installed
+    if home == "submitit":  # a failed job of a sweep: the message ends with the last line of the job
         lines = [line for line in str(error).splitlines() if line.strip()]
         return f"{lines[0]}: {lines[-1]}"
     if home in ("hydra", "omegaconf", "yaml"):

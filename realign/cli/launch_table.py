@@ -1,4 +1,4 @@
-"""The table that a run prints at launch: what the config amounts to, in prompts, sequences, tokens and steps."""
+"""Run summary printed at launch: the config in prompts, sequences, tokens and steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from realign.runtime.checks.contract import unread_inputs
 from realign.runtime.processes.placement import plan_groups
 
 LOSS = "loss"
-"""The row of `describe` that is left out for a role that the graph does not train, such as PPO's reward model."""
+"""Row of `describe` that is skipped for a role that the graph does not train, such as PPO's reward model."""
 
 
 def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     """Return the name and value of each row.
 
-    Numbers come from the interfaces' `plan()`, descriptions of algorithms from their `describe()`.
+    Reads numbers from the interfaces' `plan()`, and descriptions of algorithms from their `describe()`.
     """
     e = experiment
     rows = {"steps": f"{e.steps:,}", "prompts per step": f"{e.batch_prompts:,}"}
@@ -66,7 +66,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
 
 
 def _external_rows(experiment: Experiment) -> dict[str, str]:
-    """What does not hold for samplers that are not bitwise reproducible; nothing for samplers that are."""
+    """Return a row that lists samplers without bitwise reproducibility; empty if there is none."""
     found: dict[str, str] = {}
     for role in experiment.roles:
         spec = experiment.models.get(role)
@@ -81,7 +81,7 @@ def _external_rows(experiment: Experiment) -> dict[str, str]:
 
 
 def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
-    """Group size, sequences and sampler, of a role that generates."""
+    """Return group size, sequences per step and sampler of a role that generates; empty for other roles."""
     if not any(rpc.model == role and rpc.method == "generate" for rpc in experiment.graph.rpcs):
         return {}
     plan = experiment.interfaces[role].plan()
@@ -96,7 +96,7 @@ def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
 
 
 def _role_rows(experiment: Experiment, role: str, *, trained: bool) -> dict[str, str]:
-    """Rows of a role: how it is trained, and the description of its algorithm."""
+    """Return the rows of a role: its optimizer steps, and the description of its algorithm."""
     interface = experiment.interfaces[role]
     described = {name: value for name, value in interface.describe(experiment.batch_prompts).items() if value}
     if not trained:
@@ -105,7 +105,7 @@ def _role_rows(experiment: Experiment, role: str, *, trained: bool) -> dict[str,
 
 
 def _training_rows(experiment: Experiment, plan: Plan) -> dict[str, str]:
-    """Rows about the optimizer steps of a role."""
+    """Return the rows about the optimizer steps of a role."""
     most = " at most" if plan.at_most else ""
     idle = plan.first_training_step - 1
     total = plan.optimizer_steps * max(0, experiment.steps - idle)

@@ -1,7 +1,7 @@
-"""`realign <overrides>`: a Hydra application around the runtime; a run, a sweep, or one run of many processes.
+"""`realign <overrides>`: a Hydra application that starts a run, a sweep, or a distributed run.
 
-Of the processes that torchrun started for one run, rank 0 alone reads the command line and is a Hydra application. The
-others are given the composed config.
+Under torchrun, only rank 0 reads the command line and runs as a Hydra application. It sends the composed config to the
+other ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,17 @@ if TYPE_CHECKING:
     from realign.runtime.processes.rendezvous import Meeting
 
 Start: TypeAlias = "Callable[[ExperimentConfig], int]"
-"""Makes the run of a composed config; returns the exit code."""
+"""Function that runs a composed config and returns the exit code."""
 
 
 def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
-    """Check the command line, and let Hydra compose one run, or each of a sweep, for `start`; also `--cfg`."""
+    """Validate the command line, and run `start` on the config of one run or of each run of a sweep.
+
+    Also handles `--cfg` and `--info`, which start no run.
+
+    Returns:
+        The exit code.
+    """
     from realign.config import compose
     from realign.config.composition import check_launch, register_schema, search_path
     from realign.config.loader import run_application, show_config, show_info
@@ -43,7 +49,7 @@ def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
     if args.multirun:
         _check_sweep(overrides)
     if not (args.multirun or args.cfg or args.info):
-        _check_start(build(compose(overrides, args.config_dir)))  # before Hydra makes a folder for it
+        _check_start(build(compose(overrides, args.config_dir)))  # before Hydra creates its folder
 
     def job(composed: DictConfig) -> None:
         if code := start(_config_of_job(composed)):
@@ -76,7 +82,7 @@ def _check_sweep(overrides: Sequence[str]) -> None:
 
 
 def _check_start(experiment: Experiment) -> None:
-    """Find out whether the run can start."""
+    """Check that the run can start."""
     from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
 
     experiment.refuse_earlier_run()
@@ -97,12 +103,12 @@ def _config_of_job(composed: DictConfig) -> ExperimentConfig:
     config = resolve(composed)
     hydra = HydraConfig.get()
     if hydra.mode is RunMode.MULTIRUN:
-        config.output_dir = hydra.runtime.output_dir  # every job of a sweep has its own
+        config.output_dir = hydra.runtime.output_dir  # each job of a sweep has a separate folder
     return config
 
 
 def alone(config: ExperimentConfig, debug: bool) -> int:
-    """Make a run in this process."""
+    """Execute a run in this process, and return the exit code."""
 
     def make() -> None:
         from realign.runtime import run
@@ -115,22 +121,22 @@ def alone(config: ExperimentConfig, debug: bool) -> int:
 
 
 def is_one_of_many() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several; asked before torch is imported."""
+    """Return whether a launcher such as torchrun started this process as one of several. Does not import torch."""
     return os.environ.get("WORLD_SIZE", "") not in ("", "1")
 
 
 def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
-    """One command line for all ranks: rank 0 makes `command`, and the others their part of the run that it starts.
+    """Run one command line on all ranks: rank 0 executes `command`, and the other ranks join the run that it starts.
 
     Returns:
-        The exit code: of each rank the same, that of the first that ended by an error.
+        The exit code, identical on all ranks: that of the first rank that failed, or 0.
     """
     from realign.config.composition import config_of
     from realign.engines.distributed.ranks import launched
     from realign.runtime.processes.rendezvous import met
 
     ranks = launched()
-    if ranks.size == 1:  # nothing says where they meet
+    if ranks.size == 1:  # no rendezvous address is set
         return command(lambda config: alone(config, debug))
     meeting: Meeting | None = None
     try:
@@ -144,13 +150,13 @@ def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
     except BaseException:
         if meeting is None:
             raise
-        return meeting.watch.code  # the rank that was first has said why
+        return meeting.watch.code  # the first rank that failed has reported the reason
 
 
 def _led(meeting: Meeting, command: Callable[[Start], int]) -> int:
     def start(config: ExperimentConfig) -> int:
         try:
-            with meeting.watch.telling():  # here, since Hydra would add a message of its own
+            with meeting.watch.telling():  # inside the Hydra job, because Hydra would add another message
                 meeting.plan(json.dumps(dataclasses.asdict(config)))
                 _take_part(meeting, config)
         except Exception:
@@ -159,7 +165,7 @@ def _led(meeting: Meeting, command: Callable[[Start], int]) -> int:
 
     if code := command(start):
         meeting.watch.leave(code)
-    meeting.plan("")  # of a command that starts no run
+    meeting.plan("")  # the command started no run
     return 0
 
 
@@ -173,10 +179,10 @@ def _take_part(meeting: Meeting, config: ExperimentConfig) -> None:
 
 
 def build(config: ExperimentConfig) -> Experiment:
-    """The experiment of a config; sets the threads of torch that it asks for.
+    """Build the experiment of a config, and set the number of torch threads.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: the config is invalid; names the key.
     """
     import torch
 
@@ -190,7 +196,7 @@ def build(config: ExperimentConfig) -> Experiment:
 
 
 def print_derived(experiment: Experiment, console: Any) -> None:
-    """Show the table of what the config amounts to on a console of rich."""
+    """Print the run summary on a rich console."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -206,14 +212,14 @@ def print_derived(experiment: Experiment, console: Any) -> None:
 
 
 def quiet_transformers() -> None:
-    """Its bars for reading and writing files would break up the live display."""
+    """Disable the progress bars of transformers, which would break the live display."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def _console(experiment: Experiment) -> Any:
-    """Where a run shows its progress, with what the config amounts to."""
+    """Return the console for the progress of a run, after printing the run summary."""
     from rich.console import Console
 
     console = Console()
@@ -223,7 +229,7 @@ def _console(experiment: Experiment) -> Any:
 
 
 def _quiet() -> None:
-    """Leave warnings and progress to rank 0, which meets the same."""
+    """Suppress warnings and progress bars on ranks other than 0, which would repeat those of rank 0."""
     from transformers.utils import logging
 
     warnings.simplefilter("ignore")
@@ -233,14 +239,14 @@ def _quiet() -> None:
 
 @contextmanager
 def _terminated_by_exception() -> Iterator[None]:
-    """A scheduler's SIGTERM ends a run as Ctrl-C does: files are closed and worker processes stopped."""
+    """Raise an exception on SIGTERM, so that it ends a run like Ctrl-C: files are closed and workers stopped."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets no other thread set handlers
+        yield  # only the main thread can set signal handlers
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
         from realign.runtime.processes.signals import (
-            Interrupted,  # only now: the package takes a second, and --cfg needs none
+            Interrupted,  # imported late: the package takes a second to import, and --cfg does not need it
         )
 
         raise Interrupted(number)

@@ -1,7 +1,8 @@
-"""From YAML and overrides to typed, checked objects. Importing this package imports neither torch nor Hydra.
+"""Configuration: turn YAML files and overrides into typed, validated objects.
 
-`compose` gives an `ExperimentConfig` (values only); `build_experiment` imports the classes it names and gives an
-`Experiment` that nothing has been loaded for yet. Names are imported on first use, so that `realign --help` is quick.
+`compose` returns an `ExperimentConfig`, which contains only values. `build_experiment` imports the classes that the
+config names and returns an `Experiment`, without loading models or data. Public names are imported on first use. So
+importing this package imports neither torch nor Hydra, and `realign --help` is fast.
 """
 
 from importlib import import_module
@@ -24,7 +25,7 @@ HOMES = {
     "compose": "composition",
     "resolved_config": "experiment",
 }
-"""The module of each public name."""
+"""Module of each public name."""
 
 __all__ = [
     "ConfigError",

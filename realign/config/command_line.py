@@ -1,4 +1,4 @@
-"""The overrides of a command line as one layer, and words in them rewritten before Hydra merges."""
+"""Convert the overrides of a command line to one config layer, and rewrite their words before Hydra merges them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Word:
-    """A word that chooses the class of a place where further keys are set."""
+    """A word that selects the class of a component whose fields are also set."""
 
     text: str
 
 
 def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """The values that overrides set in component places, nested, and the keys that they delete.
+    """Return the component values that overrides set, as nested mappings, and the keys that they delete.
 
     Args:
-        overrides: of one run; those that are swept, and those of config groups, are left out.
-        present: what lower layers set; `+key` for a key that is present is an error of Hydra's, and left to it.
+        overrides: Overrides of one run. Swept overrides and config groups are skipped.
+        present: Values of the lower layers. `+key` for a present key is skipped, because Hydra reports that error.
 
     Raises:
         ConfigError: two overrides contradict each other.
@@ -45,9 +45,9 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
 
 
 def rewrite(overrides: Sequence[Override], targets: dict[Path, str]) -> None:
-    """Turn each word that chooses a class, in place, into the override of its `_target_`.
+    """Replace each word that selects a class by an override of `_target_`, in place.
 
-    The text that the user typed stays in `input_line`, which Hydra records.
+    `input_line`, which Hydra records, keeps the text that the user typed.
     """
     for override in filter(_is_ours, overrides):
         path = tuple(override.key_or_group.split("."))
@@ -62,7 +62,7 @@ def rewrite(overrides: Sequence[Override], targets: dict[Path, str]) -> None:
 
 
 def _is_ours(override: Override) -> bool:
-    """Whether an override sets or deletes a key in a component place."""
+    """Return whether an override sets or deletes a key of a component."""
     root, _, rest = override.key_or_group.partition(".")
     if root not in ROOTS or override.is_sweep_override() or override.package is not None:
         return False

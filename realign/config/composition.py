@@ -1,4 +1,4 @@
-"""`compose`: overrides and config groups become an `ExperimentConfig`, with everything resolved and checked by type."""
+"""`compose`: turn overrides and config groups into an `ExperimentConfig` with resolved, type-checked values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> ExperimentConfig:
-    """Compose a config as the command line does, without a Hydra application around it.
+    """Compose a config like the command line, without a Hydra application.
 
     Args:
-        overrides: such as `experiment=grpo_arithmetic`, `steps=10`, `interfaces.actor.adv_norm.std=none`.
-        config_dir: a folder of one's own with a group `experiment/`, or `algorithm/`.
+        overrides: Overrides, such as `experiment=grpo_arithmetic`, `steps=10`, `interfaces.actor.adv_norm.std=none`.
+        config_dir: Your folder with config groups `experiment/` or `algorithm/`.
 
     Raises:
-        ConfigError: one line that names the key and the nearest valid one.
+        ConfigError: the config is invalid; names the key and the nearest valid one in one line.
     """
-    # Imported here: `realign --help` must not wait for Hydra.
+    # Imported here, so that `realign --help` does not import Hydra.
     from hydra.errors import HydraException
     from yaml import YAMLError
 
@@ -50,10 +50,10 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Find what a blank has torn apart.
+    """Check that every word is an override, and detect overrides split by a space.
 
     Raises:
-        ConfigError: a word of the command line is no override.
+        ConfigError: a word of the command line is not an override.
     """
     for before, word in zip(["", *overrides], overrides, strict=False):
         if "=" not in word and not word.startswith("~"):
@@ -64,7 +64,7 @@ def check_words(overrides: Sequence[str]) -> None:
 
 
 def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | str | None) -> str:
-    """The message of an error of Hydra's; for a key that is like none at the root, with those further down."""
+    """Return the message of a Hydra error. For an unknown root key, suggest nested keys of the same name."""
     message = explain(error)
     match = re.fullmatch(r"unknown key '(\w+)'", message)
     if match is None:
@@ -72,22 +72,22 @@ def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | st
     name = match[1]
     others = [word for word in overrides if word.lstrip("+~").partition("=")[0] != name]
     keys: list[str] = []
-    with suppress(Exception):  # there is another mistake, and one is told at a time
+    with suppress(Exception):  # ignore other errors: the user sees one error at a time
         whole = OmegaConf.to_container(without_hydra(_whole([*search_path(config_dir), *others])), resolve=False)
         keys = [key for key, _ in _leaves(whole) if key.rpartition(".")[2] == name]
     return message + (f"; did you mean {' or '.join(keys[:3])}?" if keys else f"; known are {', '.join(ROOT_KEYS)}")
 
 
 def resolve(composed: DictConfig) -> ExperimentConfig:
-    """Read every value of a composed config, so that `???` and bad interpolations fail now.
+    """Resolve every value of a composed config, so that missing values (`???`) and invalid interpolations fail early.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: a value is missing or invalid; names the key.
     """
     try:
         unresolved = OmegaConf.to_container(composed, resolve=False)
         _check_roles(unresolved)
-        # OmegaConf's own search for missing values stops at an interpolation to one
+        # OmegaConf's search for missing values does not find interpolations of a missing value
         if missing := sorted(key for key, value in _leaves(unresolved) if value == "???"):
             how = f"give a value, such as {missing[0]}=VALUE"
             raise ConfigError(f"missing: {', '.join(missing)}; {how}, or start from experiment=NAME")
@@ -99,7 +99,7 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of everything that is neither a mapping nor a list."""
+    """Yield path and value of every item that is neither a mapping nor a list."""
     if not isinstance(node, dict | list):
         yield path, node
         return
@@ -108,7 +108,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_roles(config: Any) -> None:
-    """Refuse a plain value in place of a role's component, before an interpolation to its fields fails."""
+    """Raise an error for a plain value in place of a component, before an interpolation of its fields fails."""
     for place in ("models", "interfaces", "trackers"):
         for role, node in (config.get(place) or {}).items():
             if not isinstance(node, dict) and node is not None and not str(node).startswith("${"):
@@ -116,7 +116,7 @@ def _check_roles(config: Any) -> None:
 
 
 def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:
-    """The config that plain values (of a saved `config.yaml`, say) stand for; components stay as they are."""
+    """Return the config for plain values, such as those of a saved `config.yaml`. Components stay unchanged."""
     for key in COMPONENTS:
         empty = plain.get(key, {}) is None and key in OPTIONAL
         if not empty and not isinstance(plain.get(key, {}), Mapping):
@@ -126,7 +126,7 @@ def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:
 
 
 def register_schema() -> None:
-    """Give Hydra the schema that `experiments/config.yaml` starts from."""
+    """Register the schema that `experiments/config.yaml` is based on with Hydra."""
     from hydra.core.config_store import ConfigStore
 
     schema = OmegaConf.structured(ExperimentConfig)
@@ -136,13 +136,13 @@ def register_schema() -> None:
 
 
 def search_path(config_dir: Path | str | None) -> list[str]:
-    """The override that adds a user's folder of config groups to those that are searched."""
+    """Return the override that adds a user's folder of config groups to Hydra's search path."""
     quoted = [url.replace("\\", "\\\\").replace("'", "\\'") for url in _search_urls(config_dir)]
     return [f"hydra.searchpath=['{url}']" for url in quoted]
 
 
 def _search_urls(config_dir: Path | str | None) -> list[str]:
-    """The value of Hydra's search path that `search_path` sets."""
+    """Return the value of Hydra's search path that `search_path` sets."""
     if config_dir is None:
         return []
     folder = Path(config_dir).resolve()
@@ -152,14 +152,14 @@ def _search_urls(config_dir: Path | str | None) -> list[str]:
 
 
 def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> None:
-    """Check Hydra's own node in every run that a command line starts.
+    """Check the `hydra` node in every run that a command line starts.
 
     Args:
-        overrides: as for `compose`; of a sweep (`seed=1,2`) each combination is composed.
-        config_dir: as for `compose`.
+        overrides: As for `compose`. For a sweep (`seed=1,2`), each combination is composed.
+        config_dir: As for `compose`.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: the config is invalid; names the key.
     """
     from hydra.errors import HydraException
     from yaml import YAMLError
@@ -171,7 +171,7 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
         given = _choices(overrides)
         whole = _checked([choice.text for choice in given if choice.values == [choice.text]], config_dir)
         params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
-        swept = {choice.key: choice.values for choice in [*_choices(params), *given]}  # the command line wins
+        swept = {choice.key: choice.values for choice in [*_choices(params), *given]}  # the command line has precedence
         if params or any(len(values) > 1 for values in swept.values()):
             for words in product(*swept.values()):
                 _checked(words, config_dir)
@@ -180,9 +180,9 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
 
 
 def _refuse_search_path(overrides: Sequence[str]) -> None:
-    """Refuse overrides of Hydra's search path, before anything is composed with them.
+    """Raise an error for overrides of Hydra's search path, before the config is composed.
 
-    A search path may name a Python package, which Hydra imports to read configs from it.
+    A search path can name a Python package, which Hydra would import to read configs from it.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -192,10 +192,10 @@ def _refuse_search_path(overrides: Sequence[str]) -> None:
 
 
 def _checked(overrides: Sequence[str], config_dir: Path | str | None) -> DictConfig:
-    """Compose the whole config, and check Hydra's own node.
+    """Compose the whole config, and check the `hydra` node.
 
     Raises:
-        ConfigError: the node has a setting that no config may change.
+        ConfigError: the `hydra` node changes a setting that no config may change.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -213,23 +213,23 @@ def _checked(overrides: Sequence[str], config_dir: Path | str | None) -> DictCon
 
 @cache
 def _default_node(launcher: str) -> Mapping[str, Any]:
-    """Hydra's own node as it is composed with a launcher, without files and overrides of the user."""
+    """Return the `hydra` node composed with a launcher, without files and overrides of the user."""
     return MappingProxyType(node_of(_whole([f"hydra/launcher={launcher}"])))
 
 
 def _whole(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra makes of the overrides, with its own node."""
+    """Compose the whole config with Hydra, including the `hydra` node."""
     from hydra.errors import ConfigCompositionException
 
     from realign.config.loader import whole_config
 
     try:
         return whole_config(overrides)
-    except KeyError as error:  # Hydra reads the environment variables that a config names
+    except KeyError as error:  # Hydra reads environment variables that the config names
         raise ConfigCompositionException(
             f"hydra.job.env_copy: the environment variable {error} is not set. Keep the default of this setting."
         ) from error
-    except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf's, merging into null
+    except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf merges into null
         raise ConfigCompositionException(
             f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
             f"key that is null, or no mapping? {' '.join(overrides)}"
@@ -238,18 +238,18 @@ def _whole(overrides: Sequence[str]) -> DictConfig:
 
 @dataclass(frozen=True)
 class _Choice:
-    """An override, and the overrides that it amounts to in the runs of a sweep."""
+    """An override, and its expansion in the runs of a sweep."""
 
     text: str
-    """The override."""
+    """The text of the override."""
     key: str
-    """Its key, with a + or ~ in front if it has one."""
+    """Key of the override, including a leading + or ~."""
     values: list[str]
-    """The override itself, or in a sweep one override for each of its values."""
+    """The override itself, or one override per value in a sweep."""
 
 
 def _choices(overrides: Sequence[str]) -> list[_Choice]:
-    """Parse overrides, and list the values of those that are swept."""
+    """Parse overrides, and expand those that are swept."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob
 

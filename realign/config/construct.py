@@ -1,7 +1,7 @@
-"""`build`: a config node with `_target_` becomes an object of the kind that its place asks for, or one clear line.
+"""`build`: construct the object of a config node with `_target_`, or raise a one-line error.
 
-A target is imported, never called blindly: it must be a class of the kind asked for, and it gets exactly the fields of
-its dataclass, each converted to its annotation. So a class in a user's own file works like ours, without registration.
+The target must be a class of the kind that the config key requires; it is never called before this check. Its arguments
+are the fields of its dataclass, each converted to its annotation. So classes in a user's files need no registration.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from realign.errors import SettingsError
 from realign.mistakes import raised_on_purpose
 
 INTERFACES = "interfaces"
-"""The parameter of a graph function that is given the built interfaces, and never a value of the config."""
+"""Parameter of a graph function that receives the built interfaces. No config value can set it."""
 T = TypeVar("T")
 
 
 class _Parameter(NamedTuple):
     name: str
     annotation: Any
-    default: Callable[[], Any] | None  # None: must be given
+    default: Callable[[], Any] | None  # None: required
 
 
 def build(node: Any, kind: Any, where: str) -> Any:
     """Import the class that `node` names, check it and its fields, and construct it.
 
     Args:
-        node: `_target_` (import path of a dataclass) and values of its fields; nested components are built too.
-        kind: what the class must be: a base class, or a Protocol whose methods it must have with those arguments.
-            `Any` takes every dataclass.
-        where: the key of the node, for messages.
+        node: `_target_` (import path of a dataclass) and values of its fields. Nested components are built too.
+        kind: Required base class, or a Protocol whose methods the class must have with the same arguments. `Any`
+            accepts every dataclass.
+        where: Key of the node, for messages.
 
     Raises:
-        ConfigError: names the full key, what was found and the nearest valid choice.
+        ConfigError: the class or a field is invalid; names the full key, the value and the nearest valid choice.
     """
 
     def fits(found: Any) -> bool:
@@ -65,20 +65,20 @@ def build(node: Any, kind: Any, where: str) -> Any:
 
 
 def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str, Any] | None = None) -> T:
-    """Call the function that `node` names, if its annotation says that it returns `returns`.
+    """Call the function that `node` names, if its return annotation is `returns`.
 
     Args:
         node: `_target_` (import path of the function) and values of its arguments.
-        returns: what the function must be annotated to return.
-        where: the key of the node, for messages.
-        interfaces: the built interfaces by role, for a function that has a parameter `interfaces`.
+        returns: Required return annotation of the function.
+        where: Key of the node, for messages.
+        interfaces: Built interfaces by role, for a function with a parameter `interfaces`.
 
     Raises:
-        ConfigError: another kind of target, or an unknown, missing or ill-typed argument.
+        ConfigError: the target has another kind, or an argument is unknown, missing or of the wrong type.
     """
 
     def fits(found: Any) -> bool:
-        with suppress(NameError):  # an annotation of somebody else's function
+        with suppress(NameError):  # unresolvable annotation of a third-party function
             return inspect.isfunction(found) and get_type_hints(found).get("return") is returns
         return False
 
@@ -102,7 +102,7 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
 
 
 def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None) -> T:
-    """Construct a dataclass from plain values, over its defaults or over the values of `base`."""
+    """Construct a dataclass from plain values. Other fields have their defaults, or the values of `base`."""
     hints = _hints(cls, where)
     parameters = []
     for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
@@ -112,7 +112,7 @@ def fill(cls: type[T], raw: Mapping[str, Any], where: str, base: T | None = None
 
 
 def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any) -> Any:
-    """The object that a mapping stands for; None when it is just a mapping."""
+    """Return the component that a mapping describes; None if it is a plain mapping."""
     if TARGET in raw:
         return build(raw, annotation, where)
     fits = annotation is Any or (is_plain_class(annotation) and isinstance(default, annotation))
@@ -127,7 +127,7 @@ convert = Converter(_component).convert
 
 
 def _of_sibling(made: Any, key: str) -> str:
-    """Return the message about an unknown key that other choices for the same place have; empty if none has."""
+    """Return the message about an unknown key that other choices for the same component have; empty if none has."""
     name = key.rpartition(".")[2]
     bases = [base for base in made.__mro__[1:] if inspect.isabstract(base)] if inspect.isclass(made) else []
     having = {
@@ -162,7 +162,10 @@ def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
 
 
 def _check_constructible(cls: type, where: str) -> None:
-    """A component is a dataclass: its fields are its schema. A class without any field may do without the decorator."""
+    """Raise an error if a class is not a dataclass, whose fields are its schema.
+
+    A class without fields does not need the decorator.
+    """
     fields = {name: hint for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)}
     decorated = "__dataclass_fields__" in vars(cls)
     if fields and not decorated:
@@ -222,13 +225,13 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
 
 
 def located(where: str, message: str, fields: Iterable[str]) -> str:
-    """A message of a component with the full key in front: of the field that it starts with, or of the component.
+    """Prefix the message of a component with the full key of the field that it begins with, or of the component.
 
     Args:
-        where: key of the component; empty for the root.
-        message: such as "eps must be positive", or "adv_norm.eps must be positive" of a component at a key
-            that ends in `adv_norm`.
-        fields: of the component.
+        where: Key of the component; empty for the root.
+        message: Message such as "eps must be positive", or "adv_norm.eps must be positive" for a component whose key
+            ends in `adv_norm`.
+        fields: Names of the component's fields.
     """
     if not where:
         return message

@@ -1,4 +1,4 @@
-"""`Converter`: a plain value from YAML becomes what a field's annotation says, or one line says why not."""
+"""`Converter`: convert a plain YAML value to the annotation of a field, or raise a one-line error."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
         "": {"k": 1e3, "m": 1e6, "%": 0.01},
     }
 )
-"""What a unit behind a number amounts to, by the unit that a key ends in; of others at ""."""
+"""Factor of each unit suffix of a value, by the unit suffix of the key ("" for keys without one)."""
 LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 MAPPINGS = (dict, collections.abc.Mapping)
 
 
 class Converter:
-    """Converts values of a config to what the annotations of fields say.
+    """Converts config values to the annotations of fields.
 
     Args:
-        component: makes the object that a mapping stands for, given the mapping, the annotation, the key and the
-            field's default; None if it is just a mapping.
+        component: Function that constructs the component that a mapping describes, from the mapping, the annotation,
+            the key and the default of the field. It returns None for a plain mapping.
     """
 
     def __init__(self, component: Callable[[Mapping[Any, Any], Any, str, Any], Any]) -> None:
         self._component = component
 
     def convert(self, raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
-        """Check and convert one value; scalars follow OmegaConf's rules, enum members go by name.
+        """Check and convert one value. Scalars follow OmegaConf's rules; enum members are selected by name.
 
         Args:
-            raw: scalars, lists and mappings, as YAML gives them.
-            annotation: of the field. A mapping with `_target_` is built as a component of that kind: of any kind under
-                `Any`, of none in a `dict[str, Any]` or `list[Any]`, which take plain values as they are.
-            where: the key, for messages.
-            default: the field's default; a mapping without `_target_` is laid over it when it is a dataclass.
+            raw: Scalar, list or mapping from YAML.
+            annotation: Annotation of the field. A mapping with `_target_` is built as a component of this kind, and of
+                any kind if the annotation is `Any`. `dict[str, Any]` and `list[Any]` accept plain values only.
+            where: Key, for messages.
+            default: Default of the field. If it is a dataclass, a mapping without `_target_` overrides its fields.
 
         Raises:
-            ConfigError: names the key, what was found and what is valid.
+            ConfigError: the value is invalid; names the key, the value and the valid choices.
         """
         if raw == "???":
             raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
@@ -115,7 +115,7 @@ class Converter:
         return _values(raw, where) if annotation is Any else self.convert(raw, annotation, where)
 
     def _plain(self, raw: Any, where: str) -> Any:
-        """A value whose field says nothing about it; components inside are built."""
+        """Return a value of a field without a specific annotation, with nested components built."""
         if isinstance(raw, Mapping):
             return {key: self.convert(value, Any, f"{where}.{key}") for key, value in raw.items()}
         if isinstance(raw, list):
@@ -134,24 +134,24 @@ class Converter:
 
 
 def type_name(annotation: Any) -> str:
-    """An annotation as people write it."""
+    """Return an annotation as written in source code."""
     if inspect.isclass(annotation) and not get_args(annotation):
         return annotation.__name__
     return str(annotation).replace("typing.", "").replace("NoneType", "None")
 
 
 def is_plain_class(annotation: Any) -> bool:
-    """Whether `isinstance` can be asked; of a protocol it cannot."""
+    """Return whether `isinstance` supports the annotation: a class that is not a protocol."""
     return inspect.isclass(annotation) and not getattr(annotation, "_is_protocol", False)
 
 
 def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
-    """The error about a value of another type than the annotation says, with what could have been meant."""
+    """Return the error about a value of the wrong type, with a suggestion."""
     return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}{_meant(raw, annotation, where)}")
 
 
 def _meant(raw: Any, annotation: Any, where: str) -> str:
-    """The end of a message about a value of the wrong type."""
+    """Return the suggestion at the end of a message about a value of the wrong type."""
     if annotation is bool:
         return "; give true or false"
     if annotation in (int, float):
@@ -182,7 +182,7 @@ def _meant_number(raw: Any, annotation: type, where: str) -> str:
 
 
 def _values(raw: Any, where: str) -> Any:
-    """Plain values, among which no component may stand."""
+    """Return plain values; raise an error if they contain a component."""
     if isinstance(raw, Mapping):
         if "_target_" in raw:
             raise ConfigError(f"{where}: only plain values stand here, no component; found {raw!r}")

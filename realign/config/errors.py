@@ -1,4 +1,4 @@
-"""What a user reads when a config is wrong: one line that names the key, what was found, and the nearest choice."""
+"""Messages of configuration errors: one line that names the key, the value and the nearest valid choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from realign.config.renamed import renamed
-from realign.errors import ConfigError as ConfigError  # the name of this module's users
+from realign.errors import ConfigError as ConfigError  # re-export
 
 MANY = 24
 EXAMPLES: Mapping[str, str] = MappingProxyType(
@@ -25,13 +25,13 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "rollout": "rollout.max_staleness=2",
     }
 )
-"""For each place of components an override that sets a field there."""
+"""Example override for each root key of components."""
 PLAIN: Mapping[str, str] = MappingProxyType({"str": "a text", "bool": "a bool", "list": "a list"})
 OPTIONAL = ("dynamic_sampling", "evaluation", "calibration")
 
 
 def suggest(word: str, known: Iterable[object]) -> str:
-    """The end of a message about an unknown name: the nearest valid one, and all of them unless they are many."""
+    """Return the end of a message about an unknown name: the nearest valid one, and all valid ones if they are few."""
     names = sorted({str(name) for name in known})
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -39,23 +39,23 @@ def suggest(word: str, known: Iterable[object]) -> str:
 
 
 def unknown_key(key: str, known: Iterable[object]) -> str:
-    """The message about a key that does not exist: its new name, or the nearest of the keys `known` beside it."""
+    """Return the message about an unknown key: its new name, or the nearest of the `known` keys at the same level."""
     return renamed(key) or f"unknown key {key!r}{suggest(key.rpartition('.')[2], known)}"
 
 
 def listed(names: Iterable[object]) -> str:
-    """All valid names, in parentheses; nothing when they are many."""
+    """Return all valid names in parentheses; empty if there are more than `MANY`."""
     known = list(map(str, names))
     return f" (valid: {', '.join(known) or 'none'})" if len(known) <= MANY else ""
 
 
 def one_line(text: object) -> str:
-    """`text` without line breaks."""
+    """Return `text` with each run of whitespace replaced by one space."""
     return " ".join(str(text).split())
 
 
 def not_a_component(key: str, found: str) -> str:
-    """The message about a plain value where a component, or a mapping of them, has to stand."""
+    """Return the message about a plain value in place of a component, or of a mapping of components."""
     example = EXAMPLES.get(key) or f"{key}.{'path' if key.startswith('models.') else 'FIELD'}=VALUE"
     off = f", or switch it off by {key}=null" if key in OPTIONAL else ""
     return f"{key}: expected a component, found {found}; set its fields one by one, such as {example}{off}"

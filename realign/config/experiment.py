@@ -1,4 +1,4 @@
-"""`build_experiment`: the values of a config become an `Experiment`, typed and checked, with nothing loaded."""
+"""`build_experiment`: turn the values of a config into a validated `Experiment`, without loading models or data."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
-    """Import the classes that the config names, construct and check them; load no model and no data.
+    """Import, construct and check the classes that the config names. Loads no model and no data.
 
     Raises:
-        ConfigError: a component is wrong; names the key.
-        ValueError: the parts do not fit: the graph's roles, temperatures, an evaluation without a model.
+        ConfigError: a component is invalid; names the key.
+        ValueError: components do not match, such as roles of the graph, temperatures, or an evaluation without a model.
     """
     with _owners_named(config.owners):
         return _build(config)
 
 
 def _build(config: ExperimentConfig) -> Experiment:
-    # Imported here: composing a config must not wait for torch.
+    # Imported here, so that composing a config does not import torch.
     from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Sync
     from realign.data import DataSpec
     from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
@@ -104,7 +104,7 @@ def _build(config: ExperimentConfig) -> Experiment:
 
 
 def _check_names(config: ExperimentConfig) -> None:
-    """Find names of roles that are misspelt: the override of one makes a new role, which lacks everything else."""
+    """Raise an error for misspelled role names: overriding one creates a new, incomplete role."""
     complete = [role for role, node in config.interfaces.items() if isinstance(node, Mapping) and TARGET in node]
     for role, node in config.interfaces.items():
         if isinstance(node, Mapping) and TARGET not in node and node:
@@ -115,13 +115,13 @@ def _check_names(config: ExperimentConfig) -> None:
     for part, key, default in ((config.evaluation, "role", "actor"), (config.calibration, "policy", "policy")):
         played |= {str(part.get(key, default))} if part else set()
     for role in config.models:
-        # one that is like none of them may be left over, and is listed as never read
+        # An unused model with another name is allowed; the run summary lists it as never read.
         if role not in played and difflib.get_close_matches(role, played, cutoff=0.75):
             raise ConfigError(f"models.{role}: no interface plays {role!r}{suggest(role, played)}")
 
 
 def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
-    """The whole truth about a run as plain values: what the config said, and every default of every component."""
+    """Return the complete config of a run as plain values, including every default of every component."""
     whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
     parameters = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
     defaults = [p for p in parameters if p.name != INTERFACES]
@@ -141,7 +141,10 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
 
 
 def as_node(value: Any, declared: Any = None) -> Any:
-    """The config node that `build` makes `value` from, without `_target_` where the annotation `declared` says it."""
+    """Return the config node from which `build` constructs `value`.
+
+    Omits `_target_` if the annotation `declared` implies the class.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         hints = get_type_hints(cls)
@@ -151,7 +154,7 @@ def as_node(value: Any, declared: Any = None) -> Any:
             f.name: as_node(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value) if f.init
         }
     if isinstance(value, Enum):
-        return value.name.rstrip("_")  # as `choices_of` reads it
+        return value.name.rstrip("_")  # the format of `choices_of`
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -162,7 +165,7 @@ def as_node(value: Any, declared: Any = None) -> Any:
 
 
 def _roles(config: ExperimentConfig, kind: Any, root: str) -> dict[str, Any]:
-    """The component of each role; a role set to null is left out."""
+    """Build the component of each role. Skips roles that are null."""
     target = _default_target(root)
     return {
         role: build({**target, **node} if isinstance(node, Mapping) else node, kind, f"{root}.{role}")
@@ -181,13 +184,13 @@ def _default_target(root: str) -> dict[str, str]:
 
 
 def _check_owned(owners: Mapping[str, str], built: Mapping[str, Any]) -> None:
-    """Find places that a preset claims to own, and that no class has."""
+    """Raise an error if a preset lists a field under `owns` that its class does not have."""
     for place, owner in owners.items():
         root, *names = place.split(".")
         value, key = built.get(root), root
         for name in names:
             if isinstance(value, Mapping):
-                value = value.get(name)  # a role that this experiment may lack
+                value = value.get(name)  # a role that this experiment does not need to have
             elif dataclasses.is_dataclass(value):
                 fields = [field.name for field in dataclasses.fields(value)]
                 if name not in fields:
@@ -198,7 +201,7 @@ def _check_owned(owners: Mapping[str, str], built: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _owners_named(owners: Mapping[str, str]) -> Iterator[None]:
-    """Name the preset in an error about a key that its class lacks."""
+    """Add the name of the preset to an error about a key that the class from the preset does not have."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Exceptions of Hydra, OmegaConf and the YAML parser, as one line in the project's words."""
+"""Convert exceptions of Hydra, OmegaConf and the YAML parser to one-line messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from realign.config.errors import EXAMPLES, PLAIN, not_a_component, one_line, su
 
 
 def explain(error: Exception) -> str:
-    """The message of an exception of Hydra, OmegaConf or the YAML parser, in one line and in our words."""
+    """Return a one-line message for an exception of Hydra, OmegaConf or the YAML parser."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import (
         ConfigAttributeError,
@@ -57,7 +57,7 @@ def explain(error: Exception) -> str:
 
 
 def _mistyped(key: str, message: str) -> str | None:
-    """What we say about a value that the schema refused with OmegaConf's message; None where that is not clear."""
+    """Return a message for OmegaConf's message about a value that violates the schema; None if it is ambiguous."""
     from realign.config.schema import ExperimentConfig
 
     null = message.endswith("is not Optional")
@@ -86,7 +86,7 @@ def _mistyped(key: str, message: str) -> str | None:
 
 
 def _siblings(key: str, owner: object) -> list[str]:
-    """What could have stood in place of `key`; at the root also the config groups."""
+    """Return the valid keys at the level of `key`; at the root, also the config groups."""
     names = [f.name for f in dataclasses.fields(owner)] if dataclasses.is_dataclass(owner) else []
     return names if "." in key else [*names, "experiment", "algorithm"]
 

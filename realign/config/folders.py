@@ -1,4 +1,4 @@
-"""Where the config groups are. Imported by `realign --help`, so it imports nothing else."""
+"""Locations of the config groups. `realign --help` imports this module, so it has no slow imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from realign.config.errors import ConfigError
 
 
 def experiments_dir() -> Path:
-    """The folder with `config.yaml` and the groups: inside an installed package, beside it in a checkout."""
+    """Return the folder with `config.yaml` and the groups: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "experiments", package.parent / "experiments"):
         if (folder / "config.yaml").is_file():
@@ -17,12 +17,12 @@ def experiments_dir() -> Path:
 
 
 def list_experiments(config_dir: Path | None = None) -> dict[str, str]:
-    """Name and one-line description (first comment line) of every experiment, ours and those of a user's folder."""
+    """Return name and description (first comment line) of every experiment, including those of a user's folder."""
     return _listed("experiment", config_dir)
 
 
 def list_algorithms(config_dir: Path | None = None) -> dict[str, str]:
-    """The same of every `algorithm=NAME`, which is laid over an experiment."""
+    """Return name and description (first comment line) of every `algorithm=NAME`, which modifies an experiment."""
     return _listed("algorithm", config_dir)
 
 

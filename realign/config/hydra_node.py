@@ -1,8 +1,8 @@
-"""An allow-list for Hydra's own node of a composed config.
+"""Allow-list for the `hydra` node of a composed config.
 
 Hydra instantiates the callbacks, launcher, sweeper and log handlers that its node names, writes to the files that log
-handlers name, and sets environment variables. An experiment file from somebody else can change this node. Therefore
-each of its settings must equal Hydra's default, except for output folders, launcher resources and sweep parameters.
+handlers name, and sets environment variables. A third-party experiment file can change this node. Therefore each of its
+settings must equal Hydra's default, except for output folders, launcher resources and sweep parameters.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LAUNCHERS: Mapping[str, str] = MappingProxyType(
         f"{_SUBMITIT}.SlurmLauncher": "submitit_slurm",
     }
 )
-"""Launchers that may start the runs of a sweep: class, and its name as `hydra/launcher=NAME`."""
+"""Launchers that may start the runs of a sweep: class -> name for `hydra/launcher=NAME`."""
 
 _OWN = re.compile(r"\$\{(output_dir|name|now:[^{}]*|hydra\.(job|runtime|sweep)\.[\w./]+)\}")
 """Interpolations that a folder may contain."""
 _PARAMETER = re.compile(r"[+~]{0,2}(?!hydra(?!\w))[^\W_][\w./@-]*")
-"""Keys that the parameters of a sweep may have: those of overrides, except overrides of Hydra's own node."""
+"""Keys that the parameters of a sweep may have: those of overrides, except overrides of the `hydra` node."""
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is None, a number, or a printable text without an interpolation."""
+    """Return whether a value is None, a number, or a printable text without an interpolation."""
     if isinstance(value, str):
         return value.isprintable() and "${" not in value
     return value is None or isinstance(value, bool | int | float)
@@ -58,13 +58,13 @@ def _plain_mapping(value: Any) -> bool:
 
 
 def _parameters(value: Any) -> bool:
-    """Whether a value can be the parameters of a sweep; Hydra would call what a key `_target_` of theirs names."""
+    """Return whether a value can be the parameters of a sweep. Rejects `_target_`, whose value Hydra would call."""
     return _plain_mapping(value) and all(_PARAMETER.fullmatch(str(name)) for name in value or ())
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which values a setting may have besides its default."""
+    """Values that a setting may have besides its default."""
 
     valid: Callable[[Any], bool]
     """Whether a value is allowed."""
@@ -83,7 +83,7 @@ _RESOURCES = (
     *("partition", "qos", "comment", "constraint", "exclude", "gres", "cpus_per_gpu", "gpus_per_task", "mem_per_gpu"),
     *("mem_per_cpu", "account", "signal_delay_s", "max_num_timeout", "array_parallelism"),
 )
-"""Settings of submitit's launchers that request resources. No other setting of theirs may change."""
+"""Settings of submitit's launchers that request resources. No other setting of these launchers may change."""
 _ALLOWED: Mapping[str, _Rule] = MappingProxyType(
     {
         "hydra.run.dir": _FOLDER,
@@ -117,7 +117,7 @@ _HINTS: Mapping[str, str] = MappingProxyType(
         "hydra.launcher.additional_parameters": _SHELL,
     }
 )
-"""What to do instead, by the beginning of the key."""
+"""Suggestions for messages, by prefix of the key."""
 
 
 class _Absent:
@@ -131,7 +131,7 @@ _ABSENT = _Absent()
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:
-    """Return the config without Hydra's own node."""
+    """Return the config without the `hydra` node."""
     rest = copy.copy(composed)
     with open_dict(rest):
         del rest["hydra"]
@@ -139,10 +139,10 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def node_of(composed: DictConfig) -> dict[str, Any]:
-    """Return Hydra's own node as plain values with interpolations unresolved.
+    """Return the `hydra` node as plain values with unresolved interpolations.
 
     Raises:
-        ConfigError: the node is an interpolation.
+        ConfigError: the `hydra` node is an interpolation.
     """
     if OmegaConf.is_interpolation(composed, "hydra"):
         raise ConfigError("hydra: an interpolation cannot replace Hydra's own node. Remove it.")
@@ -152,10 +152,10 @@ def node_of(composed: DictConfig) -> dict[str, Any]:
 
 
 def launcher_of(node: Mapping[str, Any]) -> str:
-    """Return the name of the launcher that a node selects.
+    """Return the name of the launcher that a `hydra` node selects.
 
     Raises:
-        ConfigError: no such launcher is allowed.
+        ConfigError: the launcher is not allowed.
     """
     launcher = node.get("launcher")
     target = launcher.get("_target_") if isinstance(launcher, Mapping) else launcher
@@ -168,14 +168,14 @@ def launcher_of(node: Mapping[str, Any]) -> str:
 
 
 def check_node(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuse a node of Hydra that differs from `expected` in more than the allowed settings.
+    """Check that a `hydra` node differs from `expected` only in allowed settings.
 
     Args:
-        found: the node of a composed config, as `node_of` returns it.
-        expected: the node as Hydra composes it with the same launcher and command line, without other files.
+        found: Node of a composed config, as returned by `node_of`.
+        expected: Node that Hydra composes with the same launcher and command line, without other files.
 
     Raises:
-        ConfigError: names the setting and its value.
+        ConfigError: another setting differs; names the setting and its value.
     """
     for key, value in _deviations(found, expected, "hydra"):
         if rule := _ALLOWED.get(key):
@@ -185,18 +185,18 @@ def check_node(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def check_folders(composed: DictConfig) -> None:
-    """Refuse output folders whose resolved name contains a control character.
+    """Check that no resolved output folder contains a control character.
 
-    A launcher writes `hydra.sweep.dir`, and `output_dir` with it, into the shell script of a job, where a line break
-    would start a command.
+    A launcher writes `hydra.sweep.dir`, which can contain `output_dir`, into the shell script of a job. A line break
+    would start a new command.
 
     Raises:
-        ConfigError: names the setting and its value.
+        ConfigError: a folder contains a control character; names the setting and its value.
     """
     for key in ("output_dir", "hydra.run.dir", "hydra.sweep.dir"):
         try:
             value = OmegaConf.select(composed, key)
-        except InterpolationToMissingValueError:  # such as output_dir=???, which no launcher can resolve either
+        except InterpolationToMissingValueError:  # such as output_dir=???, which a launcher cannot resolve either
             continue
         except OmegaConfBaseException as error:
             raise ConfigError(explain(error)) from error
@@ -205,14 +205,14 @@ def check_folders(composed: DictConfig) -> None:
 
 
 def _deviations(found: Any, expected: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield key and value of each setting that differs and is not allowed to."""
+    """Yield key and value of each setting that differs without being allowed to."""
     if key in _SET_BY_HYDRA or _same(found, expected):
         return
     if expected is not _ABSENT and key in _ALLOWED:
         if not _ALLOWED[key].valid(found):
             yield key, found
     elif isinstance(found, Mapping) and isinstance(expected, Mapping):
-        for name in sorted({*found, *expected}, key=str):  # env_copy before env_set, whose values may be secrets
+        for name in sorted({*found, *expected}, key=str):  # env_copy before env_set, whose values can be secrets
             below = f"{key}.{name}" if str(name).isprintable() else f"{key}.{name!r}"
             yield from _deviations(found.get(name, _ABSENT), expected.get(name, _ABSENT), below)
     else:
@@ -220,7 +220,7 @@ def _deviations(found: Any, expected: Any, key: str) -> Iterator[tuple[str, Any]
 
 
 def _same(found: Any, expected: Any) -> bool:
-    """Whether two settings are equal in type and value; mappings are compared by `_deviations`."""
+    """Return whether two settings are equal in type and value. `_deviations` compares nonempty mappings."""
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         return not found and not expected
     return type(found) is type(expected) and bool(found == expected)

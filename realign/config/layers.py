@@ -1,9 +1,9 @@
-"""Layers of a config: files, from the root file to `algorithm=`, and the command line, the highest.
+"""Layers of a config: the files, from the root file to `algorithm=`, and the command line as the highest layer.
 
-A layer that chooses a class for a component discards the fields that lower layers set for another class in that place;
-fields for the same class are merged. A layer that lists a place under `owns` discards everything below it. The layers
-are changed before Hydra merges them, so interpolations, packages and deletions work as everywhere in Hydra. Classes
-are imported only if two layers differ about a place.
+A layer that selects a class for a component discards the fields that lower layers set for another class. Fields for the
+same class are merged. A layer that lists a key under `owns` discards all lower values of this key. The layers are
+changed before Hydra merges them, so interpolations, packages and deletions follow Hydra's rules. Classes are imported
+only if two layers select different classes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from realign.config.trees import MISSING, Path, delete_leaf, get, has, leaves, m
 from realign.config.words import NONE, TARGET, import_path, is_word, snake_case
 
 OWNS = "owns"
-"""Key of a file that lists the places it owns."""
+"""Key of a file that lists the config keys that the file owns."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One file, as Hydra loaded it."""
+    """One config file, as loaded by Hydra."""
 
     source: str
     """Path of the file, such as experiment/ppo.yaml."""
@@ -39,7 +39,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A key of a lower layer that does not reach the run."""
+    """A key of a lower layer that a higher layer discarded."""
 
     path: Path
     value: Any
@@ -56,19 +56,19 @@ class Layers:
     """The layers of one config, from the lowest to the highest."""
 
     files: list[Layer] = field(default_factory=list)
-    """Lowest first."""
+    """Files, lowest layer first."""
     view: dict[str, Any] = field(default_factory=dict)
-    """What the layers so far amount to in the component places, as plain values with interpolations unresolved."""
+    """Merged component values of the layers so far, as plain values with unresolved interpolations."""
     drops: list[Dropped] = field(default_factory=list)
-    """Keys that were discarded."""
+    """Discarded keys."""
     owners: dict[str, str] = field(default_factory=dict)
-    """Place -> the layer that owns it, such as algorithm=gspo."""
+    """Config key -> the layer that owns it, such as algorithm=gspo."""
 
     def add_file(self, path: str, config: Any) -> None:
-        """Lay a file, as Hydra loaded it, over the files below it; removes `owns` from it.
+        """Add a file, as loaded by Hydra, on top of the files so far. Removes `owns` from it.
 
         Raises:
-            ConfigError: `owns` lists something unknown, or a word is not valid.
+            ConfigError: `owns` lists an unknown key, or a word is invalid.
         """
         if not isinstance(config, DictConfig):
             return
@@ -88,17 +88,17 @@ class Layers:
         merge(self.view, upper)
 
     def add_command_line(self, tree: dict[str, Any], deleted: Sequence[Path]) -> dict[Path, str]:
-        """Lay the overrides of the command line over the files.
+        """Add the overrides of the command line on top of the files.
 
         Args:
-            tree: values of the overrides, nested; a `Word` stands for the class of a place with further keys.
-            deleted: keys that `~` removes.
+            tree: Values of the overrides, nested. A `Word` represents the class of a component with further keys.
+            deleted: Keys that `~` removes.
 
         Returns:
-            The import path for each place whose word has to be rewritten.
+            The import path of the class for each key whose word must be rewritten.
 
         Raises:
-            ConfigError: an override contradicts the owner of its place, or a word is not valid.
+            ConfigError: an override contradicts the owner of its key, or a word is invalid.
         """
         self._check_owned(tree, deleted)
         for path in deleted:
@@ -108,16 +108,16 @@ class Layers:
         return rewritten
 
     def dropped(self) -> list[str]:
-        """The discarded keys whose values differ from the final ones, with their file and the layer above it."""
+        """Return the discarded keys whose values differ from the final ones, with their file and the higher layer."""
         return [str(drop) for drop in self.drops if get(self.view, drop.path, MISSING) != drop.value]
 
-    # --- choosing classes ---
+    # --- class selection ---
 
     def _lay(self, upper: dict[str, Any], by: str | None) -> dict[Path, str]:
-        """Discard what does not reach the run under the classes that `upper` chooses.
+        """Discard the lower values that do not apply to the classes that `upper` selects.
 
         Returns:
-            The import path for each word of `upper` that meets fields.
+            The import path for each word of `upper` whose component has fields.
         """
         rewritten: dict[Path, str] = {}
         for root, node in upper.items():
@@ -129,7 +129,7 @@ class Layers:
     def _lay_component(
         self, place: Place, path: Path, upper: dict[str, Any], by: str | None, rewritten: dict[Path, str]
     ) -> None:
-        """Lay a mapping over what stands at `path`; `by` is None for the command line."""
+        """Apply a mapping of the upper layer to the component at `path`; `by` is None for the command line."""
         if isinstance(upper.get(TARGET), Word):
             upper[TARGET] = rewritten[path] = _resolved(place, upper[TARGET])
         if upper:
@@ -151,7 +151,7 @@ class Layers:
     def _lay_field(
         self, place: Place, path: Path, owner: dict[str, Any], by: str | None, rewritten: dict[Path, str]
     ) -> None:
-        """The same for one field: `owner` is the mapping of the upper layer that has it."""
+        """Apply one field of the upper layer to the value at `path`; `owner` is the mapping that contains the field."""
         value, lower = owner[path[-1]], get(self.view, path)
         if is_word(value) and isinstance(lower, dict):
             target = place.of_word(value)
@@ -168,8 +168,9 @@ class Layers:
     def _refit(
         self, path: Path, old: tuple[Place, Any], new: tuple[Place, Any], upper: dict[str, Any], by: str | None
     ) -> None:
-        """Keep of a role's settings what they mean the same under another class: discard unknown fields, and fields of
-        components that the new class has another default for.
+        """Discard the settings of a root component that do not apply to its new class.
+
+        These are unknown fields, and fields of nested components whose default class differs in the new class.
         """
         (old_place, old_target), (new_place, new_target) = old, new
         known = new_place.fields(self._text(new_target))
@@ -191,14 +192,14 @@ class Layers:
                     self._refit(field_path, (was, None), (now, None), above if isinstance(above, dict) else {}, by)
                 elif (cls := was.chosen(None)) is not None:
                     if is_word(above) or (isinstance(above, dict) and TARGET in above):
-                        node[TARGET] = import_path(cls)  # compared with the class that the upper layer chooses
+                        node[TARGET] = import_path(cls)  # compared with the class that the upper layer selects
                     else:
                         self._drop(field_path, by)
 
-    # --- places that a layer owns ---
+    # --- keys that a layer owns ---
 
     def _own(self, owned: Any, upper: Mapping[str, Any], by: str) -> None:
-        """Discard what lower layers say about the places that a layer lists under `owns`."""
+        """Discard the lower values of the keys that a layer lists under `owns`."""
         if owned is None:
             return
         if not isinstance(owned, list) or not all(isinstance(key, str) for key in owned):
@@ -221,7 +222,7 @@ class Layers:
                 raise ConfigError(f"{where}, but there is no role {path[1]!r}{suggest(path[1], roles)}")
 
     def _check_owned(self, tree: Mapping[str, Any], deleted: Sequence[Path]) -> None:
-        """Find overrides that set an owned place itself to something else; fields of its class may be overridden."""
+        """Raise an error for overrides that replace an owned component. Fields of its class may be overridden."""
         for key, owner in self.owners.items():
             path = tuple(key.split("."))
             lower, upper = get(self.view, path, MISSING), get(tree, path, MISSING)
@@ -237,7 +238,7 @@ class Layers:
     # --- files ---
 
     def _drop(self, path: Path, by: str | None) -> None:
-        """Discard everything below a path from the files and the view, and record it."""
+        """Discard all values at a path from the files and the view, and record them."""
         if not has(self.view, path):
             return
         for leaf, value in list(leaves(get(self.view, path), path)):
@@ -251,22 +252,22 @@ class Layers:
                 delete_leaf(layer.config, leaf, len(path))
         remove(self.view, path)
         for key in [key for key in self.owners if tuple(key.split("."))[: len(path)] == path]:
-            del self.owners[key]  # a higher layer decides about the place now
+            del self.owners[key]  # a higher layer sets this key now
 
     def _owner_of(self, path: Path) -> tuple[str, str] | None:
         owned = ((key, by) for key, by in self.owners.items() if path[: key.count(".") + 1] == tuple(key.split(".")))
         return next(owned, None)
 
     def _set_target(self, path: Path, target: str) -> None:
-        """Write the class of a word in the highest file that has the word, and in the view."""
+        """Replace a word by its class in the highest file that contains it, and in the view."""
         self._write(path, {TARGET: target})
         if is_word(get(self.view, path)):
             get(self.view, path[:-1])[path[-1]] = {TARGET: target}
 
     def _expand(self, path: Path) -> None:
-        """Turn an interpolation of a whole component into one for each of its values, so that a layer can change some.
+        """Replace an interpolation of a whole component by one interpolation per value, so that a layer can set some.
 
-        On the command line Hydra itself would replace the interpolation, and with it all other values.
+        For overrides of the command line, Hydra would replace the interpolation, and so all other values.
         """
         text = get(self.view, path)
         source = re.fullmatch(r"\$\{([\w.]*\w)\}", text) if isinstance(text, str) else None
@@ -276,7 +277,7 @@ class Layers:
             self._write(path, linked)
 
     def _write(self, path: Path, value: Mapping[str, Any]) -> None:
-        """Replace a value in the highest file that has it."""
+        """Replace a value in the highest file that contains it."""
         for layer in reversed(self.files):
             if node_at(layer.config, path) is not None:
                 with flag_override(layer.config, ["struct", "readonly"], False):
@@ -285,16 +286,16 @@ class Layers:
 
     @staticmethod
     def _pop(config: DictConfig, key: str) -> Any:
-        if key not in config or OmegaConf.get_type(config) is not dict:  # the schema has the keys of the report
+        if key not in config or OmegaConf.get_type(config) is not dict:  # the schema contains the keys of `REPORT`
             return None
         with flag_override(config, ["struct", "readonly"], False):
             found = config.pop(key)
         return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
 
-    # --- reading ---
+    # --- access ---
 
     def _mapping(self, path: Path) -> dict[str, Any]:
-        """The mapping at a path of the view, through an interpolation; empty where there is none."""
+        """Return the mapping at a path of the view, with interpolations resolved; empty if there is none."""
         found = get(self.view, path)
         if isinstance(found, str) and "${" in found:
             found = self._interpolated(found)
@@ -307,14 +308,14 @@ class Layers:
         try:
             value = OmegaConf.create({**self.view, "_asked_": text})._get_node("_asked_")._maybe_dereference_node()  # type: ignore[union-attr]
             if value is None:
-                return None  # of a key outside the components, or of one that a higher layer sets
+                return None  # the key is outside the components, or a higher layer sets it
             return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()
         except OmegaConfBaseException:
             return None
 
 
 def _links(node: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A mapping of interpolations to the values of the mapping `node` at the key `source`."""
+    """Return interpolations of the values of the mapping `node` at the key `source`."""
     return {
         key: _links(value, f"{source}.{key}")
         if isinstance(value, dict)
@@ -333,7 +334,7 @@ def _resolved(place: Place, word: Word) -> str:
 
 
 def _contradicts(upper: Any, lower: Any) -> bool:
-    """Whether an override sets a place otherwise than its owner; the classes of two mappings are compared later."""
+    """Return whether an override contradicts the owner of its key. The classes of two mappings are compared later."""
     if isinstance(upper, dict):
         if lower is None or lower == NONE:
             return True

@@ -1,7 +1,7 @@
-"""Hydra's config loader with the layers of realign, and the Hydra application that uses it.
+"""Hydra config loader that applies the layers of realign, and the Hydra application that uses it.
 
-Hydra composes every config of the project through `LayeredLoader`: for `compose`, for a run, for each run of a sweep
-and for `--cfg`, so that all of them agree.
+All configs of the project are composed through `LayeredLoader`: by `compose`, runs, sweeps and `--cfg`. So all of them
+have the same result.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from realign.config.layers import Layers
 from realign.config.schema import REPORT
 
 HYDRA_VERSION = "1.3"
-"""The behavior that is asked of Hydra (its `version_base`)."""
+"""Compatibility version of Hydra (`version_base`)."""
 
 
 class LayeredLoader(ConfigLoaderImpl):
-    """Changes the files of a config, and the overrides over them, before Hydra merges them."""
+    """Config loader that changes the files and overrides of a config before Hydra merges them."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
@@ -66,7 +66,7 @@ class LayeredLoader(ConfigLoaderImpl):
 
 
 def whole_config(overrides: Sequence[str]) -> DictConfig:
-    """What Hydra makes of the overrides of one run, with its own node."""
+    """Compose the config of one run, including the `hydra` node."""
     with _Application() as hydra:
         return hydra.compose_config(
             config_name="config",
@@ -78,7 +78,7 @@ def whole_config(overrides: Sequence[str]) -> DictConfig:
 
 
 def run_application(task: Callable[[DictConfig], Any], overrides: Sequence[str], multirun: bool) -> None:
-    """Run `task` as a Hydra application on one config, or on each of a sweep."""
+    """Run `task` as a Hydra application on one config, or on each config of a sweep."""
     words = list(overrides)
     with _Application() as hydra:
         mode = RunMode.MULTIRUN if multirun else hydra.get_mode("config", words) or RunMode.RUN
@@ -87,7 +87,7 @@ def run_application(task: Callable[[DictConfig], Any], overrides: Sequence[str],
 
 
 def show_config(overrides: Sequence[str], kind: str, package: str | None, resolve: bool) -> None:
-    """Print a composed config (`--cfg`): that of the job, of Hydra, or all."""
+    """Print a composed config (`--cfg`). `kind` selects the config of the job, of Hydra, or both."""
     with _Application() as hydra:
         hydra.show_cfg(config_name="config", overrides=list(overrides), cfg_type=kind, package=package, resolve=resolve)
 
@@ -99,7 +99,7 @@ def show_info(overrides: Sequence[str], kind: str) -> None:
 
 
 class _Application:
-    """Hydra over the experiments, as a context: it is global while it is open."""
+    """Context manager of the Hydra application; sets Hydra's global instance while it is open."""
 
     def __enter__(self) -> Hydra:
         version.setbase(HYDRA_VERSION)

@@ -1,4 +1,7 @@
-"""Places of the config: which class a key holds, found from the classes above it and imported only when asked."""
+"""Places of the config: keys that can contain a component, and the class of this component.
+
+The class follows from the classes of the parent keys. Classes are imported only when needed.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from realign.config.words import class_of_word, import_path, members
 
 
 class Root(NamedTuple):
-    """A root key of the config that holds components."""
+    """A root key of the config that contains components."""
 
     kind: str
-    """Import path of the class, protocol or return type that its components have."""
+    """Import path of the class, protocol or return type of its components."""
     default: str | None = None
-    """Import path of the class where no `_target_` is given."""
+    """Import path of the class to use without `_target_`."""
     per_role: bool = False
-    """Whether it maps names to components."""
+    """Whether the root key maps names to components."""
 
 
 ROOTS: Mapping[str, Root] = MappingProxyType(
@@ -45,33 +48,33 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
 
 
 class Field(NamedTuple):
-    """What a class says about one of its fields."""
+    """Annotation and default of a field."""
 
     annotation: Any
     default: Callable[[], Any]
 
 
 class Place:
-    """A key that can hold a component; reads classes only when a question needs them."""
+    """A config key that can contain a component. Imports classes only when needed."""
 
     def __init__(self, key: str, declared: Callable[[], tuple[Any, Any]], is_root: bool = False) -> None:
-        """Args: the full key; gives the annotation and the default value (None: none); whether it is a root place."""
+        """Store the full key, a function that returns annotation and default value, and whether this is a root key."""
         self.key = key
         self.is_root = is_root
         self._declared = declared
 
     @cached_property
     def declared(self) -> tuple[Any, Any]:
-        """The annotation and the default value; two `None`s where they cannot be known."""
-        with suppress(Exception):  # building the component reports whatever is wrong with it
+        """The annotation and the default value; both are None if they are unknown."""
+        with suppress(Exception):  # building the component reports its errors
             return self._declared()
         return None, None
 
     def chosen(self, target: Any) -> Any:
-        """The class (or graph function) that stands here under a `_target_`, or by default under None.
+        """Return the class (or graph function) that a `_target_` selects here; None as target selects the default.
 
         Returns:
-            None if it cannot be known, or is not of the kind that the place asks for: building reports that.
+            The class; None if it is unknown or of the wrong kind, which building reports.
         """
         annotation, default = self.declared
         if annotation is None:
@@ -89,27 +92,27 @@ class Place:
         return kinds[0] if len(kinds) == 1 else None
 
     def fields(self, target: Any) -> dict[str, Field] | None:
-        """The fields of the class that stands here under a `_target_`; None if they cannot be read."""
+        """Return the fields of the class that a `_target_` selects here; None if they cannot be read."""
         cls = self.chosen(target)
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # building reports errors, as in `declared`
             return None if cls is None else fields_of(cls)
         return None
 
     def of_word(self, word: str) -> str | None:
-        """The import path that a word means here; None where no component can be chosen by word.
+        """Return the import path of the class that a word selects here; None if this place accepts no words.
 
         Raises:
-            ConfigError: the place takes words, and this is none of them.
+            ConfigError: the place accepts words, and this word is not one of them.
         """
         cls = class_of_word(word, self.declared[0], self.key)
         return None if cls is None else import_path(cls)
 
     def child(self, name: str, target: Any) -> Place:
-        """The place of a field.
+        """Return the place of a field.
 
         Args:
-            name: of the field.
-            target: the `_target_` that stands at this place; None: the default.
+            name: Name of the field.
+            target: `_target_` of the component at this place; None selects the default.
         """
         return Place(f"{self.key}.{name}", lambda: self._field(name, target))
 
@@ -121,18 +124,18 @@ class Place:
         field = fields_of(cls).get(name)
         if field is None:
             return None, None
-        inherits = target is None and type(default) is cls  # fields are laid over the value that stands there
+        inherits = target is None and type(default) is cls  # fields override those of the default value
         return field.annotation, getattr(default, name, None) if inherits else field.default()
 
 
 def place_of(path: tuple[str, ...]) -> Place:
-    """The root place at a path: `("data",)`, `("models", "actor")`."""
+    """Return the root place at a path, such as `("data",)` or `("models", "actor")`."""
     root = ROOTS[path[0]]
     return Place(".".join(path), lambda: (import_target(root.kind, path[0]), root.default), is_root=True)
 
 
 def fields_of(cls: Any) -> dict[str, Field]:
-    """The fields of a dataclass, or the parameters of a graph function, by name."""
+    """Return the fields of a dataclass, or the parameters of a graph function, by name."""
     if inspect.isclass(cls) and dataclasses.is_dataclass(cls):
         hints = get_type_hints(cls)
         return {f.name: Field(hints[f.name], _default_of(f)) for f in dataclasses.fields(cls) if f.init}

@@ -1,4 +1,4 @@
-"""Keys of earlier versions, with the keys that replaced them."""
+"""Config keys of earlier versions, and the keys that replaced them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "rollout.mode": "rollout",
     }
 )
-"""Old key -> its new key, or, if that has a space, what to do instead. `*` stands for one name, the same on both sides.
-Keys below an old key move with it."""
+"""Old key -> new key. A value that contains a space is an instruction instead of a key. `*` matches one name, which is
+the same in both keys. Nested keys are renamed too."""
 
 
 def renamed(key: str) -> str | None:
-    """The message about a key that an earlier version had; None for any other key."""
+    """Return the message about a key of an earlier version; None for any other key."""
     parts = key.split(".")
     for old, new in RENAMED.items():
         pattern = old.split(".")

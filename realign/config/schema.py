@@ -1,8 +1,8 @@
-"""`ExperimentConfig`: what may stand in an experiment's YAML, with units in the names.
+"""`ExperimentConfig`: schema of an experiment's YAML file. Names of settings contain their unit.
 
-A component is a mapping with `_target_`, the import path of a dataclass, and fields of that dataclass. Its defaults
-live in the dataclass and nowhere else; those of the run live here and in `realign.runtime.Experiment`, which a test
-holds together (this module may not import torch).
+A component is a mapping with `_target_`, the import path of a dataclass, and values of its fields. Defaults of a
+component are defined only in its dataclass. Defaults of the run are defined here and in `realign.runtime.Experiment`,
+because this module must not import torch. A test checks that both agree.
 """
 
 from __future__ import annotations
@@ -25,108 +25,111 @@ COMPONENTS = (
     "runtime",
     "rollout",
 )
-"""Root keys that hold components: open to any key in Hydra, checked against the classes when they are built."""
+"""Root keys that contain components. Hydra accepts any key in them; building checks the keys against the classes."""
 
 REPORT = ("dropped", "owners")
-"""Root keys that only the composition sets."""
+"""Root keys that only `compose` sets."""
 
 
 @dataclass
 class MicroBatchConfig:
-    """How large a forward pass may be; invisible in loss, gradient and metrics."""
+    """Size of a forward pass. It does not change loss, gradient or metrics."""
 
     max_tokens_per_microbatch: int | None = 16384
-    """Packed tokens of one forward pass; null sets no limit."""
+    """Maximum number of packed tokens in one forward pass; null sets no limit."""
     n_microbatches: int = 1
-    """At least this many, as far as there are groups to part."""
+    """Minimum number of micro-batches, limited by the number of groups."""
 
 
 @dataclass
 class CheckpointConfig:
-    """When a run writes all that it needs to go on; one is written at the end and on Ctrl-C or SIGTERM in any case."""
+    """Schedule of the checkpoints for resuming. A run also writes one at its end and on Ctrl-C or SIGTERM."""
 
     every_steps: int | None = None
-    """Steps between two."""
+    """Interval between checkpoints in steps; null sets no step interval."""
     every_minutes: float | None = 10.0
-    """Minutes of training between two; whichever of the two limits comes first."""
+    """Interval between checkpoints in minutes of training; null sets no time interval. If both intervals are set, the
+    first one to elapse triggers a checkpoint."""
     keep: int = 2
-    """How many stay, the latest ones."""
+    """Number of most recent checkpoints to keep."""
 
 
 @dataclass
 class ExperimentConfig:
-    """The root. One step is one pass over the graph with `batch_prompts` prompts."""
+    """Root of the config. One step is one pass over the graph with `batch_prompts` prompts."""
 
     name: str = "unnamed"
-    """For people and file names."""
+    """Name of the run in output and file names."""
     seed: int = 0
-    """Root of every random choice of the run."""
+    """Seed from which all random numbers of the run are derived."""
     output_dir: str = "runs/${name}"
-    """Gets the resolved config, metrics, samples and models."""
+    """Output folder for the resolved config, metrics, samples, models and checkpoints."""
     overwrite: bool = False
-    """Whether an earlier run in `output_dir` may be replaced."""
+    """Whether to replace an earlier run in `output_dir`."""
     checkpoint: CheckpointConfig | None = field(default_factory=CheckpointConfig)
-    """When to write what the run needs to go on after whatever ends it; null: never."""
+    """Schedule of the checkpoints for resuming an interrupted run; null writes none."""
     resume: str | None = None
-    """auto: go on from the newest good checkpoint in `output_dir`, or start if there is none; a path: from that
-    checkpoint, or from the newest of that run; null: start."""
+    """auto: resume from the newest valid checkpoint in `output_dir`, or start a new run if there is none. A path:
+    resume from this checkpoint, or from the newest checkpoint of this run. null: start a new run."""
     resume_allow: list[str] = field(default_factory=list)
-    """Keys of the config that may differ from the one that the checkpoint was written under."""
+    """Config keys that may differ from the config of the checkpoint."""
     resume_skip: list[str] = field(default_factory=list)
-    """What not to take from the checkpoint: optimizer, data, random, interfaces, counters."""
+    """Parts of the checkpoint to skip when resuming: optimizer, data, random, interfaces, counters."""
     steps: int = MISSING
-    """Passes over the graph."""
+    """Number of training steps (passes over the graph)."""
     batch_prompts: int = MISSING
-    """Prompts per step."""
+    """Number of prompts per step."""
     microbatch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
-    """Token budget of a forward pass, for every role."""
+    """Token budget of a forward pass, for all roles."""
     models: dict[str, Any] = field(default_factory=dict)
-    """Role -> component that loads a model; `_target_` defaults to realign.engines.TransformersModel."""
+    """Role -> component that loads its model; `_target_` defaults to realign.engines.TransformersModel."""
     interfaces: dict[str, Any] = field(default_factory=dict)
-    """Role -> component that is a ModelInterface: the algorithm."""
+    """Role -> ModelInterface component that implements its algorithm."""
     graph: dict[str, Any] = field(default_factory=dict)
-    """`_target_`: a function annotated `-> DataflowGraph`; the other keys are its keyword arguments."""
+    """Dataflow graph: `_target_` is a function annotated `-> DataflowGraph`, and the other keys are its arguments."""
     sync: dict[str, Any] = field(default_factory=dict)
-    """Role -> what it takes of a trained role's weights at the end of a step: of, weight, every_steps; `_target_`:
-    realign.api.Sync."""
+    """Role -> update of its weights from a trained role at the end of a step: of, weight, every_steps. `_target_`
+    defaults to realign.api.Sync."""
     data: dict[str, Any] = field(default_factory=dict)
     """Component that loads the training prompts."""
     shuffle: bool = True
-    """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
+    """Whether to shuffle the rows in each epoch. The order is a pure function of seed and epoch."""
     dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
-    """Sample until enough prompts have passed a filter; `_target_`: realign.runtime.DynamicSampling; empty: off."""
+    """Dynamic sampling: sample until enough prompts have passed a filter. `_target_` defaults to
+    realign.runtime.DynamicSampling; empty or null disables it."""
     evaluation: dict[str, Any] | None = field(default_factory=dict)
-    """Held-out prompts, answered and judged now and then; `_target_`: realign.runtime.Evaluation, or LossEvaluation for
-    the loss on held-out rows; empty: none."""
+    """Periodic evaluation on held-out prompts. `_target_` defaults to realign.runtime.Evaluation; LossEvaluation
+    computes the loss on held-out rows. Empty or null disables it."""
     calibration: dict[str, Any] | None = field(default_factory=dict)
-    """Gain and bias of a reward model before or after training; `_target_`: realign.runtime.RewardCalibration; empty:
-    none."""
+    """Calibration of the gain and bias of a reward model, before or after training. `_target_` defaults to
+    realign.runtime.RewardCalibration; empty or null disables it."""
     save_every_steps: int | None = None
-    """Write the trained models every n steps; they are written at the end in any case."""
+    """Interval in steps at which the trained models are saved; null saves them only at the end."""
     keep_saves: int | None = None
-    """How many of the folders that `save_every_steps` made stay, the latest ones; null keeps all."""
+    """Number of most recent saves from `save_every_steps` to keep; null keeps all."""
     save_best: str | None = None
-    """Metric, such as eval/reward, at whose largest value so far the models are written to `best`; a `-` in front
-    (-eval/nll) takes the smallest."""
+    """Metric, such as eval/reward, whose best value determines the models saved to `best`. Larger is better; a leading
+    `-` (-eval/nll) means that smaller is better. null saves no best models."""
     sample_prompts: int = 1
-    """Prompts per step whose responses and rewards go to samples.jsonl (`batch_prompts`: those of all)."""
+    """Number of prompts per step whose responses and rewards are written to samples.jsonl (`batch_prompts`: all)."""
     print_samples_every_steps: int | None = None
-    """Show three of a step's responses, with reward and KL, every n steps; null: never."""
+    """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """Where metrics go besides metrics.jsonl: any name -> component such as `_target_: realign.runtime.TensorBoard`."""
+    """Metric loggers besides metrics.jsonl: any name -> component, such as `_target_: realign.runtime.TensorBoard`."""
     runtime: dict[str, Any] = field(default_factory=dict)
-    """Where models live and who calls them: config group `runtime` (local, ray); `_target_`:
+    """Placement and execution of the models: config group `runtime` (local, ray). `_target_` defaults to
     realign.runtime.runtime_spec.Local."""
     rollout: dict[str, Any] = field(default_factory=dict)
-    """When responses are sampled: config group `rollout` (sync, async); `_target_`:
+    """Synchronous or asynchronous rollout: config group `rollout` (sync, async). `_target_` defaults to
     realign.runtime.rollout.spec.Sync."""
     ratio_tolerance: float = 1e-3
-    """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
+    """Largest |log-prob difference| between sampler and trainer, in nats, before the first update. A larger difference
+    raises a warning, or an error with `strict_ratio`."""
     strict_ratio: bool = False
-    """Stop, rather than warn, when it is larger."""
+    """Whether to stop the run, rather than warn, when the difference exceeds `ratio_tolerance`."""
     threads: int | None = None
-    """CPU threads of torch; null leaves torch's own choice."""
+    """Number of CPU threads of torch; null keeps torch's default."""
     dropped: list[str] = field(default_factory=list)
-    """Set by the composition: keys of lower layers that do not reach the run, with their file."""
+    """Set by `compose`: discarded keys of lower layers, with their file."""
     owners: dict[str, str] = field(default_factory=dict)
-    """Set by the composition: place -> the layer that owns it, such as algorithm=gspo."""
+    """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""

@@ -1,4 +1,4 @@
-"""What a `_target_` names: importing it, whether it may stand in its place, and what could have been meant."""
+"""Import the object that a `_target_` names, check its kind, and suggest alternatives in errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from realign.config.errors import ConfigError, one_line, suggest
 
 OURS = "realign"
 ROOMS = ("interfaces", "engines", "data", "runtime")
-"""Packages of realign that components stand in."""
+"""Packages of realign that contain components."""
 NEAR = 0.75
-"""How alike a name must be to be taken for a misspelt one."""
+"""Minimum similarity (0 to 1) of two names to suggest one for the other."""
 EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
     {
         "ModelInterface": "realign.interfaces.grpo.GRPOActorInterface",
@@ -29,21 +29,21 @@ EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
         "TrackerSpec": "realign.runtime.TensorBoard",
     }
 )
-"""A component of ours for each kind of place, or for places of a name."""
+"""Example component of realign for each kind of component, or for each name of a role."""
 Fits: TypeAlias = Callable[[Any], bool]
-"""Whether an object may stand in a place of the config."""
+"""Predicate for the objects that a config key accepts."""
 
 
 def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
-    """The object at a dotted import path; the error names the nearest thing that exists.
+    """Import the object at a dotted path. Errors suggest the nearest existing object.
 
     Args:
-        path: of the object.
-        where: the key, for messages.
-        fits: which objects may stand there; only those are suggested. None: all.
+        path: Import path of the object.
+        where: Config key, for messages.
+        fits: Predicate for the objects to suggest; None accepts all.
 
     Raises:
-        ConfigError: no such module or attribute, or the module cannot be imported.
+        ConfigError: the module or attribute does not exist, or importing the module fails.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{where} must be an import path such as package.module.Class, found {path!r}")
@@ -70,13 +70,13 @@ def _import(name: str, where: str) -> ModuleType | None:
         if error.name == name:
             return None
         raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
-    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
+    except (Exception, SystemExit) as error:  # importing a module can raise any exception
         kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
         raise ConfigError(one_line(f"{where}: importing {name} failed: {kind}{error}")) from error
 
 
 def _contents(found: Any, fits: Fits | None) -> Iterable[str]:
-    """Names that could have come next in an import path: modules, and what is defined in `found` and fits."""
+    """Return valid continuations of an import path: submodules, and accepted objects defined in `found`."""
     if found is None:
         return (module.name for module in pkgutil.iter_modules())
     if not isinstance(found, ModuleType):
@@ -86,7 +86,7 @@ def _contents(found: Any, fits: Fits | None) -> Iterable[str]:
 
 
 def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
-    """Names of the classes and functions that a module offers, and not merely imports, and that fit."""
+    """Return the names of the accepted classes and functions that a module defines or lists in `__all__`."""
     offered = getattr(module, "__all__", ())
     return [
         name
@@ -99,12 +99,14 @@ def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
 
 
 def beside(path: str, fits: Fits, kind: str) -> str:
-    """The end of a message about an object of the wrong kind: what of the right kind stands in the same module.
+    """Return the end of a message about an object of the wrong kind: accepted objects of the same module.
+
+    If the module has none, the message ends with an example from realign.
 
     Args:
-        path: of the object.
-        fits: which objects are of the right kind.
-        kind: its name; where the module has nothing, an example of ours.
+        path: Import path of the object.
+        fits: Predicate for the accepted objects.
+        kind: Name of the required kind.
     """
     module = sys.modules.get(path.rpartition(".")[0])
     names = sorted(_defined(module, fits)) if module is not None else []
@@ -114,13 +116,13 @@ def beside(path: str, fits: Fits, kind: str) -> str:
 
 
 def such_as(kind: str, where: str = "") -> str:
-    """The end of a message about a place for components of a kind, at the key `where`: one that realign has."""
+    """Return the end of a message about a required kind of component at the key `where`: an example from realign."""
     example = EXAMPLE_TARGETS.get(where.rpartition(".")[2]) or EXAMPLE_TARGETS.get(kind)
     return f", such as {example}" if example and kind in EXAMPLE_TARGETS else ""
 
 
 def _hint(path: str, part: str, found: Any, fits: Fits | None) -> str:
-    """The end of a message about an import path that ends at `part`, which is not in `found`."""
+    """Return the end of a message about an import path whose name `part` does not exist in `found`."""
     names = list(_contents(found, fits))
     here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
     elsewhere = _elsewhere(path, found, fits) if fits is not None else None
@@ -130,9 +132,9 @@ def _hint(path: str, part: str, found: Any, fits: Fits | None) -> str:
 
 
 def _elsewhere(path: str, found: Any, fits: Fits) -> str | None:
-    """The import path of what fits in realign and is called as `path` ends, or nearly so; for a bare name, too.
+    """Return the import path of the accepted object of realign whose name is nearest to the last name of `path`.
 
-    Only modules of realign are looked through: importing those of others could do anything.
+    `path` may be a bare name. Searches only modules of realign, because importing other modules can have side effects.
     """
     rooms: tuple[str, ...]
     if found is None:
@@ -151,7 +153,7 @@ def _elsewhere(path: str, found: Any, fits: Fits) -> str | None:
 
 
 def misfit(cls: type, kind: Any) -> str | None:
-    """Why a class is not of the kind that a place asks for, as the end of a message; None if it is."""
+    """Return why a class is not of the required kind, as the end of a message; None if it is."""
     if not getattr(kind, "_is_protocol", False):
         if not (inspect.isclass(kind) and issubclass(cls, kind)):
             return ""

@@ -1,4 +1,4 @@
-"""Nested mappings by path, as plain values and as the nodes of a file that OmegaConf loaded."""
+"""Access to nested mappings by path, for plain values and for OmegaConf nodes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from omegaconf import DictConfig, flag_override
 
 Path = tuple[str, ...]
-"""The names of a dotted key."""
+"""Names of a dotted key."""
 MISSING = object()
-"""A default that no config holds."""
+"""Default that differs from every config value."""
 
 
 def get(node: Any, path: Path, default: Any = None) -> Any:
-    """The value at a path of nested mappings, or the default."""
+    """Return the value at a path of nested mappings, or the default."""
     for name in path:
         if not isinstance(node, dict) or name not in node:
             return default
@@ -23,18 +23,18 @@ def get(node: Any, path: Path, default: Any = None) -> Any:
 
 
 def has(node: Any, path: Path) -> bool:
-    """Whether nested mappings have a path."""
+    """Return whether nested mappings contain a path."""
     return get(node, path, MISSING) is not MISSING
 
 
 def remove(node: Any, path: Path) -> None:
-    """Remove a path of nested mappings, if it is there."""
+    """Remove a path of nested mappings, if it exists."""
     if isinstance(parent := get(node, path[:-1]), dict):
         parent.pop(path[-1], None)
 
 
 def merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> None:
-    """Lay nested mappings over others, in place."""
+    """Merge nested mappings into `lower`, in place. Values of `upper` have precedence."""
     for key, value in upper.items():
         if isinstance(value, dict):
             below = lower.get(key)
@@ -45,7 +45,7 @@ def merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> None:
 
 
 def leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Path and value of everything below a node that is no mapping with entries."""
+    """Yield path and value of every leaf below a node. An empty mapping is a leaf."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from leaves(value, (*path, str(key)))
@@ -54,7 +54,7 @@ def leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def node_at(config: Any, path: Path) -> Any:
-    """The node at a path of a file, not followed through interpolations; None where there is none."""
+    """Return the node at a path of a file, without resolving interpolations; None if there is none."""
     for name in path:
         if (
             not isinstance(config, DictConfig)
@@ -68,7 +68,7 @@ def node_at(config: Any, path: Path) -> Any:
 
 
 def delete_leaf(config: DictConfig, path: Path, top: int) -> None:
-    """Remove a leaf of a file, and the mappings above it, down to the depth `top`, that it leaves empty."""
+    """Remove a leaf of a file, and its parent mappings of at least depth `top` that become empty."""
     with flag_override(config, ["struct", "readonly"], False):
         for depth in range(len(path), top - 1, -1):
             parent = node_at(config, path[: depth - 1])

@@ -1,6 +1,6 @@
-"""Components chosen by bare word: `objective=gspo` means the class `Gspo` in the module of the field's base class.
+"""Components selected by a word: `objective=gspo` selects the class `Gspo` in the module of the field's base class.
 
-Only fields annotated with a component class take words. Text, enums and paths keep their own meaning.
+Only fields annotated with a component class accept words. Words do not apply to text, enums and paths.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 from realign.config.errors import ConfigError, suggest
 
 TARGET = "_target_"
-"""The key of a component's import path."""
+"""Key of a component's import path."""
 NONE = "none"
-"""The word for `None`, wherever the annotation allows it."""
+"""Word for `None`, if the annotation allows it."""
 ONE_WORD = {"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"}
-"""Names that are one word although their capitals suggest two."""
+"""Names that count as one word although their capitals suggest two."""
 _LEAVES = (str, int, float, bool, complex, bytes, object, type(None), Path, list, tuple, dict, set)
 
 
 def snake_case(name: str) -> str:
-    """The word of a class: `GroupRelative` -> group_relative, `KLPenalty` -> kl_penalty, `LoRA` -> lora."""
+    """Return the word of a class: `GroupRelative` -> group_relative, `KLPenalty` -> kl_penalty, `LoRA` -> lora."""
     for written, word in ONE_WORD.items():
         name = name.replace(written, word)
     name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
@@ -34,22 +34,22 @@ def snake_case(name: str) -> str:
 
 
 def is_word(value: Any) -> TypeGuard[str]:
-    """Whether a value is text that can choose a component: one identifier other than `none` and `null`."""
+    """Return whether a value is text that can select a component: an identifier other than `none` and `null`."""
     return isinstance(value, str) and value.isidentifier() and value.lower() not in (NONE, "null")
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation itself."""
+    """Return the members of a union, or the annotation itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def is_optional(annotation: Any) -> bool:
-    """Whether an annotation allows `None`."""
+    """Return whether an annotation allows `None`."""
     return type(None) in members(annotation)
 
 
 def component_bases(annotation: Any) -> tuple[type, ...]:
-    """The component classes of an annotation; none when it also accepts text, which a word would be mistaken for."""
+    """Return the component classes of an annotation; none if it also accepts text, because a word is ambiguous then."""
     found = [member for member in members(annotation) if member is not type(None)]
     if any(map(_takes_text, found)):
         return ()
@@ -57,7 +57,7 @@ def component_bases(annotation: Any) -> tuple[type, ...]:
 
 
 def words_of(base: type) -> dict[str, type]:
-    """Each word of a component base class, with its class.
+    """Return the class of each word of a component base class.
 
     The variants of a base class are the dataclasses in its module that inherit from it. The base class itself is one of
     them unless it is abstract, or has no fields while it has variants.
@@ -82,25 +82,25 @@ def words_of(base: type) -> dict[str, type]:
 
 
 def choices(annotation: Any) -> list[str]:
-    """Every word that is valid for an annotation, with `none` where it allows `None`."""
+    """Return every word that is valid for an annotation, including `none` if it allows `None`."""
     words = [word for base in component_bases(annotation) for word in words_of(base)]
     return [*words, NONE] if words and is_optional(annotation) else words
 
 
 def class_of_word(word: str, annotation: Any, where: str) -> type | None:
-    """The class that a word chooses in a place with this annotation.
+    """Return the class that a word selects in a field with this annotation.
 
     Args:
-        word: an identifier.
-        annotation: of the field.
-        where: the key, for messages.
+        word: An identifier.
+        annotation: Annotation of the field.
+        where: Config key, for messages.
 
     Returns:
-        None where the annotation has no component class, or a single one that is called otherwise: then the word is an
-        ordinary value of the wrong type.
+        The class; None if the annotation has no component class, or a single one with another name. In these cases, the
+        word is an ordinary value of the wrong type.
 
     Raises:
-        ConfigError: the word is none of several valid ones.
+        ConfigError: the annotation has several words, and this word is not one of them.
     """
     known = {name: cls for base in component_bases(annotation) for name, cls in words_of(base).items()}
     if word in known:
@@ -112,7 +112,7 @@ def class_of_word(word: str, annotation: Any, where: str) -> type | None:
 
 
 def import_path(cls: type) -> str:
-    """The `_target_` of a class."""
+    """Return the `_target_` of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

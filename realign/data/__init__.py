@@ -1,4 +1,4 @@
-"""Datasets: rows of a file, written by a template, tokenized once, drawn in an order that is a pure function."""
+"""Datasets: read rows from a file, format them with a template, tokenize them once, and draw reproducible batches."""
 
 from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset, PackedTokens
 from realign.data.excerpt import Excerpt

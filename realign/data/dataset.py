@@ -1,4 +1,4 @@
-"""Datasets in memory: token ids packed in one array, handed out as `SequenceSample`s."""
+"""In-memory datasets: token ids packed in one array, returned as `SequenceSample`s."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ class Dataset(ABC):
 
     @abstractmethod
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
-        """Return the rows given as (epoch, row)."""
+        """Return the rows at the given (epoch, row) pairs."""
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence of a row; 0: unknown."""
+        """Length of the longest sequence in tokens; 0 if unknown."""
         return 0
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row, all its sequences together; 0: unknown."""
+        """Length of the longest row in tokens, summed over its sequences; 0 if unknown."""
         return self.longest_sequence
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text that comes with the rows, such as pretraining text; 0: there is none."""
+        """Length in tokens of the longest additional text of the rows, such as pretraining text; 0 if there is none."""
         return 0
 
 
 class DataSpec(ABC):
-    """Loads a dataset, such as `PromptData`. Inherit from it and implement `load`."""
+    """Base class of config nodes that load a dataset, such as `PromptData`. Subclasses implement `load`."""
 
     @abstractmethod
     def load(self, tokenizer: Any) -> Dataset:
-        """Read, check and tokenize the rows."""
+        """Read, validate and tokenize the rows."""
 
     def check(self, where: str) -> None:  # noqa: B027 (optional)
-        """Check the spec at the config key `where` before anything is loaded.
+        """Validate the spec at the config key `where` before anything is loaded.
 
         Raises:
-            ValueError: names the key, the value found and what is valid.
+            ValueError: the spec is invalid; names the key, the value and the valid choices.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """The token ids of N texts: `ids` [T] int32 one after another, and `starts` [N + 1] where each begins."""
+    """Token ids of N texts: `ids` [T] int32, concatenated, and `starts` [N + 1], the offset of each text."""
 
     ids: npt.NDArray[np.int32]
     starts: IntArray
 
     @classmethod
     def pack(cls, texts: Iterable[Sequence[int]]) -> PackedTokens:
-        """Pack one list of ids after another; only one of them needs to exist at a time."""
+        """Concatenate lists of ids. Reads one list at a time, so `texts` may be a generator."""
         ids = array("i")
         starts = [0]
         for text in texts:
@@ -87,7 +87,7 @@ class PackedTokens:
         return len(self.starts) - 1
 
     def gather(self, rows: IntArray) -> tuple[Tensor, Lengths]:
-        """The texts of these rows, packed (int64), with one sequence per prompt."""
+        """Return the texts of the given rows, packed (int64), with one sequence per prompt."""
         parts = [self.ids[a:b] for a, b in zip(self.starts[rows], self.starts[rows + 1], strict=True)]
         packed = np.concatenate(parts) if parts else self.ids[:0]
         lengths = self.starts[rows + 1] - self.starts[rows]
@@ -96,16 +96,16 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the rows of a file.
+    """Counts of the rows that were read, kept, dropped and truncated while loading a file.
 
     Attributes:
-        path: of the file.
-        rows_read: rows in it, up to the limit, and of the part that was asked for.
-        rows_kept: rows of the dataset.
-        rows_dropped: number of rows by the reason why they were left out.
-        rows_truncated: rows kept whose prompt lost its beginning.
-        tokens: number of tokens kept.
-        longest: tokens of the longest text kept.
+        path: Path of the file.
+        rows_read: Number of rows read, after applying the limit and the split.
+        rows_kept: Number of rows in the dataset.
+        rows_dropped: Number of dropped rows by reason.
+        rows_truncated: Number of kept rows whose prompt was truncated on the left.
+        tokens: Number of tokens in the dataset.
+        longest: Length of the longest kept text in tokens.
     """
 
     path: str
@@ -127,11 +127,11 @@ class LoadReport:
 
 @dataclass(frozen=True, eq=False)
 class PackedDataset(Dataset):
-    """Rows that can be drawn in any order, any number of times.
+    """Base class of datasets whose rows can be drawn in any order, any number of times.
 
     Attributes:
-        tokens: the token ids of each row.
-        report: what was read and what was left out.
+        tokens: Token ids of each row.
+        report: Counts of the rows that were read and dropped.
     """
 
     tokens: PackedTokens
@@ -151,15 +151,15 @@ class PackedDataset(Dataset):
         return self.report.longest
 
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
-        """The rows at these places, as `order.batch_indices` gives them, with the keys of the dataset.
+        """Return the rows at the given (epoch, row) pairs, with the keys of the dataset.
 
-        Ids are `"{row}@{epoch}"`, so a row drawn in two epochs may stand in one batch twice, as two prompts.
+        Ids are `"{row}@{epoch}"`, so one batch may contain a row twice, as two prompts from two epochs.
 
         Args:
-            rows: (epoch, row) of each prompt; rows count from 0.
+            rows: (epoch, row) of each prompt, as returned by `order.batch_indices`; rows count from 0.
 
         Raises:
-            ValueError: a row is outside the dataset, or one (epoch, row) is asked for twice.
+            ValueError: a row is outside the dataset, or an (epoch, row) pair occurs twice.
         """
         chosen = np.array([row for _, row in rows], dtype=np.int64)
         if len(outside := chosen[(chosen < 0) | (chosen >= len(self))]):
@@ -171,7 +171,11 @@ class PackedDataset(Dataset):
 
 
 def content_hash(dataset: Any) -> str | None:
-    """sha256 of what a dataset holds: tokens, lengths, the rows of its file; None if it holds no `PackedTokens`."""
+    """Return the SHA-256 of the contents of a dataset: tokens, lengths, and rows of its file.
+
+    Returns:
+        The hex digest; None if the dataset contains no `PackedTokens`.
+    """
     if not _holds_tokens(dataset):
         return None
     digest = hashlib.sha256()
@@ -190,7 +194,7 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
         yield np.ascontiguousarray(value).data
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            if field.name != "report":  # of what was left out: it names the file
+            if field.name != "report":  # it contains the path of the file, which is not content
                 yield from _contents(getattr(value, field.name))
     elif isinstance(value, list | tuple):
         for item in value:

@@ -1,4 +1,4 @@
-"""Which part of a text is asked about: a stretch of whole tokens, from one marker to another."""
+"""Excerpts: cut a text to a range of whole tokens between two markers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Excerpt:
-    """The query that openai/lm-human-preferences takes out of a longer text (config node).
+    """Excerpt of a longer text, as openai/lm-human-preferences extracts its queries (config node).
 
-    The text goes on after the first token that reads `start` (from its beginning, if nothing follows that token), is
-    cut to `max_tokens` tokens, and ends with the last token among them that reads `end`. A text without a marker that
-    is asked for is left out. A marker must be a token of its own: with GPT-2's tokenizer "." is not found in "...".
+    The excerpt begins after the first token that decodes to `start`. If that token is the last one, the excerpt begins
+    at the start of the text. The excerpt has at most `max_tokens` tokens, and ends with the last of them that decodes
+    to `end`. Rows whose text lacks a configured marker are dropped. A marker must be a whole token: GPT-2's tokenizer
+    encodes "..." as one token, so the marker "." does not match it.
     """
 
     start: str | None = None
-    """Begin after this; null begins at the start of the text."""
+    """Text of the token after which the excerpt begins; null begins at the start of the text."""
     max_tokens: int | None = None
-    """At most so many tokens, without start tokens, prefix and suffix; null for no limit."""
+    """Maximum length in tokens, excluding start tokens, prefix and suffix; null sets no limit."""
     end: str | None = None
-    """End with the last of these; null takes what `max_tokens` leaves."""
+    """Text of the token with which the excerpt ends (its last occurrence); null cuts at `max_tokens` only."""
 
     def __post_init__(self) -> None:
         if self.start is None and self.max_tokens is None and self.end is None:
@@ -39,11 +40,11 @@ class Excerpt:
                 raise ValueError(f"excerpt.{name} is empty; it must be the text of a token, or null")
 
     def apply(self, table: Table, column: str, tokenizer: PreTrainedTokenizerBase) -> Table:
-        """The rows that have an excerpt, which takes the place of the text in `column`.
+        """Return the rows that have an excerpt, with the text in `column` replaced by the excerpt.
 
         Raises:
-            ValueError: a text is not a string (names its row), no row is left, or the tokenizer does not tell where its
-                tokens stand in a text.
+            ValueError: a text is not a string (names its row), no row is left, or the tokenizer does not return
+                character offsets.
         """
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"excerpt needs a tokenizer that tells offsets, and {type(tokenizer).__name__} does not")
@@ -66,7 +67,7 @@ class Excerpt:
         return Table(table.path, rows, [table.places[i] for i in kept], table.unit, dict(dropped))
 
     def _stretch(self, tokens: list[str]) -> range | str:
-        """The places of the tokens that stay, or why the row is left out."""
+        """Return the indices of the tokens in the excerpt, or the reason why the row is dropped."""
         first, last = 0, len(tokens)
         if self.start is not None:
             if self.start not in tokens:
@@ -83,6 +84,9 @@ class Excerpt:
 
 
 def _slice(text: str, offsets: list[tuple[int, int]], stretch: range) -> Any:
-    """The text from the end of the token before to the end of the last: a token's own start may leave out its blank."""
+    """Return the text of a range of tokens, including the space before the first one.
+
+    The offset of a token may exclude its leading space. Therefore the text begins where the previous token ends.
+    """
     begin = offsets[stretch.start - 1][1] if stretch.start else 0
     return text[begin : offsets[stretch.stop - 1][1]] if len(stretch) else ""

@@ -1,4 +1,4 @@
-"""Rows of a JSONL, JSON or parquet file, or of a folder written by `datasets`' `save_to_disk`."""
+"""Read rows from a JSONL, JSON or parquet file, or from a folder written by `datasets`' `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The rows of one file, which can say where each of them stands.
+    """The rows of one file, with the position of each row in the file.
 
     Attributes:
-        path: of the file or folder.
-        rows: one dictionary each.
-        places: number of each row in its file, from 1.
-        unit: what the places count: "line" or "row".
-        dropped: number of rows of the file that are not here, by the reason why.
+        path: Path of the file or folder.
+        rows: The rows, one dictionary each.
+        places: Position of each row in its file, from 1.
+        unit: Unit of the positions: "line" or "row".
+        dropped: Number of dropped rows of the file by reason.
     """
 
     path: Path
@@ -36,14 +36,17 @@ class Table:
         return len(self.rows)
 
     def where(self, index: int) -> str:
-        """File and line (or row) of the row at `index`, for messages."""
+        """Return file and line (or row) of the row at `index`, for messages."""
         return f"{self.path}, {self.unit} {self.places[index]}"
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column; `question.text` or `answers.0` is the part of a column that holds objects or lists.
+        """Return the values of a column.
+
+        Args:
+            name: Name of the column. `question.text` or `answers.0` selects an item of an object or list in a column.
 
         Raises:
-            ValueError: a row does not have it; names the row, its columns and the nearest one.
+            ValueError: a row lacks the column; names the row, its columns and the nearest one.
         """
         values = []
         for index, row in enumerate(self.rows):
@@ -57,17 +60,18 @@ class Table:
 
 
 def read_rows(path: str | Path, limit: int | None = None) -> Table:
-    """Read the first `limit` rows (all of them if None) into memory.
+    """Read rows into memory.
 
     Args:
-        path: a `.jsonl` file (blank lines are skipped), a `.json` file that holds a list of objects, a `.parquet`
-            file, or the folder of one split written by `datasets`' `save_to_disk`.
-        limit: rows to read.
+        path: Path of a `.jsonl`, `.json` or `.parquet` file, or of the folder of one split written by `datasets`'
+            `save_to_disk`. Blank lines of `.jsonl` files are skipped. A `.json` file contains a list of objects.
+        limit: Maximum number of rows to read, from the start of the file; None reads all rows.
 
     Raises:
-        ValueError: nothing is there, it is of no known kind, a row is malformed (names its line), or there is no row.
+        ValueError: the path does not exist, its format is unknown, a row is malformed (names its line), or the file
+            contains no row.
     """
-    file = Path(os.path.expanduser(path))  # which leaves a ~name that nobody has
+    file = Path(os.path.expanduser(path))  # leaves ~name unchanged if no such user exists
     readers: dict[str, Callable[[Path, int | None], Table]] = {
         ".jsonl": _read_jsonl,
         ".json": _read_json,
@@ -75,7 +79,7 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
     }
     try:
         there = file.is_file() or file.is_dir()
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # for example, the name is too long
         raise ValueError(f"no file or folder {_short(path)}: {error.strerror}") from error
     if not there:
         raise ValueError(f"no file or folder {_short(path)}{_near_file(file)}")
@@ -132,18 +136,18 @@ def _read_json(file: Path, limit: int | None) -> Table:
 
 
 def _parsed(data: bytes, where: str, if_more: str = "") -> Any:
-    """What JSON says, if it is text that can be written again: an escape of half a character alone is none.
+    """Parse JSON, and reject text that UTF-8 cannot encode, such as an unpaired surrogate escape.
 
     Args:
-        data: of the file, or of one line.
-        where: it stands.
-        if_more: what to add to the error when something follows the JSON.
+        data: Content of the file, or of one line.
+        where: File and line, for messages.
+        if_more: Text to append to the error when further data follows the JSON value.
     """
     try:
         found = json.loads(data)
         if b"\\u" in data:
             json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # of the syntax, of the text encoding, or of the depth
+    except (ValueError, RecursionError) as error:  # invalid syntax, encoding or nesting depth
         raise ValueError(f"{where} is not JSON: {error}{if_more if 'Extra data' in str(error) else ''}") from error
     return found
 
@@ -173,7 +177,7 @@ def _read_folder(folder: Path, limit: int | None) -> Table:
         dataset = datasets.load_from_disk(str(folder))
         rows = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
         return _numbered(folder, rows.with_format(None).to_list())
-    except Exception as error:  # a file of it is damaged or missing, of which `datasets` says anything
+    except Exception as error:  # `datasets` raises various exceptions for missing or corrupt files
         raise ValueError(f"{folder} is no readable dataset: {type(error).__name__}: {error}") from error
 
 

@@ -1,7 +1,8 @@
-"""In which order rows are trained on: a pure function of the seed and the position in the stream.
+"""Training order of the rows: a pure function of the seed and the position in the stream.
 
-The stream is one epoch's permutation after another, cut into batches wherever they end. So no row is dropped, a
-dataset smaller than a batch still fills it, and any step is found without replaying the ones before (resuming).
+The stream concatenates one permutation of the rows per epoch. Batches are consecutive slices of the stream and may
+span epochs. So no row is dropped, and a dataset smaller than a batch still fills it. The batch of any step can be
+computed without replaying earlier steps, which resuming needs.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from realign.api.model import derive_seed
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> IntArray:
-    """[n] the permutation of rows 0 to n - 1 in this epoch; the same in every process and for every step."""
+    """Return the permutation [n] of rows 0 to n - 1 for an epoch; identical in every process and at every step."""
     bits = derive_seed(seed, "epoch_order", epoch)
-    # The legacy generator is the one whose stream numpy promises never to change: resumed runs depend on it.
+    # numpy guarantees the stream of the legacy generator only; resumed runs depend on it.
     return np.random.RandomState([bits & 0xFFFFFFFF, bits >> 32]).permutation(n).astype(np.int64)
 
 
 def batch_indices(n: int, batch_prompts: int, step: int, seed: int, shuffle: bool) -> list[tuple[int, int]]:
-    """The (epoch, row) of each prompt in the batch of a step (counted from 0), out of a dataset of `n` rows.
+    """Return the (epoch, row) of each prompt in the batch of a step (counted from 0), for a dataset of `n` rows.
 
     Raises:
-        ValueError: an empty dataset or batch, or a negative step.
+        ValueError: the dataset or the batch is empty, or the step is negative.
     """
     for name, value, least in (("n", n, 1), ("batch_prompts", batch_prompts, 1), ("step", step, 0)):
         if value < least:

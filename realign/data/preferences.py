@@ -1,4 +1,4 @@
-"""Prompts with several responses and what people said of them: for reward models and DPO."""
+"""Preference data: prompts with several labeled responses, for reward models and DPO."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class LabelKind(StrEnum):
-    """What a row says about the responses to its prompt."""
+    """Format of the preference labels in a row."""
 
     pairs = "pairs"
-    """Columns `chosen` and `rejected`, each a string, or lists of as many; labels 1, 0, 1, 0, ..."""
+    """Columns `chosen` and `rejected`: strings, or lists of equal length; labels are 1, 0, 1, 0, ..."""
     best_of_n = "best_of_n"
-    """Columns `responses` and `labels`: one label is 1, the others 0."""
+    """Columns `responses` and `labels`: one label is 1, all others are 0."""
     scalar_rating = "scalar_rating"
-    """Columns `responses` and `labels`: a rating of each."""
+    """Columns `responses` and `labels`: the label is the rating of a response."""
     scalar_compare = "scalar_compare"
-    """Columns `responses` and `labels`: neighbours are pairs, whose difference of labels was rated."""
+    """Columns `responses` and `labels`: neighbors form pairs; the difference of their labels is the rating."""
 
 
 class _Judged(NamedTuple):
-    """The responses of one row, as text."""
+    """The prompt, responses, labels and margins of one row, as text and numbers."""
 
     prompt: str
     responses: list[str]
@@ -49,30 +49,30 @@ class _Judged(NamedTuple):
 
 @dataclass
 class PreferenceData(DataSource):
-    """A file of prompts with judged responses (config node).
+    """A file of prompts with labeled responses (config node).
 
-    Every response is tokenized as in `SupervisedData`, after the same prompt. A row is one prompt of a batch, its
-    responses are the sequences. A pair of equal responses says nothing and is left out (its gradient is the noise of
-    rounding, and Adam makes whole steps of that); rows without another pair are counted as dropped.
+    Every response is tokenized as in `SupervisedData`, after the same prompt. A row is one prompt of a batch; its
+    responses are the sequences. Pairs of equal responses are dropped. Their gradient is rounding noise, which Adam
+    would scale up to full steps. Rows without any other pair are dropped and counted.
     """
 
     kind: LabelKind = LabelKind.pairs
-    """pairs | best_of_n | scalar_rating | scalar_compare."""
+    """Format of the labels: pairs | best_of_n | scalar_rating | scalar_compare."""
     chosen_column: str = "chosen"
-    """Column with the preferred response, or a list of them (kind=pairs)."""
+    """Column with the preferred response, or a list of responses (kind=pairs)."""
     rejected_column: str = "rejected"
-    """Column with the other response, or a list of them (kind=pairs)."""
+    """Column with the rejected response, or a list of responses (kind=pairs)."""
     margin_column: str | None = None
-    """Column with a number by which the chosen one is better, or a list of them (kind=pairs); null: 0."""
+    """Column with the preference margin of the chosen response, or a list of margins (kind=pairs); null uses 0."""
     responses_column: str = "responses"
-    """Column with a list of strings (other kinds)."""
+    """Column with the responses, a list of strings (other kinds)."""
     labels_column: str = "labels"
-    """Column with a list of numbers (other kinds)."""
+    """Column with the labels, a list of numbers (other kinds)."""
     max_tokens: int | None = None
-    """Length limit of prompt and response together, for the longest response of a row; null for none. A response is
-    never cut, and all responses of a row keep the same part of the prompt."""
+    """Maximum length in tokens of prompt plus longest response of a row; null sets no limit. Responses are never
+    truncated, and all responses of a row share the same truncated prompt."""
     append_eos: bool = True
-    """End each response with the tokenizer's EOS, unless one stands there already."""
+    """Append the tokenizer's EOS token to each response that does not already end with it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +91,7 @@ class PreferenceData(DataSource):
         """Read the file and tokenize it.
 
         Raises:
-            ValueError: names the file and line of a bad row, or says that no row is left.
+            ValueError: a row is invalid (names its file and line), or no row is left.
         """
         end, writer = Ending(tokenizer, self.append_eos), self.writer(tokenizer)
         start = writer.start()
@@ -136,14 +136,14 @@ class PreferenceData(DataSource):
         )
 
     def _says_something(self, responses: list[list[int]]) -> list[bool]:
-        """Of each response whether it stays: of pairs those whose two responses differ."""
+        """Return for each response whether to keep it: with kind=pairs, whether the responses of its pair differ."""
         if self.kind is not LabelKind.pairs:
             return [True] * len(responses)
         both = zip(responses[::2], responses[1::2], strict=True)
         return [chosen != rejected for chosen, rejected in both for _ in range(2)]
 
     def _judged(self, table: Table, writer: Writer) -> list[_Judged]:
-        """The rows as text, each checked against `kind`."""
+        """Return the rows as text, each validated against `kind`."""
         prompts = table.column(self.prompt_column)
         if self.kind is LabelKind.pairs:
             chosen, rejected = table.column(self.chosen_column), table.column(self.rejected_column)
@@ -195,10 +195,11 @@ def _numbers(name: str, values: Any, n: int) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class PreferenceDataset(PackedDataset):
-    """Judged responses in memory: per token `input_ids`, `prompt_mask`, `loss_mask`; per sequence `labels`, `margins`.
+    """Labeled responses in memory.
 
-    The tokens of a row are those of all its sequences, one after another; `report.longest` counts them together, which
-    is what a micro-batch must hold.
+    Keys per token are `input_ids`, `prompt_mask` and `loss_mask`; keys per sequence are `labels` and `margins`. A row
+    stores the tokens of all its sequences, concatenated. `report.longest` is the length of the longest row, which a
+    micro-batch must fit.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask", "labels", "margins")
@@ -210,7 +211,7 @@ class PreferenceDataset(PackedDataset):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with its response."""
+        """Length in tokens of the longest sequence (prompt plus response)."""
         return int(self.lengths.flat.max(initial=0))
 
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:

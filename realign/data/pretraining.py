@@ -1,6 +1,6 @@
-"""Prompts that bring texts along: the data of PPO-ptx (InstructGPT, arXiv:2203.02155).
+"""Prompts combined with pretraining texts: the data of PPO-ptx (InstructGPT, arXiv:2203.02155).
 
-There the policy goes on learning the texts that it was trained on before, while it learns from rewards.
+PPO-ptx adds a language-modeling loss on pretraining texts to the reinforcement-learning loss.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ TEXTS = ("input_ids", "loss_mask")
 
 @dataclass
 class WithPretraining(DataSpec):
-    """Two data nodes as one (config node): every prompt comes with rows of the second.
+    """Combination of two data nodes (config node): every prompt comes with rows of pretraining text.
 
-    The keys of the prompts are joined by `ptx_input_ids` and `ptx_loss_mask`. Which rows a prompt brings is a pure
-    function of `seed`, its row and its epoch: an epoch of n prompts takes the next `n * sequences_per_prompt` rows of
-    the stream of texts, which has epochs of its own, so that both datasets are used evenly whatever their sizes.
-    (DeepSpeed-Chat zips both and stops an epoch at the end of the shorter one.)
+    Samples have the keys of the prompts, `ptx_input_ids` and `ptx_loss_mask`. The text rows of a prompt are a pure
+    function of `seed`, its row and its epoch. An epoch of n prompts uses the next `n * sequences_per_prompt` rows of
+    the stream of texts. This stream has separate epochs, so both datasets are used evenly whatever their sizes.
+    (DeepSpeed-Chat zips both and ends an epoch with the shorter one.)
     """
 
     prompts: DataSpec
-    """The prompts, such as `realign.data.PromptData`."""
+    """Data node of the prompts, such as `realign.data.PromptData`."""
     pretraining: DataSpec
-    """What has keys `input_ids` and `loss_mask`: `realign.data.TextData` or `realign.data.SupervisedData`."""
+    """Data node with keys `input_ids` and `loss_mask`: `realign.data.TextData` or `realign.data.SupervisedData`."""
     sequences_per_prompt: int = 1
-    """Rows of `pretraining` that come with each prompt."""
+    """Number of `pretraining` rows per prompt."""
     seed: int = 0
-    """Of the order of the texts; `${seed}` takes the run's."""
+    """Seed of the order of the texts; `${seed}` uses the seed of the run."""
 
     def __post_init__(self) -> None:
         if self.sequences_per_prompt < 1:
             raise ValueError(f"sequences_per_prompt must be at least 1, found {self.sequences_per_prompt}")
 
     def check(self, where: str) -> None:
-        """See `DataSpec.check`; checks both."""
+        """Check both data nodes; see `DataSpec.check`."""
         self.prompts.check(f"{where}.prompts")
         self.pretraining.check(f"{where}.pretraining")
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptsWithPretraining:
-        """Load both.
+        """Load both datasets.
 
         Raises:
-            ValueError: as the nodes do; or the second dataset holds no row or lacks a key, or the first has its keys.
+            ValueError: a node raises it, or the pretraining dataset is empty or lacks a key.
         """
         prompts, texts = self.prompts.load(tokenizer), self.pretraining.load(tokenizer)
         if not len(texts):
@@ -67,13 +67,13 @@ class WithPretraining(DataSpec):
 
 @dataclass(frozen=True, eq=False)
 class PromptsWithPretraining(Dataset):
-    """Prompts in memory, with texts in keys `ptx_input_ids` and `ptx_loss_mask`.
+    """Prompts in memory, with pretraining texts in keys `ptx_input_ids` and `ptx_loss_mask`.
 
     Attributes:
-        prompts: the prompts.
-        texts: what comes along.
-        per_prompt: rows of `texts` for each prompt.
-        seed: of their order.
+        prompts: Dataset of the prompts.
+        texts: Dataset of the pretraining texts.
+        per_prompt: Number of rows of `texts` per prompt.
+        seed: Seed of the order of the texts.
     """
 
     prompts: Dataset
@@ -91,28 +91,28 @@ class PromptsWithPretraining(Dataset):
 
     @property
     def longest_sequence(self) -> int:
-        """See `Dataset`; of the prompts."""
+        """Length of the longest prompt sequence; see `Dataset`."""
         return self.prompts.longest_sequence
 
     @property
     def longest_row(self) -> int:
-        """See `Dataset`; of the prompts."""
+        """Length of the longest prompt sequence; see `Dataset`."""
         return self.prompts.longest_row
 
     @property
     def longest_text(self) -> int:
-        """See `Dataset`; of the pretraining text."""
+        """Length of the longest pretraining text; see `Dataset`."""
         return self.texts.longest_row
 
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
-        """The prompts at these places, given as (epoch, row), with their texts."""
+        """Return the prompts at the given (epoch, row) pairs, with their texts."""
         texts = self.texts.sample(self.texts_of(rows))
         counts = texts.lengths[TEXTS[0]].counts.reshape(len(rows), self.per_prompt).sum(1)
         lengths = Lengths(counts, texts.lengths[TEXTS[0]].flat)
         return self.prompts.sample(rows).with_data({f"ptx_{key}": texts[key] for key in TEXTS}, lengths=lengths)
 
     def texts_of(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The (epoch, row) of the texts of each prompt, `per_prompt` of them for one after the other."""
+        """Return the (epoch, row) of the texts of each prompt; the texts of one prompt are consecutive."""
         first = np.array([epoch * len(self.prompts) + row for epoch, row in rows], dtype=np.int64) * self.per_prompt
         places = (first[:, None] + np.arange(self.per_prompt)).ravel()
         epochs, inside = np.divmod(places, len(self.texts))

@@ -1,4 +1,4 @@
-"""Prompts to generate from."""
+"""Prompt data for generation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptData(DataSource):
-    """A file of prompts (config node); the whole row travels with its prompt, for the reward function."""
+    """A file of prompts (config node). Samples also contain the whole row, for the reward function."""
 
     max_prompt_tokens: int | None = None
-    """Length limit of a prompt, start tokens included; null for none."""
+    """Maximum length of a prompt in tokens, including start tokens; null sets no limit."""
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
         """Read the file and tokenize its prompts.
 
         Raises:
-            ValueError: names the file and line of a bad row, or says that no row is left.
+            ValueError: a row is invalid (names its file and line), or no row is left.
         """
         writer = self.writer(tokenizer)
         start = writer.start()
@@ -53,7 +53,7 @@ class PromptData(DataSource):
 
 @dataclass(frozen=True, eq=False)
 class PromptDataset(PackedDataset):
-    """Prompts in memory: key `prompt_ids`, and metadata `row` with the row of the file."""
+    """Prompts in memory: key `prompt_ids`, and metadata `row`, the row of the file."""
 
     keys: ClassVar[tuple[str, ...]] = ("prompt_ids", "row")
 

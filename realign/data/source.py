@@ -1,4 +1,4 @@
-"""What every dataset's config has in common: the file, the template, and the limit on length."""
+"""Base classes of dataset configs: file, template and length limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Text = TypeVar("_Text")
 
 
 class TooLong(StrEnum):
-    """What happens to a row over the length limit: leave it out, cut its prompt's beginning off, or stop."""
+    """What to do with a row over the length limit: drop it, truncate its prompt on the left, or raise an error."""
 
     drop = "drop"
     truncate_left = "truncate_left"
@@ -32,27 +32,27 @@ class TooLong(StrEnum):
 
 @dataclass
 class FileSource(DataSpec):
-    """A file of rows, or a part of it."""
+    """A file of rows, or one split of it."""
 
     path: str
-    """A .jsonl, .json or .parquet file, or a folder written by `datasets`' `save_to_disk`."""
+    """Path of a .jsonl, .json or .parquet file, or of a folder written by `datasets`' `save_to_disk`."""
     limit: int | None = None
-    """Read only so many rows from the file's start; null reads all."""
+    """Maximum number of rows to read from the start of the file; null reads all."""
     split: Split | None = None
-    """Take one of several disjoint parts of these rows, such as `{part: 0, weights: [2, 4, 4]}`; null takes all."""
+    """One of several disjoint parts of the rows to use, such as `{part: 0, weights: [2, 4, 4]}`; null uses all."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, or None for all rows, found {self.limit}")
 
     def check(self, where: str) -> None:
-        """Look at the first row, before anything is loaded: is there such a file, and has it the columns.
+        """Read the first row to check that the file exists and has the columns.
 
         Args:
-            where: key of this node, for messages.
+            where: Key of this node, for messages.
 
         Raises:
-            ValueError: names the key, what was found and the nearest file or column.
+            ValueError: the file or a column is missing; names the key, the value and the nearest file or column.
         """
         try:
             first = read_rows(self.path, 1)
@@ -65,37 +65,37 @@ class FileSource(DataSpec):
                 raise ValueError(f"{where}.{setting}: {error}") from error
 
     def column_settings(self) -> list[str]:
-        """Names of the fields that name columns which every row must have."""
+        """Return the names of the fields that contain the name of a required column."""
         return []
 
     def table(self) -> Table:
-        """The rows of the file that are asked for."""
+        """Return the rows of the file, after applying the limit and the split."""
         table = read_rows(self.path, self.limit)
         return table if self.split is None else self.split.apply(table)
 
 
 @dataclass
 class DataSource(FileSource):
-    """A file of rows, and how a prompt is written from one (config node)."""
+    """A file of rows, and the format of a prompt (config node)."""
 
     prompt_column: str = "prompt"
-    """Column with a string, or (template=chat) a string or a list of messages with role and content; `question.text` is
-    a part of a column."""
+    """Column with the prompt: a string, or with template=chat also a list of messages with role and content.
+    `question.text` selects an item of a column."""
     template: Template = Template.plain
-    """Plain text, or the tokenizer's chat template."""
+    """Prompt format: plain (text) or chat (the tokenizer's chat template)."""
     prefix: str = ""
-    """Text before the column."""
+    """Text before the prompt."""
     suffix: str = ""
-    """Text after the column."""
+    """Text after the prompt."""
     system: str = ""
-    """Text of a system message before the column (template=chat); empty for none."""
+    """Text of a system message before the prompt (template=chat); empty adds no message."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template, such as `{enable_thinking: false}`."""
+    """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
     too_long: TooLong = TooLong.drop
-    """What to do with a row over the length limit."""
+    """Handling of a row over the length limit: drop | truncate_left | error."""
     excerpt: Excerpt | None = None
-    """Take a part of the prompt column's text, such as `{max_tokens: 64, end: "."}`, which then stands in the row;
-    null takes the whole."""
+    """Excerpt of the prompt column to use, such as `{max_tokens: 64, end: "."}`. It replaces the text in the row.
+    null uses the whole text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,17 +115,17 @@ class DataSource(FileSource):
         return ["prompt_column"]
 
     def read(self, tokenizer: PreTrainedTokenizerBase) -> Table:
-        """The rows of the file that are asked for; `excerpt` counts tokens of `tokenizer`."""
+        """Return the rows of `table()`, after applying `excerpt`, which counts tokens of `tokenizer`."""
         table = self.table()
         return table if self.excerpt is None else self.excerpt.apply(table, self.prompt_column, tokenizer)
 
     def writer(self, tokenizer: PreTrainedTokenizerBase) -> Writer:
-        """What writes prompts as this config says."""
+        """Return the writer of prompts for this config."""
         return Writer(tokenizer, self.template, self.prefix, self.suffix, self.system, self.template_options)
 
 
 def each_row(table: Table, write: Callable[[int], _Text]) -> list[_Text]:
-    """`write(index)` for every row; its errors are told with the file and line."""
+    """Return `write(index)` for every row, and add the file and line to its errors."""
     written = []
     for index in range(len(table)):
         try:
@@ -137,13 +137,15 @@ def each_row(table: Table, write: Callable[[int], _Text]) -> list[_Text]:
 
 @dataclass
 class LengthLimit:
-    """Applies a length limit to one row after another, and counts what it did.
+    """Length limit that is applied row by row, with counts of dropped and truncated rows.
 
     Attributes:
-        setting: name of the config field, for messages.
-        tokens: the most that a text may have; None for no limit.
-        too_long: what to do above it.
-        start: number of start tokens, which truncation keeps.
+        setting: Name of the config field, for messages.
+        tokens: Maximum length of a text in tokens; None sets no limit.
+        too_long: Handling of longer texts.
+        start: Number of start tokens, which truncation keeps.
+        dropped: Number of dropped rows.
+        truncated: Number of truncated rows.
     """
 
     setting: str
@@ -158,7 +160,11 @@ class LengthLimit:
             raise ValueError(f"{self.setting} must be at least 1, or None for no limit, found {self.tokens}")
 
     def fit(self, prompt: list[int], where: str, response_tokens: int = 0) -> list[int] | None:
-        """The prompt, shortened if need be so that it fits together with its response; None to drop the row."""
+        """Return the prompt, truncated so that it fits together with its response; None to drop the row.
+
+        Raises:
+            ValueError: the text exceeds the limit, and `too_long` is error.
+        """
         length = len(prompt) + response_tokens
         if self.tokens is None or length <= self.tokens:
             return prompt
@@ -172,19 +178,19 @@ class LengthLimit:
         return prompt[: self.start] + prompt[len(prompt) - keep :]
 
     def report(self, table: Table, tokens: PackedTokens, dropped: Mapping[str, int] | None = None) -> LoadReport:
-        """What became of the rows of `table`; `dropped` counts others by reason; see `load_report`."""
+        """Return the report on the rows of `table`; `dropped` counts further dropped rows by reason (`load_report`)."""
         too_long = {f"longer than {self.setting}={self.tokens}": self.dropped} if self.dropped else {}
         return load_report(table, tokens, {**table.dropped, **(dropped or {}), **too_long}, self.truncated)
 
 
 def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], truncated: int = 0) -> LoadReport:
-    """What became of the rows of `table`, logged if any was changed or left out.
+    """Return the report on the rows of `table`, and log it if any row was dropped or truncated.
 
     Args:
-        table: the rows that were asked for.
-        tokens: the rows of the dataset that was made of them.
-        dropped: number of rows by the reason why they were left out.
-        truncated: rows that lost their beginning.
+        table: The rows of the file.
+        tokens: The rows of the resulting dataset.
+        dropped: Number of dropped rows by reason.
+        truncated: Number of rows truncated on the left.
 
     Raises:
         ValueError: no row is left.

@@ -1,4 +1,4 @@
-"""Parts of one file for the stages of a pipeline: disjoint, together the whole, the same for whoever asks."""
+"""Disjoint splits of one file for the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from realign.data.order import epoch_order
 
 @dataclass
 class Split:
-    """One of several parts into which a seed deals the rows of a file (config node).
+    """One of several disjoint, randomly assigned parts of the rows of a file (config node).
 
-    DeepSpeed-Chat gives 2, 4 and 4 tenths to SFT, reward model and RLHF. Each stage sets the same `weights` and `seed`
-    and another `part`; no row is in two parts.
+    All stages set the same `weights` and `seed`, and a different `part`. The parts together contain every row once.
+    DeepSpeed-Chat uses 20%, 40% and 40% of the rows for SFT, reward model and RLHF.
     """
 
     part: int = 0
-    """Which one, from 0."""
+    """Index of the part, from 0."""
     weights: list[float] = field(default_factory=lambda: [2, 4, 4])
-    """How large the parts are, relative to each other."""
+    """Relative sizes of the parts."""
     seed: int = 0
-    """Of the deal. It is not the run's seed, so that runs with different seeds have the same parts."""
+    """Seed of the assignment. It is independent of the seed of the run, so all runs use the same parts."""
 
     def __post_init__(self) -> None:
         if not self.weights or not all(weight > 0 for weight in self.weights):
@@ -32,10 +32,10 @@ class Split:
             raise ValueError(f"split.part must be from 0 to {len(self.weights) - 1}, found {self.part}")
 
     def apply(self, table: Table) -> Table:
-        """The rows of this part, in the order of the file.
+        """Return the rows of this part, in the order of the file.
 
         Raises:
-            ValueError: the file has too few rows to give one to this part.
+            ValueError: the file has too few rows, so this part is empty.
         """
         ends = np.rint(np.cumsum(self.weights) / sum(self.weights) * len(table)).astype(int)
         begin = ends[self.part - 1] if self.part else 0

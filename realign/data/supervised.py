@@ -1,4 +1,4 @@
-"""Prompts with given responses to learn from."""
+"""Supervised data: prompts with target responses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 class SupervisedData(DataSource):
     """A file of prompts and responses (config node).
 
-    Prompt and response are tokenized apart and joined as ids, as in generation: no token spans the border.
+    Prompt and response are tokenized separately and concatenated as ids, as in generation. No token spans both.
     """
 
     response_column: str = "response"
-    """Column with a string."""
+    """Column with the response, a string."""
     max_tokens: int | None = None
-    """Length limit of prompt and response together; null for none. A response is never cut: a row whose prompt would
-    be cut away whole is dropped."""
+    """Maximum length of prompt plus response in tokens; null sets no limit. Responses are never truncated. A row is
+    dropped if its response leaves no room for a prompt token."""
     append_eos: bool = True
-    """End each response with the tokenizer's EOS, unless one stands there already."""
+    """Append the tokenizer's EOS token to each response that does not already end with it."""
     train_on_prompt: bool = False
-    """Whether prompt tokens train too. A sequence's first token, which nothing predicts, never does."""
+    """Whether the loss includes prompt tokens. It never includes the first token of a sequence."""
 
     def column_settings(self) -> list[str]:
         """See `FileSource`."""
@@ -45,7 +45,7 @@ class SupervisedData(DataSource):
         """Read the file and tokenize it.
 
         Raises:
-            ValueError: names the file and line of a bad row, or says that no row is left.
+            ValueError: a row is invalid (names its file and line), or no row is left.
         """
         end = Ending(tokenizer, self.append_eos)
         writer = self.writer(tokenizer)

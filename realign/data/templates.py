@@ -1,4 +1,4 @@
-"""From a row's text to token ids: plain text or a chat template, with the start tokens that the tokenizer wants."""
+"""Format rows as plain text or with a chat template, and encode them as token ids."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, Any]
 
-# Texts handed to the tokenizer at once: enough to use its threads, few enough to hold as lists of Python ints.
+# Number of texts per tokenizer call: enough to use its threads, few enough to store as lists of Python ints.
 _BATCH = 2048
 
 
 class Template(StrEnum):
-    """How a prompt is written: as plain text, or as a conversation through the tokenizer's own chat template."""
+    """Prompt format: plain text, or a conversation formatted with the tokenizer's chat template."""
 
     plain = "plain"
     chat = "chat"
@@ -25,12 +25,13 @@ class Template(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Writer:
-    """Writes prompts, and prompts with responses, as text and as token ids.
+    """Formats prompts, and prompts with responses, as text.
 
-    Plain: `prefix` + column + `suffix`, after the start tokens that the tokenizer itself puts before a text (one BOS
-    for most tokenizers that have one), unless the text already begins with them.
-    Chat: exactly what `tokenizer.apply_chat_template` gives; the template alone decides about BOS. A string
-    column becomes one user message (between `prefix` and `suffix`), after a `system` message if there is one.
+    With template=plain, the text is `prefix` + column + `suffix`. The start tokens of the tokenizer (often one BOS)
+    precede the text, unless it already begins with them.
+
+    With template=chat, the text is the output of `tokenizer.apply_chat_template`; only the template decides about BOS.
+    A string becomes one user message (between `prefix` and `suffix`), after the `system` message if there is one.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -45,11 +46,11 @@ class Writer:
             raise ValueError("template=chat, but the tokenizer has no chat template; use template=plain")
 
     def start(self) -> list[int]:
-        """Tokens that stand before every text: none under a chat template, which writes its own."""
+        """Return the tokens before every text; none with template=chat, because the template writes them."""
         return [] if self.template is Template.chat else start_tokens(self.tokenizer)
 
     def prompt(self, value: Any) -> str:
-        """The text of a prompt, ready to be continued by a response.
+        """Return the text of a prompt, up to the position where the response begins.
 
         Raises:
             ValueError: the value is not a string (or, with template=chat, a list of messages).
@@ -62,11 +63,11 @@ class Writer:
         return self.prefix + value + self.suffix
 
     def pair(self, value: Any, response: Any) -> tuple[str, str]:
-        """The text of a prompt and, apart, the text of its response with all that a template puts after it.
+        """Return the text of a prompt and, separately, the text of its response with the template's ending.
 
         Raises:
-            ValueError: as `prompt`; or the response is not a string; or the template writes the prompt in another way
-                once there is a response, so that a model trained on it would not be asked what it was taught.
+            ValueError: the prompt is invalid (see `prompt`), the response is not a string, or the template formats the
+                prompt differently when a response follows. A model would then train on other prompts than it samples.
         """
         if not isinstance(response, str):
             raise ValueError(f"the response is {_short(response)}, expected a string")
@@ -102,29 +103,29 @@ class Writer:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
             )
-        except Exception as error:  # templates are programs: they raise of their own will, and for want of a key
+        except Exception as error:  # templates are programs: they can raise any exception
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return str(text)
 
 
 @dataclass(frozen=True, eq=False)
 class Ending:
-    """Ends responses: with one EOS, and without the blanks that a chat template writes after it.
+    """Callable that ends a response with one EOS, and removes the whitespace that a chat template writes after it.
 
     Raises:
-        ValueError: EOS is wanted, and the tokenizer has none.
+        ValueError: `append_eos` is set, and the tokenizer has no EOS token.
     """
 
     tokenizer: PreTrainedTokenizerBase
     append_eos: bool = True
-    """False leaves responses as they are."""
+    """Whether to end responses with EOS; false leaves them unchanged."""
 
     def __post_init__(self) -> None:
         if self.append_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("append_eos=true, but the tokenizer has no EOS token; set append_eos=false")
 
     def __call__(self, response: list[int]) -> list[int]:
-        """The ended response."""
+        """Return the response with its ending."""
         if not self.append_eos:
             return response
         eos = self.tokenizer.eos_token_id
@@ -136,7 +137,7 @@ class Ending:
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer puts before a text of its own accord (often one BOS, or nothing)."""
+    """Return the special tokens that the tokenizer adds before a text (often one BOS, or none)."""
     bare = tokenizer("x", add_special_tokens=False)["input_ids"]
     full = tokenizer("x")["input_ids"]
     for at in range(len(full) - len(bare) + 1):
@@ -149,7 +150,7 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Token ids of each text, after the `start` tokens unless it begins with them; nothing else is added."""
+    """Yield the token ids of each text, after the `start` tokens unless it begins with them. Adds no other token."""
     first = list(start)
     for begin in range(0, len(texts), _BATCH):
         batch = tokenizer(
@@ -159,7 +160,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: Sequ
             truncation=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # it would warn of texts longer than the model; length limits are ours
+            verbose=False,  # suppresses its warning about long texts; `LengthLimit` handles them
         )
         for ids in batch["input_ids"]:
             yield ids if ids[: len(first)] == first else first + ids

@@ -1,4 +1,4 @@
-"""Plain text to learn from as it is, in blocks of tokens."""
+"""Plain text for language modeling, in blocks of tokens."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ if TYPE_CHECKING:
 
 
 class Blocks(StrEnum):
-    """How texts become blocks of tokens."""
+    """How texts are split into blocks of tokens."""
 
     joined = "joined"
-    """One text after another, cut every `block_tokens` tokens; what is left at the end is dropped."""
+    """Concatenate all texts and split every `block_tokens` tokens; the incomplete last block is dropped."""
     apart = "apart"
-    """Every text alone, cut every `block_tokens` tokens; its last block may be shorter."""
+    """Split each text separately every `block_tokens` tokens; its last block may be shorter."""
 
 
 @dataclass
 class TextData(FileSource):
-    """A file of texts (config node), each after the tokenizer's start tokens and, if wanted, ended by EOS.
+    """A file of texts (config node).
 
-    A block is a row of the dataset, and trains on all its tokens but the first, which nothing predicts. In joined
-    blocks the tokens of a text also see the text before it, as in the pretraining of GPT-2 and in DeepSpeed-Chat.
+    Each text begins with the tokenizer's start tokens and, with `append_eos`, ends with EOS. A block is a row of the
+    dataset. The loss includes all its tokens except the first. In joined blocks, tokens also attend to the previous
+    text of the block, as in the pretraining of GPT-2 and in DeepSpeed-Chat.
     """
 
     text_column: str = "text"
-    """Column with a string."""
+    """Column with the text, a string."""
     block_tokens: int = 1024
-    """Tokens of a block. DeepSpeed-Chat takes the longest prompt and the longest answer together."""
+    """Length of a block in tokens. DeepSpeed-Chat uses the maximum prompt length plus the maximum answer length."""
     blocks: Blocks = Blocks.joined
-    """joined | apart."""
+    """How texts are split into blocks: joined (concatenated) | apart (each text separately)."""
     append_eos: bool = True
-    """End each text with the tokenizer's EOS, unless one stands there already."""
+    """Append the tokenizer's EOS token to each text that does not already end with it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +59,7 @@ class TextData(FileSource):
         """Read the file and tokenize it.
 
         Raises:
-            ValueError: names the file and line of a bad row, or says that no block can be made.
+            ValueError: a row is invalid (names its file and line), or the texts are too short for any block.
         """
         end, start = Ending(tokenizer, self.append_eos), start_tokens(tokenizer)
         table = self.table()
@@ -83,7 +84,7 @@ class TextData(FileSource):
 
 
 def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[int]]:
-    """Blocks of `size` tokens, and behind the last text (joined) or each text (apart) what is left of it."""
+    """Yield blocks of `size` tokens, and the shorter remainder after the last text (joined) or each text (apart)."""
     rest: list[int] = []
     for ids in texts:
         rest = rest + ids

@@ -1,1 +1,1 @@
-"""Tiny models that learn in minutes on a laptop: addition (`python -m realign.demo`), reviews (`realign.demo.rlhf`)."""
+"""Demos that train tiny models in minutes on a laptop: addition (`realign.demo`) and reviews (`realign.demo.rlhf`)."""

@@ -1,4 +1,4 @@
-"""The main job of the README: SFT, then GRPO with a verifiable reward, through the same configs as the CLI.
+"""Demo of the README: SFT, then GRPO with a verifiable reward, with the same configs as the CLI.
 
 python -m realign.demo [seed=0] [shuffle=true] [output_dir=runs/demo]
                        [overrides of the GRPO run] [sft.KEY=VALUE: overrides of the SFT run]
@@ -37,12 +37,12 @@ Results = tuple[RunResult, RunResult, float]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo; the last line of stdout is one JSON object."""
+    """Run the demo, and print one JSON object as the last line of stdout."""
     return launch(arguments, name=NAME, subject="two-digit addition", runs=(SFT,), train=train, show=show)
 
 
 def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
-    """Print the table and some responses, draw the picture, and return the JSON object of the last line."""
+    """Print the table and some responses, plot the curves, and return the JSON object of the last line."""
     sft, grpo, seconds = results
     title = "Two-digit addition: SFT, then GRPO" + (" with shuffled rewards (control)" if demo.shuffle else "")
     phases = {"SFT": sft.history, "GRPO": grpo.history}
@@ -58,10 +58,13 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
 
 
 def train(demo: Demo, console: Console) -> Results:
-    """Prepare the task, then the two runs; seconds are those of the runs.
+    """Prepare the task, and execute the two runs.
+
+    Returns:
+        The results of SFT and GRPO, and the duration of the two runs in seconds.
 
     Raises:
-        ConfigError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
+        ConfigError: an override is invalid, or the output folder contains other files. No file was changed.
     """
     sft, grpo = experiments(demo)
     remove_earlier(demo.output_dir, LEFT)
@@ -72,7 +75,7 @@ def train(demo: Demo, console: Console) -> Results:
 
 
 def experiments(demo: Demo) -> tuple[Experiment, Experiment]:
-    """The two runs, checked; nothing is read or written."""
+    """Build and validate the two runs, without reading or writing files."""
     task = Task.of(demo.output_dir / TASK)
     held_out = f"evaluation.data.path={task.held_out}"
     sft = [
@@ -101,7 +104,7 @@ def experiments(demo: Demo) -> tuple[Experiment, Experiment]:
 
 
 def summarize(demo: Demo, sft: RunResult, grpo: RunResult, seconds: float) -> dict[str, Any]:
-    """The JSON object of the last line. "before" and "after" are GRPO's; the untrained model stands first."""
+    """Return the JSON object of the last line. "before" and "after" refer to GRPO, "untrained" to the start of SFT."""
     accuracy = grpo.series("eval/reward")
     return {
         "task": "two-digit addition",
@@ -118,7 +121,7 @@ def summarize(demo: Demo, sft: RunResult, grpo: RunResult, seconds: float) -> di
 
 
 def report(summary: dict[str, Any], sft: RunResult, grpo: RunResult) -> Table:
-    """The table at the end."""
+    """Return the summary table."""
     table = Table(title=f"{summary['task']}, seed {summary['seed']}")
     for column in ("", "SFT", "GRPO"):
         table.add_column(column, justify="left" if not column else "right")
@@ -136,7 +139,7 @@ def report(summary: dict[str, Any], sft: RunResult, grpo: RunResult) -> Table:
 
 
 def three_samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Three judged responses, a failed one among them where there is one."""
+    """Return three scored responses, including a failed one if there is one."""
     failed = [s for s in samples if not s["reward"]]
     passed = [s for s in samples if s["reward"]]
     return (passed[: 3 - len(failed[:1])] + failed)[:3]

@@ -1,10 +1,10 @@
-"""The demo's task: two-digit addition for a tiny Qwen2, with a tokenizer of single characters; made here, from nothing.
+"""Task of the demo: two-digit addition for a tiny, randomly initialized Qwen2 with a character-level tokenizer.
 
-Numbers after "=" are written from their units on: 37+45=28. The worked problems that SFT imitates are of mixed quality:
-in most of them no digit is carried (37+45=27). So SFT teaches two ways of adding, and greedy answers tend to the more
-frequent, wrong one; that the other is right, only the checked reward of the second run can tell.
+Answers are written with the units digit first: 37+45=28. The SFT demonstrations have mixed quality: most of them omit
+the carry (37+45=27). So SFT teaches two ways of adding, and greedy answers tend to the more frequent, wrong one. Only
+the verifiable reward of the GRPO run favors the correct one.
 
-`prepare` writes an ordinary Hugging Face folder and JSONL files, on which every command of the CLI works; so does
+`prepare` writes a Hugging Face model folder and JSONL files, which every CLI command accepts. The same from the shell:
 
     python -m realign.demo.arithmetic [folder] [seed]
 """
@@ -24,19 +24,19 @@ CHARACTERS = "0123456789+="
 
 @dataclass(frozen=True)
 class Task:
-    """Where the parts of the task are."""
+    """Paths of the model and data files of the task."""
 
     model: Path
     demonstrations: Path
-    """JSONL of `prompt`, `response`: the worked problems that SFT sees."""
+    """JSONL of `prompt`, `response`: the demonstrations for SFT."""
     prompts: Path
-    """JSONL of `prompt`, `answer`: the problems that reinforcement learning practises on."""
+    """JSONL of `prompt`, `answer`: the training problems of reinforcement learning."""
     held_out: Path
-    """JSONL of `prompt`, `answer`: problems that nothing trains on, in either order of the summands."""
+    """JSONL of `prompt`, `answer`: held-out problems, in either order of the summands."""
 
     @classmethod
     def of(cls, folder: Path) -> Task:
-        """The parts that `prepare` writes to `folder`."""
+        """Return the paths of the files that `prepare` writes to `folder`."""
         return cls(
             folder / "model", folder / "demonstrations.jsonl", folder / "prompts.jsonl", folder / "held_out.jsonl"
         )
@@ -48,16 +48,16 @@ def prepare(
     """Write model, tokenizer and data of the task.
 
     Args:
-        folder: gets `model/`, `demonstrations.jsonl`, `prompts.jsonl` and `held_out.jsonl`.
-        seed: of the split and of the weights.
-        demonstrations: worked problems for SFT.
-        mistakes: fraction of them in which no digit is carried.
-        held_out: problems to judge by.
+        folder: Output folder for `model/`, `demonstrations.jsonl`, `prompts.jsonl` and `held_out.jsonl`.
+        seed: Seed of the split and of the weights.
+        demonstrations: Number of demonstrations for SFT.
+        mistakes: Fraction of the demonstrations that omit the carry.
+        held_out: Number of held-out problems for evaluation.
     """
     task = Task.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # a + b and b + a never part ways
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # a + b and b + a are in the same split
     rng.shuffle(pairs)
     asked, kept = pairs[: held_out // 2], pairs[held_out // 2 :]
     practice = [p for pair in kept for p in both_ways(*pair)]
@@ -75,12 +75,12 @@ def prepare(
 
 
 def both_ways(a: int, b: int) -> list[tuple[int, int]]:
-    """A pair of summands in either order, once if they are equal."""
+    """Return a pair of summands in either order, or once if they are equal."""
     return list(dict.fromkeys([(a, b), (b, a)]))
 
 
 def add_without_carry(a: int, b: int) -> int:
-    """The sum whose digits are added each for itself: 37 + 45 = 72."""
+    """Return the digit-wise sum without carry: 37 + 45 = 72."""
     return (a // 10 + b // 10) % 10 * 10 + (a % 10 + b % 10) % 10
 
 
@@ -89,12 +89,12 @@ def _problem(a: int, b: int) -> dict[str, Any]:
 
 
 def written(number: int) -> str:
-    """A number in the demo's notation: from its units to its hundreds, in the order in which one adds."""
+    """Return a number in the notation of the demo: units digit first, the order of written addition."""
     return str(number)[::-1]
 
 
 def build_tokenizer() -> Any:
-    """A tokenizer of single characters."""
+    """Return a character-level tokenizer."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex("."), "isolated")

@@ -1,8 +1,8 @@
-"""How far a learned reward leads away from the gold one that it stands for (arXiv:2210.10760).
+"""Measure reward over-optimization: learned reward versus gold reward (arXiv:2210.10760).
 
-A run keeps its responses as text (`sample_prompts`), with the learned reward of each. Here the gold function judges the
-same responses. Both rewards are then in deviations of those of the first step, which the reference policy sampled: so
-they can be compared, and both start at 0.
+A run saves its responses as text (`sample_prompts`), with the learned reward of each. This module scores the same
+responses with the gold function. It standardizes both rewards by mean and standard deviation at the first step, whose
+responses the reference policy sampled. So the two rewards are comparable, and both start at 0.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ Sample = dict[str, Any]
 
 
 def judged(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
-    """The responses of each step of a `samples.jsonl` that have both rewards; `gold` is added to each.
+    """Return the responses of a `samples.jsonl` that have both rewards, grouped by step.
+
+    Adds the key `gold` to each response.
 
     Raises:
-        ValueError: no response has both.
+        ValueError: no response has both rewards.
     """
     rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     for row in rows:
@@ -37,14 +39,14 @@ def judged(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
 
 
 def compare(steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
-    """Learned and gold reward, step by step.
+    """Return the standardized learned and gold rewards of each step.
 
     Args:
-        steps: what `judged` returned.
+        steps: Responses by step, as returned by `judged`.
 
     Returns:
-        For each step: `step`; `learned` and `gold`, means in deviations of the first step's; `gap`, their difference;
-        and `own_accuracy`, where it is known (`agreement`).
+        For each step: `step`; `learned` and `gold`, the mean rewards in standard deviations from the first step;
+        `gap`, learned minus gold; and `own_accuracy` (see `agreement`) if it is defined.
     """
     first = steps[0]
     found = []
@@ -57,9 +59,13 @@ def compare(steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
 
 
 def agreement(samples: Sequence[Sample]) -> float | None:
-    """The fraction of pairs of responses to one prompt that both rewards rank alike: the reward model's accuracy here.
+    """Return the accuracy of the reward model: the fraction of response pairs that both rewards rank equally.
 
-    Pairs of equal gold reward do not count; None if no pair is left. Equal learned rewards are no agreement.
+    Each pair consists of two responses to one prompt. Pairs with equal gold rewards are skipped. Pairs with equal
+    learned rewards count as errors.
+
+    Returns:
+        The fraction; None if no pair is left.
     """
     prompts: dict[Any, list[Sample]] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""What the demos have in common: their command line, the folder that they may empty, how they begin and end."""
+"""Shared code of the demos: command line, output folder, start and end of a run."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Results = TypeVar("Results")
 
 @dataclass(frozen=True)
 class Demo:
-    """What was asked for on the command line."""
+    """Settings from the command line."""
 
     seed: int
     shuffle: bool
     output_dir: Path
     overrides: Mapping[str, Sequence[str]]
-    """Of each run: those of the last one under "", those of the others, given as `RUN.KEY=VALUE`, under its name."""
+    """Overrides by run. The last run has the key ""; the others, given as `RUN.KEY=VALUE`, have their name as key."""
 
     @classmethod
     def parse(cls, arguments: Sequence[str], *, name: str, runs: Sequence[str]) -> Demo:
-        """Take the demo's own settings out of `key=value` arguments; the rest are overrides of the runs.
+        """Parse `key=value` arguments into the settings of the demo and the overrides of its runs.
 
         Args:
-            arguments: of the command line.
-            name: of the demo; the default of `output_dir` has it.
-            runs: names of the runs before the last one.
+            arguments: Arguments of the command line.
+            name: Name of the demo, which is part of the default `output_dir`.
+            runs: Names of the runs before the last one.
 
         Raises:
-            ConfigError: a setting of the demo is none of its choices.
+            ConfigError: a setting of the demo has an invalid value.
         """
         own = {"seed": "0", "shuffle": "false", "output_dir": ""}
         overrides: dict[str, list[str]] = {run: [] for run in ("", *runs)}
@@ -69,27 +69,27 @@ def launch(
     train: Callable[[Demo, Console], Results],
     show: Callable[[Demo, Console, Results], Mapping[str, Any]],
 ) -> int:
-    """Run a demo; the last line of stdout is one JSON object.
+    """Run a demo, and print one JSON object as the last line of stdout.
 
     Args:
-        arguments: of the command line.
-        name: of the demo.
-        subject: what it is about, in a few words.
-        runs: names of the runs before the last one.
-        train: does the work; a RealignError is a configuration error, found before anything was touched.
-        show: prints what came of it and returns the JSON object.
+        arguments: Arguments of the command line.
+        name: Name of the demo.
+        subject: Topic of the demo, in a few words.
+        runs: Names of the runs before the last one.
+        train: Executes the runs. A RealignError reports a configuration error, before any file was changed.
+        show: Prints the results and returns the JSON object.
 
     Returns:
-        The exit status.
+        The exit code.
     """
-    transformers.utils.logging.disable_progress_bar()  # the bars of reading and writing a tiny model only flicker
-    transformers.utils.logging.set_verbosity_error()  # that a new head is new, it reports at length
+    transformers.utils.logging.disable_progress_bar()  # progress bars only flicker for a tiny model
+    transformers.utils.logging.set_verbosity_error()  # hides its long warning about a new head
     console = Console()
     try:
         demo = Demo.parse(arguments, name=name, runs=runs)
         console.print(f"[bold]realign {name}[/]: {subject}, seed {demo.seed}; everything goes to {demo.output_dir}")
         results = train(demo, console)
-    except (RealignError, ImportError) as error:  # an extra that is not installed is an ImportError that names it
+    except (RealignError, ImportError) as error:  # an extra that is not installed raises an ImportError that names it
         print(f"realign: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -100,14 +100,14 @@ def launch(
 
 
 def remove_earlier(folder: Path, left: Set[str]) -> None:
-    """Remove what an earlier demo left in `folder`, and nothing else.
+    """Remove the files of an earlier demo from `folder`, if it contains no other files.
 
     Args:
-        folder: of the demo.
-        left: names of all that the demo puts there.
+        folder: Output folder of the demo.
+        left: Names of all files and folders that the demo creates in it.
 
     Raises:
-        ConfigError: the folder holds something that no demo put there.
+        ConfigError: the folder contains a file or folder that the demo did not create.
     """
     if not folder.is_dir():
         return
@@ -120,5 +120,5 @@ def remove_earlier(folder: Path, left: Set[str]) -> None:
 
 
 def median(values: Sequence[float]) -> float:
-    """The upper median; 0 of nothing."""
+    """Return the upper median; 0 if there are no values."""
     return sorted(values)[len(values) // 2] if values else 0.0

@@ -1,10 +1,10 @@
-"""`make rlhf`: SFT, a reward model from preference pairs, and PPO against it, judged by who labelled the pairs.
+"""`make rlhf`: SFT, a reward model from preference pairs, and PPO, evaluated by the labeler of the pairs.
 
 python -m realign.demo.rlhf [seed=0] [shuffle=true] [output_dir=runs/rlhf]
-                            [overrides of the PPO run] [sft.KEY=VALUE] [reward.KEY=VALUE: those of the runs before]
+                            [overrides of the PPO run] [sft.KEY=VALUE] [reward.KEY=VALUE: overrides of these runs]
 
-The text is that of `realign.demo.sentiment`. The policy sees the learned reward only; how friendly its responses really
-are (gold), a lexicon says, as it did for the pairs. With shuffle=true the labels of the pairs are dealt out at random.
+`realign.demo.sentiment` generates the text. PPO trains on the learned reward only. A lexicon labels the pairs, and
+scores the responses of PPO (gold reward). With shuffle=true, the labels of the pairs are random (negative control).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "rlhf"
 RUNS = ("sft", "reward")
 TASK, PPO, PICTURE = "task", "ppo", "rlhf.png"
 LAST_STEPS = 10
-"""Steps at the end of PPO over which what is measured in training is averaged."""
+"""Number of final PPO steps over which training metrics are averaged."""
 PANELS = (
     Panel("gold score: VADER, held-out openings", {"eval/reward": "mean of sampled responses"}),
     Panel(
@@ -53,7 +53,7 @@ PANELS = (
 
 
 class Results(NamedTuple):
-    """What the three runs left, and the seconds that they took."""
+    """Results of the three runs, and their total duration in seconds."""
 
     sft: RunResult
     reward: RunResult
@@ -62,15 +62,15 @@ class Results(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo; the last line of stdout is one JSON object."""
+    """Run the demo, and print one JSON object as the last line of stdout."""
     return launch(arguments, name=NAME, subject="friendlier reviews", runs=RUNS, train=train, show=show)
 
 
 def train(demo: Demo, console: Console) -> Results:
-    """Prepare the task, then the three runs.
+    """Prepare the task, and execute the three runs.
 
     Raises:
-        ConfigError: an override is wrong, or the output folder is not one of this demo's; nothing was touched yet.
+        ConfigError: an override is invalid, or the output folder contains other files. No file was changed.
         ImportError: vaderSentiment is not installed.
     """
     planned = experiments(demo)
@@ -83,10 +83,10 @@ def train(demo: Demo, console: Console) -> Results:
 
 
 def experiments(demo: Demo) -> tuple[Experiment, ...]:
-    """The three runs, checked; nothing is read or written.
+    """Build and validate the three runs, without reading or writing files.
 
     Raises:
-        ConfigError: an override is wrong, or leaves out what the demo measures.
+        ConfigError: an override is invalid, or disables an evaluation that the demo needs.
     """
     task = Task.of(demo.output_dir / TASK)
     folders = {name: demo.output_dir / name for name in (*RUNS, PPO)}
@@ -132,7 +132,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
 
 
 def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
-    """Print the table and some responses, draw the picture, and return the JSON object of the last line."""
+    """Print the table and some responses, plot the curves, and return the JSON object of the last line."""
     steps = judged(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
     compared = compare(steps)
     picture = draw(demo, results, compared)
@@ -147,7 +147,7 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
 
 
 def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> Path:
-    """The picture: gold score, learned against gold reward, accuracy, KL, lengths, critic."""
+    """Plot gold score, learned and gold reward, accuracy, KL, response length and critic. Return the path."""
     found = {record["step"]: record for record in compared}
     ppo = [record | found.get(record["step"], {}) for record in results.ppo.history]
     title = "Friendlier reviews: SFT, reward model, PPO" + (" with labels dealt at random (control)" * demo.shuffle)
@@ -156,7 +156,10 @@ def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> 
 
 
 def summarize(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The JSON object of the last line. "before" and "after" are PPO's; rewards are in deviations (`compare`)."""
+    """Return the JSON object of the last line.
+
+    "before" and "after" refer to PPO. Rewards are in standard deviations (`compare`).
+    """
     gold = results.ppo.series("eval/reward")
     numbers = {
         "reward_model_accuracy": results.reward.series("eval/accuracy")[-1],
@@ -182,7 +185,7 @@ def summarize(demo: Demo, results: Results, compared: Sequence[dict[str, float]]
 
 
 def report(summary: dict[str, Any]) -> Table:
-    """The table at the end."""
+    """Return the summary table."""
     table = Table(title=f"{summary['task']}, seed {summary['seed']}")
     for column in ("", "before PPO", "after PPO"):
         table.add_column(column, justify="left" if not column else "right")
@@ -209,7 +212,7 @@ def report(summary: dict[str, Any]) -> Table:
 
 
 def lines(samples: Sequence[Sample], count: int = 3) -> list[str]:
-    """The first response to each of `count` prompts, with its rewards."""
+    """Return the first response to each of `count` prompts, with its rewards."""
     firsts = {sample["id"]: sample for sample in reversed(samples)}
     return [
         f"{s['prompt']} {s['response']}  (learned {s['reward']:+.2f}, gold {s['gold']:+.2f})"

@@ -1,14 +1,14 @@
-"""The task of `make rlhf`: short reviews, and a lexicon that says which of two has the friendlier tone; made here.
+"""Task of `make rlhf`: generated short reviews, and preferences for the more positive one, labeled by a lexicon.
 
-A review is an opening (the prompt) and its continuation, of one to three clauses from a small grammar. Reviews of
-every tone are equally frequent, so a model that imitates them is neutral on average. Negations, words of degree, "but"
-and exclamation marks change what a word of praise counts, so the tone is not that of the single words.
+A review consists of an opening (the prompt) and a continuation of one to three clauses from a small grammar. Reviews of
+every tone are equally frequent, so a model that imitates them is neutral on average. Negations, degree adverbs, "but"
+and exclamation marks change the score of a word, so single words do not determine the tone.
 
-Preferences are pairs of continuations of one opening; VADER (`realign.rewards.sentiment`) says which is friendlier.
-People who label pairs tend to take the longer one (arXiv:2310.03716). So do some labels of training pairs here: what
-the reward model learns of that, the policy will exploit. The labels of held-out pairs are VADER's own.
+A preference is a pair of continuations of one opening. VADER (`realign.rewards.sentiment`) labels the more positive
+one. Human labelers tend to prefer longer responses (arXiv:2310.03716). So a fraction of the training labels prefers the
+longer one; the reward model learns this bias, and the policy exploits it. Labels of held-out pairs are unbiased.
 
-`prepare` writes an ordinary Hugging Face folder and JSONL files, on which every command of the CLI works; so does
+`prepare` writes a Hugging Face model folder and JSONL files, which every CLI command accepts. The same from the shell:
 
     python -m realign.demo.sentiment [folder] [seed]
 """
@@ -27,11 +27,11 @@ from realign.demo.tiny import build_model, build_tokenizer, write_rows
 from realign.rewards.sentiment import compound
 
 GOLD = "realign.rewards.sentiment:compound"
-"""Who labels the pairs and judges the policy, as reward interfaces name it."""
+"""Gold reward function, which labels the pairs and scores the policy, in the format of reward interfaces."""
 
 
 class Tone(IntEnum):
-    """Of a clause."""
+    """Tone of a clause."""
 
     bad = -1
     none = 0
@@ -87,23 +87,23 @@ WEAKER = ("slightly", "somewhat", "barely", "hardly", "almost")
 
 @dataclass(frozen=True)
 class Task:
-    """Where the parts of the task are."""
+    """Paths of the model and data files of the task."""
 
     model: Path
     demonstrations: Path
-    """JSONL of `prompt`, `response`: the reviews that SFT imitates."""
+    """JSONL of `prompt`, `response`: the demonstrations for SFT."""
     pairs: Path
-    """JSONL of `prompt`, `chosen`, `rejected`: the preferences that the reward model learns."""
+    """JSONL of `prompt`, `chosen`, `rejected`: the training pairs of the reward model."""
     held_out_pairs: Path
-    """The same, for openings that nothing trains on, and without mistakes."""
+    """JSONL of `prompt`, `chosen`, `rejected`: pairs with held-out openings and unbiased labels."""
     prompts: Path
-    """JSONL of `prompt`: the openings that reinforcement learning practises on."""
+    """JSONL of `prompt`: the training openings of reinforcement learning."""
     held_out: Path
-    """JSONL of `prompt`: openings that nothing trains on."""
+    """JSONL of `prompt`: held-out openings."""
 
     @classmethod
     def of(cls, folder: Path) -> Task:
-        """The parts that `prepare` writes to `folder`."""
+        """Return the paths of the files that `prepare` writes to `folder`."""
         names = ("demonstrations", "pairs", "held_out_pairs", "prompts", "held_out")
         return cls(folder / "model", *(folder / f"{name}.jsonl" for name in names))
 
@@ -122,15 +122,15 @@ def prepare(
     """Write model, tokenizer and data of the task.
 
     Args:
-        folder: gets `model/`, `demonstrations.jsonl`, `pairs.jsonl`, `held_out_pairs.jsonl`, `prompts.jsonl` and
-            `held_out.jsonl`.
-        seed: of all that is drawn here, and of the weights.
-        demonstrations: reviews for SFT.
-        pairs: preferences for the reward model.
-        hasty: fraction of these of which the longer one is preferred, whatever it says.
-        shuffle: deal their labels out at random: the control under which nothing may be learned.
-        held_out_pairs: preferences to judge the reward model by, without mistakes.
-        held_out: openings to judge the policy by.
+        folder: Output folder for `model/`, `demonstrations.jsonl`, `pairs.jsonl`, `held_out_pairs.jsonl`,
+            `prompts.jsonl` and `held_out.jsonl`.
+        seed: Seed of the data and of the weights.
+        demonstrations: Number of demonstrations for SFT.
+        pairs: Number of training pairs for the reward model.
+        hasty: Fraction of the training pairs whose label prefers the longer response, whatever its tone.
+        shuffle: Whether to assign random labels to the training pairs, as a negative control.
+        held_out_pairs: Number of unbiased pairs for the evaluation of the reward model.
+        held_out: Number of openings for the evaluation of the policy.
     """
     task = Task.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,12 +157,15 @@ def prepare(
 
 
 def openings() -> list[str]:
-    """Every opening of a review; VADER finds no tone in any."""
+    """Return every opening of a review. VADER scores all of them as neutral."""
     return [f"{lead} the {aspect} {place}" for lead in LEADS for place, aspects in PLACES.items() for aspect in aspects]
 
 
 def preference(rng: random.Random, openings: Sequence[str], hasty: float = 0.0) -> dict[str, str]:
-    """A pair of continuations of one opening that VADER tells apart; preferred by length in this fraction of cases."""
+    """Return a pair of continuations of one opening with different VADER scores.
+
+    With probability `hasty`, the label prefers the longer continuation.
+    """
     while True:
         prompt = rng.choice(openings)
         two = [continuation(rng, prompt) for _ in range(2)]
@@ -177,13 +180,13 @@ def preference(rng: random.Random, openings: Sequence[str], hasty: float = 0.0) 
 
 
 def dealt_out(rng: random.Random, pair: Mapping[str, str]) -> dict[str, str]:
-    """The pair with its label given by a coin."""
+    """Return the pair with a random label."""
     chosen, rejected = rng.sample([pair["chosen"], pair["rejected"]], 2)
     return {"prompt": pair["prompt"], "chosen": chosen, "rejected": rejected}
 
 
 def continuation(rng: random.Random, opening: str) -> str:
-    """The rest of a review: one to three clauses; clauses of one review tend to be of one tone."""
+    """Return the continuation of an opening: one to three clauses, most of which have the same tone."""
     place = next(place for place in PLACES if opening.endswith(place))
     mood = rng.choice(list(Tone))
     words: list[str] = []
@@ -203,7 +206,7 @@ def continuation(rng: random.Random, opening: str) -> str:
 
 
 def clause(rng: random.Random, tone: Tone, aspect: str) -> str:
-    """A further clause with its own subject."""
+    """Return a clause with a separate subject."""
     kind = rng.random()
     if kind < 0.6:
         return f"the {aspect} {predicate(rng, tone)}"
@@ -215,7 +218,7 @@ def clause(rng: random.Random, tone: Tone, aspect: str) -> str:
 
 
 def predicate(rng: random.Random, tone: Tone) -> str:
-    """What is said of a subject: an adjective, plain, stronger, weaker or denied; a feeling; or a noun."""
+    """Return a predicate: an adjective (plain, intensified, weakened or negated), a feeling, or a noun."""
     kind = rng.random()
     if kind < 0.15:
         return f"left {rng.choice(('me', 'us'))} {rng.choice(FEELINGS[tone])}"
@@ -232,7 +235,7 @@ def predicate(rng: random.Random, tone: Tone) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Every word that a review can hold, in a fixed order."""
+    """Return every word that a review can contain, in a fixed order."""
     listed = [LEADS, PLACES, *PLACES.values(), STRONGER, WEAKER]
     listed += [words for kind in (ADJECTIVES, FEELINGS, NOUNS, VERBS) for words in kind.values()]
     fixed = ("the i we my sister it would not never recommend left me us was and , but while . !",)

@@ -1,4 +1,4 @@
-"""What the demos' tasks share: a tiny model, a tokenizer of whole words, and rows written as JSONL."""
+"""Shared code of the demo tasks: a tiny model, a word-level tokenizer, and JSONL output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-PAD, EOS = "<pad>", "<|endoftext|>"  # the end token that transformers expects of a Qwen2 tokenizer
+PAD, EOS = "<pad>", "<|endoftext|>"  # transformers expects this EOS token of a Qwen2 tokenizer
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -16,12 +16,12 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def build_tokenizer(words: Iterable[str], *, split: Any, decoder: Any = None) -> Any:
-    """A tokenizer of whole words, with an end and a padding token, that puts nothing in front.
+    """Return a word-level tokenizer with EOS and padding tokens, which adds no start token.
 
     Args:
-        words: the vocabulary, without the two special tokens.
-        split: the pre-tokenizer that cuts a text into words.
-        decoder: joins words again; None puts a blank between them.
+        words: Vocabulary without the two special tokens.
+        split: Pre-tokenizer that splits a text into words.
+        decoder: Decoder that joins words; None joins them with spaces.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -35,13 +35,13 @@ def build_tokenizer(words: Iterable[str], *, split: Any, decoder: Any = None) ->
 
 
 def build_model(family: str, vocabulary: int, *, seed: int) -> Any:
-    """A randomly initialised model of 300,000 parameters beside its embeddings.
+    """Return a randomly initialized model with 300,000 parameters, excluding embeddings.
 
     Args:
-        family: transformers' name of it, one that is shaped like Llama. It also decides which tokenizer class reads the
-            folder: for qwen2 one that takes any vocabulary for byte pairs, which only spares single characters.
-        vocabulary: number of tokens.
-        seed: of the weights.
+        family: Model type of transformers with the settings of Llama. It also selects the tokenizer class that loads
+            the folder. The class of qwen2 treats any vocabulary as byte pairs, so it supports single characters only.
+        vocabulary: Number of tokens.
+        seed: Seed of the weights.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

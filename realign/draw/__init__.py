@@ -1,4 +1,4 @@
-"""A `DataflowGraph` as text, as Mermaid and as SVG; pure functions to a string."""
+"""Render a `DataflowGraph` as text, Mermaid or SVG. All renderers are pure functions that return a string."""
 
 from __future__ import annotations
 

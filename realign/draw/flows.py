@@ -1,4 +1,4 @@
-"""What there is to draw: which keys go from whom to whom, each bundle once."""
+"""Edges of a rendered graph: the keys that calls pass to each other, grouped into bundles."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ COLOURS = (
     ("#fef9c3", "#ca8a04"),
     ("#e2e8f0", "#475569"),
 )
-"""Fill and stroke of a role; roles take them in the order of the graph."""
+"""Fill and stroke colors of the roles, in the order of the graph."""
 GREY = ("#f8fafc", "#64748b")
 NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
 
 class Kind(StrEnum):
-    """What a bundle of keys is."""
+    """Kind of a bundle of keys."""
 
     data = "data"
     order = "order"
@@ -37,9 +37,10 @@ class Kind(StrEnum):
 
 
 class Flow(NamedTuple):
-    """Keys that go together from one call (or the dataset) to others; no keys: a pure order; no targets: an end.
+    """A bundle of keys that one call (or the dataset) passes to other calls.
 
-    Of a sync the keys say what becomes of the weights of `role`, at the end of the step.
+    A flow without keys is an order-only dependency. A flow without targets has no call that reads it. The keys of a
+    sync describe how the weights of `role` are updated at the end of the step.
     """
 
     source: str
@@ -50,7 +51,10 @@ class Flow(NamedTuple):
 
 
 def flows(graph: DataflowGraph) -> list[Flow]:
-    """Every bundle once: calls that read the same keys of one source share it. An order that data imply is left out."""
+    """Return every bundle once: calls that read the same keys of one source share a bundle.
+
+    Skips order-only dependencies that other edges imply.
+    """
     targets: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for rpc in graph.order:
         own = tuple(key for key in rpc.inputs if key in graph.dataset_keys)
@@ -79,18 +83,18 @@ def flows(graph: DataflowGraph) -> list[Flow]:
 
 
 def detail(rpc: RPC, notes: Mapping[str, str]) -> str:
-    """Second line of the box of a call: its role, its method, and what there is to say about the role."""
+    """Return the second line in the box of a call: its role, its method, and the note on the role."""
     return " · ".join([rpc.model, rpc.method, *([notes[rpc.model]] if rpc.model in notes else [])])
 
 
 def colours(rpcs: Sequence[RPC]) -> dict[str, tuple[str, str]]:
-    """Fill and stroke of each role."""
+    """Return the fill and stroke colors of each role."""
     roles = dict.fromkeys(rpc.model for rpc in rpcs)
     return {role: COLOURS[i % len(COLOURS)] for i, role in enumerate(roles)}
 
 
 def _reaches(graph: DataflowGraph, source: str, target: str) -> bool:
-    """Whether another way than the direct edge leads from `source` to `target`."""
+    """Return whether an indirect path leads from `source` to `target`."""
     ahead = [name for name in graph.edges[target] if name != source]
     seen: set[str] = set()
     while ahead:

@@ -1,8 +1,7 @@
-"""A layered layout in which nothing overlaps: every box and every label has a place of its own in a row.
+"""Layered graph layout without overlaps (Sugiyama, Tagawa and Toda 1981, doi:10.1109/TSMC.1981.4308636).
 
-Rows of calls (by longest path from the start) alternate with rows of labels; a bundle of keys that passes a row holds a
-narrow place in it. Lines then only run in the gaps between neighbouring rows, and cannot cross a box or a label. After
-Sugiyama, Tagawa and Toda 1981 (doi:10.1109/TSMC.1981.4308636).
+Rows of calls (by longest path from the start) alternate with rows of labels. A line that passes through a row occupies
+a narrow slot in it. So lines bend only in the gaps between neighboring rows, and never cross a box or a label.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ SWEEPS = 24
 
 @dataclass(eq=False)
 class Item:
-    """Something with a place in a row: a call, a label, or a line that passes through."""
+    """An item of a row: a call, a label, or a line that passes through."""
 
     name: str
     width: float
@@ -32,18 +31,18 @@ class Item:
 
     @property
     def is_line(self) -> bool:
-        """Whether this is only a place for a line to pass."""
+        """Whether this item is a slot for a line that passes through."""
         return not self.name
 
 
 def link(upper: Item, lower: Item) -> None:
-    """Connect two items of neighbouring rows."""
+    """Connect two items of neighboring rows."""
     upper.below.append(lower)
     lower.above.append(upper)
 
 
 def ranks(before: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Length of the longest path that leads to each name, given what each waits for."""
+    """Return the length of the longest path to each name, given the predecessors of each name."""
     found: dict[str, int] = {}
 
     def rank(name: str) -> int:
@@ -57,7 +56,7 @@ def ranks(before: Mapping[str, Sequence[str]]) -> dict[str, int]:
 
 
 def place(items: Sequence[Item], gap_y: float) -> tuple[float, float]:
-    """Set the centre (`x`, `y`) and the row of every item; returns width and height of the whole."""
+    """Set the center (`x`, `y`) and the row bounds of every item. Return width and height of the layout."""
     if not items:
         return 0.0, 0.0
     rows: list[list[Item]] = [[] for _ in range(1 + max(item.row for item in items))]
@@ -83,7 +82,7 @@ def place(items: Sequence[Item], gap_y: float) -> tuple[float, float]:
 
 
 def _untangle(rows: list[list[Item]]) -> list[list[Item]]:
-    """Order each row by the mean place of its neighbours, down and up; keep the order with the fewest crossings."""
+    """Sort each row by the mean position of its neighbors, in sweeps. Return the order with the fewest crossings."""
     best, fewest = rows, _crossings(rows)
     at: dict[int, int] = {}
 
@@ -121,14 +120,17 @@ def _crossings(rows: list[list[Item]]) -> int:
 
 
 def _wish(item: Item) -> float:
-    """Where an item would like to be: amid its neighbours; line to line counts more, so that lines become straight."""
+    """Return the preferred x of an item: the mean x of its neighbors, weighted to straighten lines."""
     around = [(8.0 if item.is_line and o.is_line else 1.0, o.x) for o in (*item.above, *item.below)]
     weight = sum(w for w, _ in around)
     return sum(w * x for w, x in around) / weight if weight else item.x
 
 
 def _spread(row: list[Item], wishes: list[float]) -> None:
-    """Put a row as near to its wishes as order and widths allow: least squares, by pooling neighbours that touch."""
+    """Place a row as close to the preferred x (`wishes`) as order and widths allow.
+
+    Minimizes the squared distances by pooling adjacent violators.
+    """
     offsets: list[float] = []
     for i, item in enumerate(row):
         step = (row[i - 1].width + item.width) / 2 + GAP_X if i else 0.0

@@ -1,4 +1,4 @@
-"""A graph as SVG: boxes coloured by role, keys written on the edges, no dependency."""
+"""Render a graph as SVG, with boxes colored by role and edges labeled with keys. Needs no dependency."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ INK, MUTED = "#0f172a", "#64748b"
 
 class _Edge(NamedTuple):
     flow: Flow
-    items: tuple[Item, ...]  # from one row to the next, one line long
+    items: tuple[Item, ...]  # two items of neighboring rows
     arrow: bool
 
 
 def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
-    """An SVG picture: calls from top to bottom in the order of the step, edges labelled with the keys they carry.
+    """Return an SVG image: calls from top to bottom in execution order, edges labeled with their keys.
 
-    `notes` say more about roles, in the boxes of their calls.
+    Args:
+        graph: The graph to render.
+        notes: Additional text by role, shown in the boxes of its calls.
     """
     every = flows(graph)
     details = {rpc.name: detail(rpc, notes) for rpc in graph.rpcs} | {DATASET: "rows of prompts"}
@@ -66,7 +68,7 @@ def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
 def _items(
     graph: DataflowGraph, every: Sequence[Flow], details: Mapping[str, str]
 ) -> tuple[dict[str, Item], list[tuple[Flow, Item]], list[_Edge]]:
-    """Boxes by name, a label item for each flow, and the lines between neighbouring rows."""
+    """Return boxes by name, a label item for each flow, and the lines between neighboring rows."""
     from_dataset = {target for flow in every if flow.source == DATASET for target in flow.targets}
     before = {
         rpc.name: [*graph.edges[rpc.name], *([DATASET] if rpc.name in from_dataset else [])] for rpc in graph.order
@@ -113,7 +115,7 @@ def _box_width(name: str, detail: str) -> float:
 
 
 def _port(item: Item, neighbour: Item, neighbours: Iterable[Item]) -> float:
-    """Where on its edge a box lets a line in or out: side by side, in the order of the other ends."""
+    """Return the x at which a line enters or leaves an item. Lines are side by side, ordered by their other ends."""
     around = sorted(neighbours, key=lambda other: other.x)
     if item.is_line or len(around) < 2:
         return item.x
@@ -128,7 +130,7 @@ def _line(edge: _Edge, colour: str) -> str:
     start = upper.y + (-upper.height if upper.is_line else upper.height) / 2
     end = lower.y - lower.height / 2 - (7.0 if edge.arrow else 0.0)
     bend = (y1 + min(y2, end)) / 2
-    # It bends between the rows only; beside the items of a row, which may be taller, it runs straight down.
+    # The line bends only between rows. Within a row, whose other items may be taller, it is vertical.
     path = (
         f"M{x1:.1f} {start:.1f}V{y1:.1f}C{x1:.1f} {bend:.1f} {x2:.1f} {bend:.1f} {x2:.1f} {min(y2, end):.1f}V{end:.1f}"
     )

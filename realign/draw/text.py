@@ -1,4 +1,4 @@
-"""A graph for the terminal, and as Mermaid for Markdown pages."""
+"""Render a graph as text for the terminal, and as Mermaid for Markdown pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def to_text(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
-    """The calls in the order in which they run, with `notes` on their roles; under each, which keys go to whom."""
+    """Return the calls in execution order; below each call, the calls that read its keys.
+
+    Args:
+        graph: The graph to render.
+        notes: Additional text by role, shown with its calls.
+    """
     every = flows(graph)
     lines: list[str] = []
     if any(flow.source == DATASET for flow in every):
@@ -42,9 +47,11 @@ def _branches(every: list[Flow], source: str) -> list[str]:
 
 
 def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
-    """A Mermaid flowchart: boxes coloured by role, edges labelled with keys, dashed where only order counts.
+    """Return a Mermaid flowchart: boxes colored by role, edges labeled with keys, order-only dependencies dashed.
 
-    `notes` say more about roles, in the boxes of their calls.
+    Args:
+        graph: The graph to render.
+        notes: Additional text by role, shown in the boxes of its calls.
     """
     every = flows(graph)
     node = {rpc.name: f"n{i}" for i, rpc in enumerate(graph.order)} | {DATASET: DATASET}

@@ -1,11 +1,13 @@
-"""Engines: machines that run a transformers model on packed sequences. They know no algorithm.
+"""Engines run a transformers model on packed sequences. They contain no algorithm.
 
-`loading` turns a config into an engine; `engine` cuts, packs and steps, and `layout` says which rows a pass computes;
-`network` runs and saves what has weights: the model, and beside it `value_head`, `lora` or the `branches` of a frozen
-reference, and `trained` says which weights train; `attention` is the one function through which every model attends;
-`output` is what a loss sees of a forward pass; `optim`, `stepping` and `ema` turn gradients into steps and averages;
-`generation` samples; `shared` lets roles share a model; `sharded` is the engine of several processes, of which each has
-a part of the weights (`fsdp`, `parts`). Transformers itself is imported when a model is loaded.
+- `transformers_model` and `shared_model`: config nodes that load an engine, or share the model of another role.
+- `network`: the model, its attention, heads, LoRA adapters, branches and outputs.
+- `training`: the single-process engine, optimizer, gradient steps and moving averages of the weights.
+- `sampling`: generation with the model in the same process.
+- `distributed`: the engine that shards weights and batches over several processes.
+- `files`: model folders and weights by name.
+
+The transformers package is imported when a model is loaded.
 """
 
 from realign.engines.distributed.spec import Sharding

@@ -1,4 +1,4 @@
-"""Roles that share the model of another role: its weights are in memory once."""
+"""Roles that share the model of another role, so that its weights are in memory once."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from realign.settings import Count, Settings
 
 
 class Share(StrEnum):
-    """What a role sees of the model that it shares."""
+    """Which policy a role uses from the model that it shares."""
 
     whole = "whole"
-    """The model as it is at the time: its log-probs, its samples, the values of its value head."""
+    """The current model: its log-probs, its samples and the values of its value head."""
     reference = "reference"
-    """The language model as it was when the run started: a frozen copy of the top layers over the shared trunk, or the
-    base model under the adapters of LoRA. It only scores."""
+    """The language model at the start of the run. It is a frozen copy of the top layers over the shared trunk, or the
+    base model without its LoRA adapters. It computes log-probs only."""
 
 
 @dataclass
 class SharedModel(Settings, ModelSpec):
-    """The model of another role, as a role of its own. It is never trained or saved as this role.
+    """A role that uses the model of another role. The model is never trained or saved as this role.
 
     Attributes:
-        of: the role whose model is shared.
-        branch: whole | reference. A reference needs a role with trains=lora, or with trains=top_layers: the weights
-            below its frozen copy must not change.
-        layers: of that copy; null takes as many as the role trains. It raises an error with trains=lora, where the
-            reference is the base model.
+        of: Role whose model is shared.
+        branch: whole | reference. A reference requires trains=lora or trains=top_layers in the role `of`, since the
+            weights below the frozen copy must not change.
+        layers: Number of top layers in the frozen copy; null copies as many as the role trains. It raises an error
+            with trains=lora, where the reference is the base model.
     """
 
     of: str
@@ -61,7 +61,7 @@ class SharedModel(Settings, ModelSpec):
             raise ValueError(f"layers={self.layers} belongs to branch=reference, but branch is {self.branch.value}")
 
     def load(self, name: str, *, seed: int, loaded: Mapping[str, Model] | None = None) -> Model:
-        """A view of the model of role `of`; it counts that model's versions.
+        """Return a view of the model of role `of`; both have the same policy version.
 
         Args:
             name: the role.
@@ -69,7 +69,7 @@ class SharedModel(Settings, ModelSpec):
             loaded: the models of other roles.
 
         Raises:
-            ValueError: the model of role `of` is not among them, or cannot be seen in this way.
+            ValueError: `loaded` does not contain the role `of`, or its model does not support this branch.
         """
         owner = (loaded or {}).get(self.of)
         if owner is None:
@@ -87,28 +87,28 @@ class SharedModel(Settings, ModelSpec):
         return view
 
     def facts(self) -> ModelFacts:
-        """See `ModelSpec.facts`; a shared model is trained as the role that it belongs to."""
+        """See `ModelSpec.facts`; a shared model is trained only as the role that owns it."""
         if self.branch is Share.reference:
             return ModelFacts(outputs=frozenset({"logprobs"}), trainable=False)
         return ModelFacts(trainable=False)
 
     def describe(self) -> str:
-        """What is shared, for people."""
+        """Return a readable description of what is shared."""
         if self.branch is Share.whole:
             return f"the model of {self.of}"
         return f"the frozen start of {self.of}" + (f", top {self.layers} layers" if self.layers else "")
 
 
 def shared_roles(models: Mapping[str, object]) -> dict[str, str]:
-    """What each role that has no model of its own shares, for people."""
+    """Return, for each role that shares a model, a readable description of what it shares."""
     return {role: spec.describe() for role, spec in models.items() if isinstance(spec, SharedModel)}
 
 
 def check_shared(models: Mapping[str, object]) -> None:
-    """Check that every shared model is that of a role which has one of its own.
+    """Check that every shared model belongs to a role that does not share one itself.
 
     Raises:
-        ValueError: names the key and the roles that could be meant.
+        ValueError: names the key and the valid roles.
     """
     own = [role for role, spec in models.items() if not isinstance(spec, SharedModel)]
     for role, spec in models.items():
@@ -120,12 +120,12 @@ def check_shared(models: Mapping[str, object]) -> None:
 
 
 class SharedEngine(PipelinableEngine):
-    """An engine that does what another one does, but does not train."""
+    """An engine that forwards its calls to the engine of another role, and does not train."""
 
     trainable = False
 
     def __init__(self, name: str, of: str, engine: PipelinableEngine) -> None:
-        """Share `engine`, which is that of role `of`, with the role `name`."""
+        """Share `engine`, the engine of role `of`, with the role `name`."""
         self.name = name
         self.of = of
         self.engine = engine
@@ -147,7 +147,7 @@ class SharedEngine(PipelinableEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """Refuse: what is shared is trained as the role that it belongs to."""
+        """Raise ValueError, since a shared model is trained only as the role that owns it."""
         raise ValueError(f"model {self.name!r} shares the model of role {self.of!r} and does not train; train that one")
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
@@ -168,44 +168,44 @@ class SharedEngine(PipelinableEngine):
         return self.engine.reduce(x)
 
     def start_step(self, version: int) -> None:
-        """Nothing: schedules follow the role that trains."""
+        """Do nothing, since schedules follow the role that trains."""
 
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`: the whole model of the other role."""
+        """See `PipelinableEngine.save`; writes the whole model of the other role."""
         self.engine.save(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the state is that of the role whose model is shared."""
+        """Return an empty dict, since the role that owns the model saves the state."""
         return {}
 
     def fixed_weights(self) -> dict[str, Any]:
-        """Nothing, as `state_dict`."""
+        """Return an empty dict, as `state_dict` does."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Refuse anything but what `state_dict` gives."""
+        """Raise ValueError for a state that is not empty."""
         if state:
             raise ValueError(f"model {self.name!r} shares the model of role {self.of!r} and has no state of its own")
 
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`: those of the other role."""
+        """See `PipelinableEngine.weights`; returns the weights of the other role."""
         return self.engine.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Refuse: what is shared changes as the role that it belongs to."""
+        """Raise ValueError, since the weights change only through the role that owns the model."""
         raise ValueError(f"model {self.name!r} shares the model of role {self.of!r}; give the weights to that one")
 
 
 class ReferenceEngine(SharedEngine):
-    """A frozen policy inside the model of another role: it scores, and nothing else."""
+    """A frozen policy inside the model of another role. It computes log-probs only."""
 
     def __init__(self, name: str, of: str, engine: PipelinableEngine, forward: Forward) -> None:
-        """Score with `forward`, which the engine of role `of` gave."""
+        """Compute log-probs with `forward`, returned by `PipelinableEngine.reference` of the role `of`."""
         super().__init__(name, of, engine)
         self._score = forward
 
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """See `PipelinableEngine.measure`; of the frozen start."""
+        """See `PipelinableEngine.measure`; measures the frozen policy."""
         return measured(self.forward, data, mb_spec, loss_fn)
 
     @property
@@ -218,13 +218,13 @@ class ReferenceEngine(SharedEngine):
         return self._score(data, mb_spec, post_hook)
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Refuse: the branch has no cache of its own."""
+        """Raise ValueError, since the branch has no KV cache."""
         raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r}: it scores and cannot generate")
 
     def save(self, path: Path) -> None:
-        """Refuse: the folder that the run started from holds these weights."""
+        """Raise ValueError, since the folder that the run started from contains these weights."""
         raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r} and has no weights to save")
 
     def weights(self) -> dict[str, Tensor]:
-        """Refuse: they are a part of another network."""
+        """Raise ValueError, since the weights are part of another network."""
         raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r} and has no weights of its own")

@@ -1,4 +1,4 @@
-"""From a config node to a model that can run: reading a folder or hub name, and refusing what would compute wrongly."""
+"""Load a transformers model from a local folder or the hub, and reject models that would compute wrong results."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from realign.errors import SettingsError
 from realign.settings import Settings
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Without one of these AutoTokenizer builds an empty tokenizer of the model's family, and says nothing."""
+"""Tokenizer files. Without any of them, AutoTokenizer silently builds an empty tokenizer of the model's family."""
 
 
 class DType(StrEnum):
-    """The precision of matrix products. Weights, optimizer state, log-probs, values and losses are fp32 in any case."""
+    """Precision of matrix products. Weights, optimizer state, log-probs, values and losses are always fp32."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -47,26 +47,31 @@ class TransformersModel(Settings, ModelSpec):
     """A transformers model as a role of an experiment.
 
     Attributes:
-        path: a local folder, or a name on the hub.
-        head: what the model computes: causal (a language model) | score (one number per sequence: a reward model) |
-            value (one number per token: a critic). See `Causal`, `Score`, `Value`.
-        tokenizer: folder or hub name of the tokenizer; null takes the model's.
-        dtype: float32 | bfloat16 (autocast over fp32 weights).
-        device: auto | cpu | cuda | cuda:0 ...; auto takes CUDA where there is one.
-        attention: auto | sdpa | flash | varlen.
-        gradient_checkpointing: recompute each layer in the backward pass: less memory, about a third more time.
-        dropout: apply the model's dropout while training. Off, since ratios of PPO compare two passes over one text.
-        optimizer: how to train it; null freezes the model.
-        trains: the weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
-        trust_remote_code: run model code that comes with the weights.
-        shared_prompts: auto | off; auto computes the prompt of a group once where that saves a twentieth of the group's
-            tokens, in training and in scoring. The results are the same. On a CPU, and without dropout.
-        fused_rollout: sample with layers written out in few operators over joined copies of the weights, where the
-            family is known and a comparison with its modules shows no difference; else, and with false, the modules.
-        parallel_passes: auto | off; auto computes micro-batches side by side on a CPU, in as many threads as torch has,
-            and divides the token budget among them. The results are the same. Without dropout.
-        sharding: how several processes (torchrun) divide the model; without effect in one.
-        sampler: what samples responses: this model in its own process (`InProcessSampling`), or an external sampler.
+        path: Local folder or hub name of the model.
+        head: Output of the model: causal (language model) | score (reward model, one number per sequence) | value
+            (critic, one number per token). See `Causal`, `Score`, `Value`.
+        tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer in `path`.
+        dtype: Precision of matrix products: float32 | bfloat16 (autocast over fp32 weights).
+        device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if it is available.
+        attention: Attention kernel: auto | sdpa | flash | varlen. See `Backend`.
+        gradient_checkpointing: Recompute each layer in the backward pass. This saves memory and takes about a third
+            more time.
+        dropout: Apply the model's dropout during training. Off by default, since the importance ratios of PPO compare
+            two passes over the same text.
+        optimizer: Optimizer settings; null freezes the model.
+        trains: Weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
+        trust_remote_code: Run the model code in the folder or hub repository.
+        shared_prompts: auto | off. auto computes the shared prompt of a group once, in training and scoring, if that
+            saves at least 5% of the group's tokens. The results are the same. It applies on CPU only; a training pass
+            with dropout does not share prompts.
+        fused_rollout: Sample with fused layers over concatenated copies of the weights. Applies if the model family
+            is known and a comparison with its modules shows no difference. Otherwise, and with false, sampling calls
+            the modules.
+        parallel_passes: auto | off. auto computes micro-batches concurrently on CPU, in up to as many threads as
+            torch uses, and divides the token budget among them. The results are the same. A training pass with
+            dropout runs its micro-batches one after another.
+        sharding: Sharding of the model over several processes (torchrun); ignored with one process.
+        sampler: Sampler of responses: this model in its own process (`InProcessSampling`), or an external sampler.
     """
 
     path: str
@@ -108,21 +113,22 @@ class TransformersModel(Settings, ModelSpec):
         return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
 
     def frozen_start(self, role: str) -> ModelSpec:
-        """See `ModelSpec.frozen_start`; a model that trains adapters or its top layers contains its own start."""
+        """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
         if self.optimizer is not None and self.trains.keeps_start:
             return SharedModel(role, Share.reference)
         head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
         return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False)
 
     def for_sampling(self) -> ModelSpec:
-        """See `ModelSpec.for_sampling`: the copy keeps no moving average."""
+        """See `ModelSpec.for_sampling`; the copy keeps no moving average of the weights."""
         return self if self.optimizer is None else replace(self, optimizer=replace(self.optimizer, ema_decay=None))
 
     def check(self, name: str) -> None:
-        """Find what is wrong before any weights are read.
+        """Check the settings before any weights are read.
 
         Raises:
-            ValueError: names the key: of a path, a device, a package that is missing, or the wrong head.
+            ValueError: a path or device is invalid, a package is missing, or the head does not match the weights. The
+                message names the key.
         """
         what = f"models.{name}"
         self.sampler.check(f"{what}.sampler")
@@ -149,10 +155,11 @@ class TransformersModel(Settings, ModelSpec):
 
         Args:
             name: the role, for messages and seeds.
-            seed: the run's root seed; weights that the folder lacks (a new scalar head) are drawn from it.
+            seed: the run's root seed; initializes weights that the folder lacks (a new scalar head).
 
         Raises:
-            ValueError: names the role and the path or the model family, and why it cannot be used.
+            ValueError: the model cannot be used. The message names the role, the path or model family, and the
+                reason.
         """
         from realign.engines.training.engine import TransformersEngine
 
@@ -197,7 +204,7 @@ class TransformersModel(Settings, ModelSpec):
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
-        """See `realign.api.sampler.SamplesInBackground`: a copy of the model, without an average of its weights."""
+        """See `realign.api.sampler.SamplesInBackground`; uses a copy of the model without its moving average."""
         from realign.engines.sampling.background_sampler import StreamingEngine
 
         engine = self.for_sampling().load(name, seed=seed).machine
@@ -223,7 +230,7 @@ class TransformersModel(Settings, ModelSpec):
                     dtype=torch.float32,
                     attn_implementation=ATTENTION,
                     trust_remote_code=self.trust_remote_code,
-                    use_safetensors=True,  # its other format is a pickle
+                    use_safetensors=True,  # the alternative format is a pickle
                     output_loading_info=True,
                     **labels,
                     **more,
@@ -242,7 +249,7 @@ class TransformersModel(Settings, ModelSpec):
         return module
 
     def _check_complete(self, name: str, body: str, missing: Sequence[str]) -> None:
-        """Refuse weights that transformers draws at random and nothing trains; it only prints a table of them."""
+        """Raise ValueError for weights that are randomly initialized but never train; transformers only warns."""
         inside = [key for key in missing if key.startswith(f"{body}.")]
         heads = [key for key in missing if key not in inside and key.endswith(".weight")]
         if absent := inside or ([] if self.head.is_scalar else heads):
@@ -254,7 +261,7 @@ class TransformersModel(Settings, ModelSpec):
             raise no_trained_head(f"models.{name}", self.path, self.head, heads[0])
 
     def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
-        """The value head of the folder, or a new one, beside the model `module`."""
+        """Return the value head in the model folder, or a new one; None if the config has no value head."""
         from realign.engines.network.probe import probe_branch
 
         spec = self.head.value_head if isinstance(self.head, Causal) else None
@@ -283,7 +290,7 @@ class TransformersModel(Settings, ModelSpec):
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep transformers' report of missing weights off the screen: what may be missing is checked, and said, here."""
+    """Silence the warnings of transformers about missing weights; `_check_complete` reports them."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()
@@ -296,7 +303,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _readable(what: str) -> Iterator[None]:
-    """Turn what transformers raises, often pages long, into one line; the whole stays attached as the cause."""
+    """Convert long exceptions of transformers to one-line ValueErrors, with the original as the cause."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Conversations with environments: finding an environment, asking many at once, writing what they say as tokens."""
+"""Conversations with environments: load an environment class, run many instances concurrently, encode observations."""
 
 from realign.environments.batch import Worlds
 from realign.environments.calls import Answer, Limits

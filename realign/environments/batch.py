@@ -24,20 +24,20 @@ Keep: TypeAlias = Callable[[Answer], None]
 Question: TypeAlias = Callable[[Keep], Coroutine[Any, Any, Answer]]
 
 INTERRUPTED_S = 1.0
-"""Seconds that `close` of all environments may take when a signal ends the run."""
+"""Seconds that `close` of all environments together may take when a signal ends the run."""
 
 
 class Worlds:
-    """One environment per episode, for one `with` block, on an event loop in a thread of its own.
+    """The environments of a batch, one per episode, for one `with` block. Their event loop runs in a separate thread.
 
-    Every wait of the calling thread is limited and can be interrupted by a signal. A loop that a call blocks is
-    abandoned: the calls that have no answer fail, as does each later `step` of an environment that was made on it.
+    Every wait of the calling thread has a time limit, and a signal can interrupt it. An event loop that is blocked by
+    a call is abandoned. Its unanswered calls then fail, and so does every later `step` of an environment created on it.
 
     Args:
-        name: of the environment, for messages.
-        make: makes one.
-        writer: writes what they say as tokens.
-        limits: of their calls.
+        name: name of the environment, for messages.
+        make: constructs one environment.
+        writer: encodes observations as tokens.
+        limits: limits of the calls.
     """
 
     def __init__(self, name: str, make: Callable[[], Environment], writer: TurnWriter, limits: Limits) -> None:
@@ -47,7 +47,7 @@ class Worlds:
         self._made: dict[int, Any] = {}
         self._lost: set[int] = set()  # episodes whose loop was abandoned
         self._told = False
-        self._loop: LoopThread | None = None  # until the first call, and after one was abandoned
+        self._loop: LoopThread | None = None  # before the first call, and after a loop was abandoned
         self._asker: Asker
 
     def __enter__(self) -> Worlds:
@@ -68,29 +68,29 @@ class Worlds:
     def _close_loop(self, loop: LoopThread, interrupted: bool) -> None:
         self._loop = None
         if loop.close(0.0 if interrupted else self._limits.patience_s) or interrupted:
-            self._limits.slots.abandon(loop.loop)  # of an interrupted one, which may still hold some
+            self._limits.slots.abandon(loop.loop)  # an interrupted loop may still hold slots
         else:
             self._abandon(loop, loop.abandon())
 
     def reset(self, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
-        """Begin the episodes 0, 1, ..., given the row and the seed of each."""
+        """Call `reset` for the episodes 0, 1, ...; `starts` has the dataset row and the seed of each episode."""
         return self._ask({episode: partial(self._reset, episode, *start) for episode, start in enumerate(starts)})
 
     def step(self, turns: Mapping[int, Response]) -> list[Answer]:
-        """Pass the policy's turn to these episodes; the answers are in their order."""
+        """Call `step` with the policy's turn for each of these episodes; returns the answers in the same order."""
         return self._ask({episode: partial(self._step, episode, said) for episode, said in turns.items()})
 
     def _ask(self, questions: Mapping[int, Question]) -> list[Answer]:
-        """The answers, in order; a failure for those that a blocked loop did not give."""
+        """Return the answers in order; a question that a blocked loop did not answer gets a failure."""
         answers = {e: Answer(None, "its event loop was abandoned because a call blocked it") for e in self._lost}
         asked = {e: question for e, question in questions.items() if e not in self._lost}
 
         async def one(episode: int, question: Question) -> None:
             keep = partial(answers.__setitem__, episode)
             answer = await question(keep)
-            keep(answer)  # also that of a call which did not end in time
+            keep(answer)  # includes the failure of a call that timed out
             if answer.step is None or answer.step.over:
-                await self._close(episode)  # after the answer is kept, which nothing that happens here may change
+                await self._close(episode)  # the answer is stored already, so a failing `close` cannot change it
 
         async def gathered() -> None:
             await asyncio.gather(*(one(*item) for item in asked.items()))
@@ -99,11 +99,11 @@ class Worlds:
             return [answers[episode] for episode in questions]
         limit = f"timeout_s={self._limits.timeout_s:g}"
         missing = Answer(None, f"no answer within {limit}: a call blocked the event loop, which was abandoned")
-        given = dict(answers)  # the loop may go on after this
+        given = dict(answers)  # a copy: the abandoned loop may continue and still write to `answers`
         return [given.get(episode, missing) for episode in questions]
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], most_s: float = math.inf) -> bool:
-        """Run this on the loop; False if a call blocked the loop, which is then abandoned."""
+        """Run a coroutine on the loop. Returns False if a call blocked the loop; the loop is then abandoned."""
         if self._loop is None:
             self._loop = LoopThread(self._limits.patience_s)
             self._asker = Asker(self._name, self._limits, self._loop.pulse)
@@ -128,12 +128,12 @@ class Worlds:
         async def begin_here() -> Any:
             return await begin()
 
-        # a plain one is made in the thread of its reset: what takes long there holds nobody up
+        # construct sync environments in the thread of `reset`, so that slow constructors do not block the event loop
         how = begin_here if waits(self.make) else begin
         return await self._asker.ask(how, partial(begun, tokens=self.writer.opening), keep)
 
     async def _step(self, episode: int, response: Response, keep: Keep) -> Answer:
-        # a turn that was cut off has no end token, whatever its last token looks like
+        # a truncated turn has no end token, even if its last token id equals one
         tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
         step = partial(self._made[episode].step, response)
         return await self._asker.ask(step, partial(five_values, tokens=tokens), keep)
@@ -142,7 +142,7 @@ class Worlds:
         await asyncio.gather(*map(self._close, list(self._made)))
 
     async def _close(self, episode: int) -> None:
-        """Once for each that was made; what goes wrong here takes no reward back."""
+        """Close the environment of an episode, at most once. A failure is logged and does not change the reward."""
         close = getattr(self._made.pop(episode, None), "close", None)
         if close is None:
             return

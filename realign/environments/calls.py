@@ -1,4 +1,4 @@
-"""Calls of environments under a deadline: coroutines on an event loop, plain functions in threads."""
+"""Call environments under a deadline: coroutine functions on an event loop, plain functions in threads."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from realign.rewards.text import visible
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Seconds beyond `timeout_s` that a call has to end after its cancellation, and that a loop may be blocked."""
+"""Seconds beyond `timeout_s` that a cancelled call has to end, and that an event loop may be blocked."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one call: a step, or why there is none (a traceback, or an explanation)."""
+    """Result of one call: a step, or the reason of its failure (a traceback or an explanation)."""
 
     step: Step | None
     failure: str = ""
@@ -32,33 +32,33 @@ class Answer:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the calls of one environment class, shared by all of its batches."""
+    """Limits of the calls of one environment class, shared by all its batches."""
 
     timeout_s: float
     """Seconds that one call may take."""
     slots: Slots
     """Limit on concurrent calls, shared by all threads."""
     blocked: BlockedLoops = field(default_factory=BlockedLoops)
-    """The loops that were abandoned because a call blocked them."""
+    """Event loops that were abandoned because a call blocked them."""
     grace_s: float = GRACE_S
     """See `GRACE_S`."""
 
     @property
     def patience_s(self) -> float:
-        """Seconds after which an event loop that shows no sign of life counts as blocked."""
+        """Seconds without progress after which an event loop counts as blocked."""
         return self.timeout_s + self.grace_s
 
 
 class Asker:
-    """Makes calls of environments, concurrently, on one event loop.
+    """Calls environments concurrently on one event loop.
 
-    A coroutine function runs on the loop. One that is late is cancelled; one that ignores the cancellation is left
-    running, and no longer awaited. A plain function runs in a thread of its own; one that is late is left running,
-    since threads cannot be stopped.
+    A coroutine function runs on the loop and is cancelled at its deadline. If it ignores the cancellation, it is left
+    running and no longer awaited. A plain function runs in a new thread. At its deadline it is left running, since
+    threads cannot be stopped.
 
     Args:
-        name: of the environment, for messages.
-        limits: of its calls.
+        name: name of the environment, for messages.
+        limits: limits of the calls.
         pulse: called on the loop before each call begins; raises CancelledError if no call may begin.
     """
 
@@ -70,12 +70,13 @@ class Asker:
     async def ask(
         self, call: Callable[[], Any], read: Callable[[Any], Step], keep: Callable[[Answer], None] | None = None
     ) -> Answer:
-        """Make a call and read what it returns; every exception of the call becomes an `Answer`.
+        """Make a call and parse its return value; every exception of the call becomes an `Answer`.
 
         Args:
-            call: of an environment.
-            read: checks what the call returned.
-            keep: called with the answer as soon as the call ends in time, even if the next call blocks the loop.
+            call: calls a method of an environment.
+            read: checks and converts the return value.
+            keep: called with the answer as soon as the call ends in time. A later call that blocks the loop therefore
+                cannot lose the answer.
         """
         late = False
 
@@ -105,7 +106,7 @@ class Asker:
     async def _answer(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
         try:
             found = await result_of(call)
-        except BaseException as error:  # SystemExit too: raised in a task, it would end the event loop
+        except BaseException as error:  # includes SystemExit, which would end the event loop if raised in a task
             return Answer(None, _described(error))
         try:
             return Answer(read(found))
@@ -114,14 +115,14 @@ class Asker:
 
 
 async def result_of(call: Callable[[], Any]) -> Any:
-    """What `call` returns: awaited if it is a coroutine function, else computed in a thread."""
+    """Return the result of `call`. Awaits a coroutine function; runs any other function in a new thread."""
     if inspect.iscoroutinefunction(call):
         return await call()
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
-        if not done.done():  # late: nobody waits any more
+        if not done.done():  # after the deadline the future is already cancelled
             done.set_result((value, error))
 
     def work() -> None:
@@ -135,7 +136,7 @@ async def result_of(call: Callable[[], Any]) -> Any:
         except RuntimeError:
             logger.debug("an environment answered after its episodes had ended")
 
-    threading.Thread(target=work, daemon=True).start()  # daemon: one that hangs must not keep the process alive
+    threading.Thread(target=work, daemon=True).start()  # daemon: a hanging call must not keep the process alive
     value, error = await done
     if error is not None:
         raise error
@@ -143,7 +144,7 @@ async def result_of(call: Callable[[], Any]) -> Any:
 
 
 def _described(error: BaseException) -> str:
-    """The traceback, from the environment's own code on."""
+    """Format the traceback, starting at the environment's code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -14,13 +14,13 @@ _Task: TypeAlias = "asyncio.Task[Any]"
 class Slots:
     """A first-in first-out semaphore for tasks of several event loops. A task holds at most one slot.
 
-    `asyncio.Semaphore` belongs to one loop, and a semaphore of `threading` would block a loop while it waits. The slots
-    of a loop that is blocked can be taken back (`abandon`), since its tasks cannot release them.
+    `asyncio.Semaphore` belongs to one loop, and `threading.Semaphore` blocks the event loop while it waits. The tasks
+    of a blocked loop cannot release their slots, so `abandon` releases them.
     """
 
     def __init__(self, number: int) -> None:
-        """Let `number` tasks in at a time."""
-        self._lock = threading.Lock()  # guards what follows
+        """Allow `number` tasks at a time."""
+        self._lock = threading.Lock()  # guards the attributes below
         self._free = number
         self._waiting: deque[tuple[_Task, asyncio.Future[None]]] = deque()
         self._holders: dict[_Task, asyncio.AbstractEventLoop] = {}
@@ -59,7 +59,7 @@ class Slots:
             self._release(task)
 
     def abandon(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take back the slots of this loop's tasks, and let no further task of the loop in."""
+        """Release the slots of this loop's tasks, and reject further tasks of the loop."""
         with self._lock:
             self._abandoned.add(loop)
             self._waiting = deque((task, turn) for task, turn in self._waiting if turn.get_loop() is not loop)
@@ -67,7 +67,7 @@ class Slots:
                 self._release(task)
 
     def _release(self, task: _Task) -> None:
-        """Pass the slot of this task on, if it holds one. The caller holds the lock."""
+        """Pass the slot of this task to the next waiting task, if it holds one. The caller holds the lock."""
         if self._holders.pop(task, None) is None:
             return
         while self._waiting:

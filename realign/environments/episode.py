@@ -1,4 +1,4 @@
-"""`Episode`: one conversation while it lasts, as the tokens that were given and sampled."""
+"""`Episode`: the state of one conversation, as prompt, observation and sampled tokens."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 
 @dataclass
 class Episode:
-    """The conversation of one environment; the sequence grows turn by turn and is never rewritten."""
+    """The conversation with one environment. Turns are appended to its sequence; earlier tokens never change."""
 
     name: str
-    """Of the episode, distinct in the batch; the random numbers of its turns follow from it."""
+    """Name of the episode, unique in the batch; seeds the sampling of its turns."""
     ids: Tensor
-    """[T] int64: prompt, observations, sampled tokens."""
+    """[T] int64: prompt, observation and sampled tokens."""
     sampled: Tensor = field(init=False)
-    """[T] bool: the policy sampled this token."""
+    """[T] bool: True for tokens that the policy sampled."""
     logprobs: Tensor = field(init=False)
-    """[T] fp32, 0 on given tokens."""
+    """[T] fp32; 0 for prompt and observation tokens."""
     versions: Tensor = field(init=False)
-    """[T] int32, -1 on given tokens."""
+    """[T] int32; -1 for prompt and observation tokens."""
     turn_ends: list[int] = field(default_factory=list)
-    """Place of the last sampled token of each turn."""
+    """Index of the last sampled token of each turn."""
     rewards: list[float] = field(default_factory=list)
-    """Of each turn that the environment has judged."""
+    """Reward of each turn that the environment has scored."""
     truncated: bool = False
     over: bool = False
     failure: str = ""
-    """Why it has no reward; empty where it has one."""
+    """Reason why the episode has no reward; empty if it has one."""
 
     def __post_init__(self) -> None:
         given = len(self.ids)
@@ -41,11 +41,11 @@ class Episode:
 
     @property
     def response_tokens(self) -> int:
-        """Tokens after the prompt of the dataset."""
+        """Number of tokens after the prompt of the dataset."""
         return len(self.ids) - self.prompt_tokens
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Append given tokens."""
+        """Append observation tokens."""
         n = len(tokens)
         self._append(
             torch.tensor(list(tokens), dtype=torch.int64),
@@ -60,7 +60,7 @@ class Episode:
         self.turn_ends.append(len(self.ids) - 1)
 
     def end(self, *, truncated: bool = False, failure: str = "") -> None:
-        """No turn follows."""
+        """Mark the episode as over."""
         self.over, self.truncated, self.failure = True, truncated, failure
 
     def _append(self, ids: Tensor, sampled: Tensor, logprobs: Tensor, versions: Tensor) -> None:
@@ -71,11 +71,11 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """The sum over the turns; NaN where the environment failed."""
+        """Sum of the rewards of all turns; NaN if the environment failed."""
         return float("nan") if self.failure else sum(self.rewards, 0.0)
 
     def dense_rewards(self) -> Tensor:
-        """[T] fp32: the reward of each turn at its last sampled token, 0 elsewhere."""
+        """Return [T] fp32: the reward of each turn at its last sampled token, 0 elsewhere."""
         dense_T = torch.zeros(len(self.ids))
         judged = min(len(self.rewards), len(self.turn_ends))
         dense_T[self.turn_ends[:judged]] = torch.tensor(self.rewards[:judged])

@@ -1,4 +1,4 @@
-"""`LoopThread`: an event loop in a daemon thread, which the caller abandons when a call blocks it."""
+"""`LoopThread`: an event loop in a daemon thread. The caller abandons the loop when a call blocks it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""Seconds between two checks that a loop still runs callbacks."""
+"""Seconds between two checks that a loop runs callbacks."""
 SHUT_S = 1.0
-"""Seconds that cancelled tasks have to end when their loop is closed."""
+"""Seconds that cancelled tasks have to end while their loop is being closed."""
 MOST_BLOCKED = 16
-"""Blocked threads of one environment above which the run ends; each keeps its memory until its call returns."""
+"""Blocked threads of one environment above which the run stops. Each keeps its memory until its call returns."""
 
 _MACHINERY = {Path(asyncio.__file__).parent, Path(threading.__file__), Path(__file__).parent}
 
@@ -36,7 +36,7 @@ class LoopBlocked(RuntimeError):
     """A call blocks the thread of an event loop.
 
     Attributes:
-        stack: what the thread was doing.
+        stack: stack trace of the thread.
     """
 
     def __init__(self, stack: str) -> None:
@@ -48,7 +48,7 @@ class LoopThread:
     """An event loop that runs in a daemon thread until `close` or `abandon`.
 
     Args:
-        patience_s: seconds without any sign of life after which the loop counts as blocked.
+        patience_s: seconds without progress after which the loop counts as blocked.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -58,18 +58,18 @@ class LoopThread:
         self._look_s = min(LOOK_S, patience_s / 4)
         self._pulses = 0
         self._abandoned = False
-        self._tasks: set[asyncio.Task[None]] = set()  # a loop itself refers to its tasks weakly
+        self._tasks: set[asyncio.Task[None]] = set()  # strong references: a loop keeps only weak ones
         self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._work, name="environments", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread exists, busy or blocked."""
+        """Whether the thread is running, busy or blocked."""
         return self._thread.is_alive()
 
     def pulse(self) -> None:
-        """Show that the loop is not blocked; each call does so before it begins.
+        """Signal that the loop is not blocked. Every call does so before it begins.
 
         Raises:
             CancelledError: the loop was abandoned, so no further call may begin.
@@ -82,12 +82,12 @@ class LoopThread:
         """Run a coroutine on the loop and return its result. A signal interrupts the wait and cancels all tasks.
 
         Args:
-            work: makes the coroutine.
-            most_s: seconds to wait at most.
+            work: creates the coroutine.
+            most_s: maximum wait in seconds.
 
         Raises:
-            LoopBlocked: the loop gave no sign of life for `patience_s`; it is abandoned.
-            TimeoutError: `most_s` are over.
+            LoopBlocked: the loop made no progress for `patience_s` and was abandoned.
+            TimeoutError: there is no result after `most_s` seconds.
         """
         found: Future[T] = Future()
 
@@ -98,7 +98,7 @@ class LoopThread:
                 found.set_exception(error)
 
         self._post(lambda: self._start(working()))
-        silent_s = waited_s = 0.0  # counted in looks, so that a process that was suspended finds no loop blocked
+        silent_s = waited_s = 0.0  # sums of checks, not clock time: suspending the process must not count
         try:
             while not found.done():
                 before = self._pulses
@@ -110,13 +110,13 @@ class LoopThread:
                     raise LoopBlocked(self.abandon())
                 if waited_s >= most_s and not found.done():
                     raise TimeoutError(f"no result within {most_s:g} s")
-        except BaseException:  # of a signal's handler, say
+        except BaseException:  # for example from a signal handler
             self._post(self._cancel)
             raise
         return found.result()
 
     def abandon(self) -> str:
-        """Let the loop end by itself as soon as it is no longer blocked; returns the stack of its thread."""
+        """Abandon the loop, which then ends by itself once it is no longer blocked. Returns the stack of its thread."""
         self._abandoned = True
         frame = sys._current_frames().get(self._thread.ident or 0)
         self._post(self._begin_end)
@@ -127,7 +127,7 @@ class LoopThread:
         return visible("".join(traceback.format_list(calls or stack)).rstrip())
 
     def close(self, within_s: float) -> bool:
-        """Cancel all tasks and end the thread; whether it ended within so many seconds."""
+        """Cancel all tasks and end the thread. Returns whether the thread ended within `within_s` seconds."""
         self._post(self._begin_end)
         self._thread.join(within_s)
         return not self.alive
@@ -135,8 +135,8 @@ class LoopThread:
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            while self._ending is None or not self._ending.done():  # an environment may call `stop`, too
-                with suppress(SystemExit, KeyboardInterrupt):  # of a task that an environment started
+            while self._ending is None or not self._ending.done():  # an environment may call `stop` too
+                with suppress(SystemExit, KeyboardInterrupt):  # raised in a task that an environment started
                     self.loop.run_forever()
         finally:
             self.loop.close()
@@ -167,7 +167,7 @@ class LoopThread:
             self._ending.add_done_callback(lambda _: self.loop.stop())
 
     async def _end(self) -> None:
-        """Cancel all tasks, and wait a limited time for them."""
+        """Cancel all tasks and wait for them, for a limited time."""
         self.loop.set_exception_handler(lambda _, context: logger.debug("left behind: %s", context["message"]))
         if others := self._cancel():
             await asyncio.wait(others, timeout=SHUT_S)
@@ -175,7 +175,7 @@ class LoopThread:
 
 
 class BlockedLoops:
-    """The abandoned loops of one environment: the first is logged, and too many end the run."""
+    """Counts the abandoned loops of one environment. Logs the first one, and stops the run if there are too many."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -183,10 +183,10 @@ class BlockedLoops:
         self._logged = False
 
     def add(self, environment: str, patience_s: float, thread: LoopThread, stack: str) -> None:
-        """Count a loop that was abandoned.
+        """Count an abandoned loop.
 
         Raises:
-            EnvironmentFailure: more than `MOST_BLOCKED` threads are blocked at this moment.
+            EnvironmentFailure: more than `MOST_BLOCKED` threads are currently blocked.
         """
         with self._lock:
             self._threads = [each for each in self._threads if each.alive] + [thread]
@@ -210,10 +210,10 @@ class BlockedLoops:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """What `asyncio.to_thread` of an environment runs in; neither a batch nor the process waits for late calls."""
+    """Executor of an environment's `asyncio.to_thread` calls. Neither a batch nor the process waits for late calls."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Start a thread for this call."""
+        """Start a daemon thread for this call."""
         found: Future[T] = Future()
 
         def work() -> None:
@@ -228,5 +228,5 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def _places(filename: str) -> set[Path]:
-    """A file and its folder."""
+    """Return a file and its folder."""
     return {Path(filename), Path(filename).parent}

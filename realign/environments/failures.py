@@ -1,4 +1,4 @@
-"""Failed episodes: counted, the first one shown, and too many of them the end of the run, as with reward functions."""
+"""Count failed episodes, log the first one, and stop the run if too many fail, as for reward functions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentFailure(RuntimeError):
-    """Environments failed too often to go on."""
+    """Raised when environments fail too often for the run to continue."""
 
 
 class Failures:
-    """Counts calls that failed, shows the first of a run, and ends the run when there are too many.
+    """Counts failed episodes, logs the first one of a run, and stops the run when there are too many.
 
     Args:
-        name: of the environment.
-        max_failed_fraction: of the episodes of a batch.
+        name: name of the environment.
+        max_failed_fraction: highest fraction of a batch's episodes that may fail.
     """
 
     def __init__(self, name: str, max_failed_fraction: float) -> None:
@@ -29,10 +29,10 @@ class Failures:
         self._shown = False
 
     def check(self, failures: Sequence[str], episodes: int) -> None:
-        """Take the failures of a batch of so many episodes, or of one of several parts of a batch (`Tally`).
+        """Check the failures of a call with `episodes` episodes: a whole batch, or one part of it (`Tally`).
 
         Raises:
-            EnvironmentFailure: there are too many.
+            EnvironmentFailure: the fraction of failed episodes is above `max_failed_fraction`.
         """
         tally = present_tally()
         before, whole = tally.failures, tally.parts * episodes

@@ -1,4 +1,4 @@
-"""Finding an environment by its name, `package.module:Class` or `path/to/file.py:Class`, and looking at its methods."""
+"""Load an environment class by `package.module:Class` or `path/to/file.py:Class`, and inspect its methods."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from realign.rewards.pool.functions import load_object
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
-    """What makes an environment for one episode: the class called `name`, with these keyword arguments.
+    """Return a factory that constructs the class `name` with these keyword arguments, once per episode.
 
-    A file is imported as that of a reward function is (`realign.rewards.pool.functions.load_function`).
+    A file is imported like the file of a reward function (`realign.rewards.pool.functions.load_function`).
 
     Raises:
-        ValueError: there is no such class, the import failed, it does not take the arguments, or its methods are not
-            those of an environment.
+        ValueError: the class does not exist, the import failed, the class does not accept the arguments, or it lacks
+            the methods of an environment.
     """
     found = load_object(name, "environment", "'package.module:Class' or 'path/to/file.py:Class'")
     if not isinstance(found, type):
@@ -32,24 +32,24 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], En
 
 
 def waits(make: Callable[[], Environment]) -> bool:
-    """Whether `reset` of what is made is a coroutine function, for which the environment is made in its event loop."""
+    """Return whether `reset` is a coroutine function. Such an environment is constructed on the event loop."""
     made = make.func if isinstance(make, functools.partial) else make
     return inspect.iscoroutinefunction(getattr(made, "reset", None))
 
 
 def takes_seed(reset: Callable[..., Any]) -> bool:
-    """Whether `reset` wants the seed."""
+    """Return whether `reset` accepts a seed."""
     parameters = inspect.signature(reset).parameters
     return "seed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _takes(function: Callable[..., Any], name: str, *positional: str, **keywords: Any) -> None:
-    """Raise ValueError unless `function` can be called with these, and `reset` with a seed if it takes one."""
+    """Raise ValueError if `function` does not accept these arguments, and a seed if it has such a parameter."""
     try:
         signature = inspect.signature(function)
         seeded = {"seed": 0} if "seed" in signature.parameters and positional else {}
         signature.bind(*positional, **keywords, **seeded)
-    except (TypeError, ValueError) as error:  # ValueError: no signature, as of some classes written in C
+    except (TypeError, ValueError) as error:  # ValueError: some classes written in C have no signature
         shown = ", ".join([*positional, *(f"{key}=" for key in keywords)])
         raise ValueError(
             f"environment {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}"

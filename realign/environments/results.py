@@ -1,4 +1,4 @@
-"""What an environment may return: `reset` and `step` are checked here, and become plain values."""
+"""Check the return values of an environment's `reset` and `step`, and convert them to plain Python values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from realign.environments.turns import shortened
 
 LARGEST = torch.finfo(torch.float32).max
-"""Reward: sequences keep it in fp32."""
+"""Largest absolute reward, since rewards are stored in fp32."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment said, checked: the tokens that the policy reads, and the values of its turn."""
+    """Checked result of `reset` or `step`: the observation tokens, and the reward and end flags of the turn."""
 
     tokens: Sequence[int] = ()
     reward: float = 0.0
@@ -25,19 +25,19 @@ class Step:
 
     @property
     def over(self) -> bool:
-        """Whether no turn follows."""
+        """Whether the episode is over."""
         return self.terminated or self.truncated
 
 
 def begun(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
-    """Check what `reset` returned.
+    """Check the return value of `reset`.
 
     Args:
-        found: observation, info.
-        tokens: of the observation.
+        found: the return value, expected to be (observation, info).
+        tokens: encodes the observation.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: the return value is invalid.
     """
     if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], Mapping):
         raise ValueError(f"reset returned {shortened(found)}, expected 2 values: observation, info (a dict)")
@@ -45,14 +45,14 @@ def begun(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
 
 
 def five_values(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
-    """Check what `step` returned.
+    """Check the return value of `step`.
 
     Args:
-        found: observation, reward, terminated, truncated, info.
-        tokens: of an observation that another turn follows.
+        found: the return value, expected to be (observation, reward, terminated, truncated, info).
+        tokens: encodes the observation; called only if another turn follows.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: the return value is invalid.
     """
     if not isinstance(found, tuple | list) or len(found) != 5:
         size = f"{len(found)} values" if isinstance(found, tuple | list) else shortened(found)
@@ -72,5 +72,5 @@ def five_values(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
 
 
 def _plain(value: Any) -> Any:
-    """Scalars of numpy and torch as Python's own."""
+    """Convert scalars of numpy and torch to Python scalars."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value

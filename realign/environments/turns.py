@@ -1,7 +1,7 @@
-"""What an environment says, as token ids: text as it is, or the tokenizer's chat template around it.
+"""Encode the observations of an environment as token ids, as plain text or with the tokenizer's chat template.
 
-Only given tokens are made here, once. What was sampled is never decoded and encoded again: the template is rendered for
-an answer of no importance, and what it writes behind that answer is what follows the sampled one.
+Sampled tokens are never decoded and encoded again. Instead, the chat template is rendered with a placeholder answer.
+The text that the template writes after the placeholder is appended to the sampled turn.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 from realign.api.environment import Observation
 
-_QUESTION, _ANSWER = "any question", "the-answer-b7e1"  # what follows is looked at; no template has this word itself
+_QUESTION, _ANSWER = "any question", "the-answer-b7e1"  # only the text after the answer is used
 
 
 @dataclass(frozen=True)
 class TurnWriter:
-    """Writes observations.
+    """Encodes observations as tokens.
 
-    Plain: text is encoded without start tokens, and nothing is put around it. Chat: text becomes one message of `role`,
-    messages stay what they are, and all of an observation are rendered together (some templates put consecutive tool
-    messages into one turn). Token ids are taken as they are under both.
+    With `chat=False`, text is encoded without special tokens and nothing is added. With `chat=True`, text becomes one
+    message with role `role`, and messages are used unchanged. All messages of an observation are rendered together,
+    since some templates merge consecutive tool messages into one turn. Token ids are used unchanged in both modes.
 
     Raises:
-        ValueError: chat is asked for, and the tokenizer has no chat template.
+        ValueError: `chat` is true and the tokenizer has no chat template.
     """
 
     tokenizer: Any
@@ -37,10 +37,10 @@ class TurnWriter:
             raise ValueError("chat=true, but the tokenizer has no chat template; use chat=false")
 
     def opening(self, observation: Observation) -> list[int]:
-        """What follows the prompt.
+        """Encode the observation of `reset`, which follows the prompt.
 
         Raises:
-            ValueError: it is no observation, or needs a chat template, which has been written around the prompt before.
+            ValueError: the observation is invalid, or needs the chat template, which is already applied to the prompt.
         """
         text, ids, messages = parted(observation)
         if messages or (self.chat and text):
@@ -51,15 +51,15 @@ class TurnWriter:
         return self._known(ids) if ids is not None else self._encode(text)
 
     def between(self, observation: Observation, sampled: Sequence[int]) -> list[int]:
-        """What stands between a sampled turn and the next one.
+        """Encode the tokens between a sampled turn and the next one.
 
         Args:
-            observation: what the environment says.
-            sampled: the tokens of the turn; an end token of the template that it has already is not written again. Of
-                a turn that was cut off, none.
+            observation: observation returned by `step`.
+            sampled: tokens of the sampled turn, empty if the turn was truncated. If the turn already ends with the
+                template's end token, that token is not repeated.
 
         Raises:
-            ValueError: it is no observation, or there is no template for messages, or that failed.
+            ValueError: the observation is invalid, has messages with `chat=False`, or the chat template failed.
         """
         text, ids, messages = parted(observation)
         if ids is not None:
@@ -72,13 +72,13 @@ class TurnWriter:
         return written[1:] if written and sampled and written[0] == sampled[-1] else written
 
     def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What the template writes behind the content of an answer that these messages and a new turn follow."""
+        """Return the text that the template writes after an assistant answer, with these messages and a new turn."""
         before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         try:
             whole = self.tokenizer.apply_chat_template(
                 [*before, *map(dict, messages)], tokenize=False, add_generation_prompt=True, **self.options
             )
-        except Exception as error:  # templates are programs: they raise of their own will, and for want of a key
+        except Exception as error:  # templates are programs and may raise any exception
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         _, answer, behind = str(whole).partition(_ANSWER)
         if not answer:
@@ -90,7 +90,7 @@ class TurnWriter:
             return []
         try:
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        except TypeError as error:  # half of a character of two, as broken JSON may hold
+        except TypeError as error:  # a lone surrogate, which broken JSON may contain
             raise ValueError(f"the tokenizer refuses {shortened(text)}: {error}") from error
 
     def _known(self, ids: Sequence[int]) -> list[int]:
@@ -101,10 +101,10 @@ class TurnWriter:
 
 
 def parted(observation: Any) -> tuple[str, list[int] | None, list[Mapping[str, Any]]]:
-    """An observation as text, as token ids (None: it is none), as messages; one of the three.
+    """Return an observation as (text, token ids or None, messages). Exactly one of the three represents it.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the observation has none of these types.
     """
     if isinstance(observation, str):
         return observation, None, []
@@ -121,6 +121,6 @@ def parted(observation: Any) -> tuple[str, list[int] | None, list[Mapping[str, A
 
 
 def shortened(value: Any) -> str:
-    """A value and its type, for messages."""
+    """Return a shortened `repr` of a value and its type, for messages."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"

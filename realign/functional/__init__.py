@@ -1,10 +1,20 @@
-"""Pure functions on packed tensors: the mathematics of every algorithm, with no model, device, process or config.
+"""Pure functions on packed tensors: the mathematics of the algorithms, independent of models, processes and config.
 
-What belongs here takes tensors and plain values and returns tensors; it imports torch and nothing of realign.
-Each file is one subject: `packed` (boundaries), `logprobs` (from hidden states), `kl`, `advantages` (credit),
-`normalization`, `moments` (over batches), `shaping` (of scores), `losses` (per token), `objectives` (of the policy),
-`preferences` (per pair) and `aggregation` (to one number). Names end in the shape they carry:
-T packed tokens, S sequences, N any elements, V vocabulary, H hidden, M masked elements, C a chunk of tokens, U units.
+Functions take tensors and plain values and return tensors. The package imports torch and no other part of realign.
+
+- `packed`: sequence boundaries.
+- `logprobs`: log-probs and entropy from hidden states.
+- `kl`: KL estimators and KL controllers.
+- `advantages`: rewards, returns and advantages per token.
+- `normalization`, `moments`: statistics of a batch, and running statistics over batches.
+- `shaping`: reward shaping.
+- `losses`, `objectives`, `preferences`: losses per token, policy objectives, and losses per preference pair.
+- `aggregation`: reduction of token losses to a scalar.
+
+A tensor's name ends in its shape: T packed tokens, S sequences, N any elements, V vocabulary, H hidden size.
+Further letters: M elements in the mask, C a chunk of tokens, U units (groups, or the batch).
+
+Masks are bool. The tokens in a mask are the positions where it is True.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Credit: from one score per sequence to rewards, returns and advantages per token.
+"""Advantage estimation: token-level rewards, returns and advantages from sequence scores.
 
-A sequence is taken as the chain of its masked (trainable) tokens. Tokens between them, such as a tool's answer, are
-not steps: nothing decays over them and nothing they hold, NaN included, has an effect. Credit is data for the losses,
-so no gradient flows through these functions.
+The steps of a sequence are its tokens in the mask (the trainable ones). Tokens between them, such as a tool's answer,
+are skipped: they cause no discounting, and their values are ignored, including NaN. No gradient flows through these
+functions.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["discounted_returns", "gae", "token_rewards"]
 def token_rewards(
     scores_S: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, kl_T: Tensor | None = None, kl_coef: float = 0.0
 ) -> Tensor:
-    """Rewards per token: `-kl_coef * kl_T` on the mask, plus a sequence's score at its last masked token.
+    """Compute token rewards: `-kl_coef * kl_T` in the mask, plus the sequence score at its last token in the mask.
 
     Source: openai/lm-human-preferences (rewards of PPO).
 
     Args:
-        scores_S: [S]; the score of a sequence without masked tokens goes nowhere. NaN stays NaN: take sequences
-            whose score is missing out of the mask first.
+        scores_S: [S]. The score of a sequence without tokens in the mask is ignored. NaN propagates, so mask
+            sequences with a missing score first.
         mask_T: [T] bool.
         cu_seqlens: int32 [S+1].
         kl_T: [T] in nats, or None.
-        kl_coef: its price, in units of reward per nat.
+        kl_coef: coefficient of the KL penalty, in units of reward per nat.
 
     Returns:
-        [T] fp32 (fp64 for fp64 scores), 0 off the mask.
+        [T] fp32 (fp64 for fp64 scores), 0 outside the mask.
 
     Raises:
-        ValueError: a shape is wrong, or there is a coefficient but no KL.
+        ValueError: a shape is wrong, or `kl_coef` is not 0 although `kl_T` is None.
     """
     check_shapes(mask_T, mask_T=mask_T, kl_T=kl_T)
     check_shapes(cu_seqlens[1:], scores_S=scores_S)
@@ -57,17 +57,17 @@ def token_rewards(
 def discounted_returns(
     rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float, bootstrap_S: Tensor | None = None
 ) -> Tensor:
-    """The return R_t = r_t + gamma * R_{t+1} along the masked tokens of each sequence.
+    """Compute the return R_t = r_t + gamma * R_{t+1} along the tokens in the mask of each sequence.
 
     Args:
         rewards_T: [T].
         mask_T: [T] bool.
         cu_seqlens: int32 [S+1].
-        gamma: discount per masked token, in [0, 1].
-        bootstrap_S: [S], the return after a sequence's last masked token (of one that was cut short); None: 0.
+        gamma: discount per token in the mask, in [0, 1].
+        bootstrap_S: [S] return after the last token in the mask, for truncated sequences; None means 0.
 
     Returns:
-        [T] fp32 (fp64 for fp64 rewards), 0 off the mask.
+        [T] fp32 (fp64 for fp64 rewards), 0 outside the mask.
     """
     check_shapes(mask_T, rewards_T=rewards_T, mask_T=mask_T)
     _check_unit_interval(gamma=gamma)
@@ -88,22 +88,22 @@ def gae(
     lam: float,
     bootstrap_S: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, A_t = delta_t + gamma * lam * A_{t+1} along the masked tokens of each sequence.
+    """Compute generalized advantage estimates (GAE) along the tokens in the mask of each sequence.
 
-    Source: arXiv:1506.02438, with delta_t = r_t + gamma * V_{t+1} - V_t.
+    A_t = delta_t + gamma * lam * A_{t+1} with delta_t = r_t + gamma * V_{t+1} - V_t. Source: arXiv:1506.02438.
 
     Args:
         rewards_T: [T].
-        values_T: [T], the value of the state before token t.
+        values_T: [T] value of the state before token t.
         mask_T: [T] bool.
         cu_seqlens: int32 [S+1].
-        gamma: discount per masked token, in [0, 1].
-        lam: how far rewards are trusted over values, in [0, 1].
-        bootstrap_S: [S], the value after a sequence's last masked token: that of the state where a sequence was cut
-            short, 0 for one that ended. None: 0 for all.
+        gamma: discount per token in the mask, in [0, 1].
+        lam: GAE lambda in [0, 1]: 0 is the one-step TD error, and 1 the discounted return minus the value.
+        bootstrap_S: [S] value after the last token in the mask: the value of the last state of a truncated sequence,
+            and 0 for a finished one. None means 0 for all.
 
     Returns:
-        Advantages and returns (advantages + values), each [T] fp32 (fp64 for fp64 input), 0 off the mask.
+        Advantages and returns (advantages + values), each [T] fp32 (fp64 for fp64 input), 0 outside the mask.
     """
     check_shapes(mask_T, rewards_T=rewards_T, values_T=values_T, mask_T=mask_T)
     _check_unit_interval(gamma=gamma, lam=lam)
@@ -117,16 +117,16 @@ def gae(
 
 
 class _Chain(NamedTuple):
-    """The M masked tokens, sequence after sequence."""
+    """The M tokens in the mask, in sequence order."""
 
     slot_M: Tensor
-    """Their packed slots."""
+    """Packed slot of each token."""
     sequence_M: Tensor
-    """Their sequences."""
+    """Sequence index of each token."""
     remaining_M: Tensor
-    """How many masked tokens follow in the same sequence."""
+    """Number of later tokens in the mask in the same sequence."""
     last_M: Tensor
-    """bool: the last of its sequence."""
+    """bool: whether the token is the last of its sequence."""
 
 
 def _chain(mask_T: Tensor, cu_seqlens: Tensor) -> _Chain:
@@ -138,7 +138,7 @@ def _chain(mask_T: Tensor, cu_seqlens: Tensor) -> _Chain:
 
 
 def _bootstrap(chain: _Chain, like_M: Tensor, bootstrap_S: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """What follows each `last_M` token."""
+    """Return the bootstrap value after each `last_M` token."""
     sequences = chain.sequence_M[chain.last_M]
     if bootstrap_S is None:
         return like_M.new_zeros(len(sequences))
@@ -147,10 +147,10 @@ def _bootstrap(chain: _Chain, like_M: Tensor, bootstrap_S: Tensor | None, cu_seq
 
 
 def _reverse_scan(x_M: Tensor, remaining_M: Tensor, decay: float) -> Tensor:
-    """y_i = x_i + decay * y_{i+1} within each sequence, for all sequences at once.
+    """Compute y_i = x_i + decay * y_{i+1} within each sequence, for all sequences in parallel.
 
-    Doubling: after k rounds y_i covers the 2**k tokens from i on, so the longest sequence sets log2(its length) rounds
-    of vectorised work, whatever its neighbours are.
+    Uses doubling: after k rounds, y_i covers the 2**k tokens from i. The number of vectorized rounds is log2 of the
+    longest sequence's length.
     """
     y_M = x_M.clone()
     longest = int(remaining_M.max()) + 1 if len(remaining_M) else 0

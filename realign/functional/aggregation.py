@@ -1,9 +1,9 @@
-"""From per-token losses to one number, in two sums that add up over any split of the batch.
+"""Aggregation of per-token losses to a scalar, as the ratio of two sums over micro-batches.
 
     loss = sum over micro-batches of aggregate(...) / sum over micro-batches of aggregation_weight(...)
 
-The second sum is taken over the whole optimizer step and all ranks before the first backward, so how sequences are
-packed, cut into micro-batches or spread over ranks changes neither the loss nor the gradient.
+The engine computes the second sum over the whole optimizer step and all ranks before the first backward pass. Loss
+and gradient therefore do not depend on packing, micro-batches or the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ __all__ = ["AggregationMode", "aggregate", "aggregation_weight"]
 
 
 class AggregationMode(StrEnum):
-    """How tokens and sequences weigh in the loss."""
+    """Weighting of tokens and sequences in the loss."""
 
     token_mean = "token_mean"
-    """Every token weighs the same (DAPO, arXiv:2503.14476): sum over tokens / tokens."""
+    """Equal weight per token (DAPO, arXiv:2503.14476): sum over tokens / number of tokens."""
     seq_mean_token_mean = "seq_mean_token_mean"
-    """Every sequence weighs the same (GRPO, arXiv:2402.03300): mean over sequences of the mean over their tokens."""
+    """Equal weight per sequence (GRPO, arXiv:2402.03300): mean over sequences of the mean over their tokens."""
     seq_mean_token_sum = "seq_mean_token_sum"
     """Mean over sequences of the sum over their tokens."""
     constant = "constant"
-    """Sum over tokens / (sequences * a constant), so that length buys nothing (Dr. GRPO, arXiv:2503.20783)."""
+    """Sum over tokens / (number of sequences * a constant), without length bias (Dr. GRPO, arXiv:2503.20783)."""
 
 
 def aggregate(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, mode: AggregationMode) -> Tensor:
-    """The weighted sum of per-token values; divide it by the `aggregation_weight` of the whole step.
+    """Compute the weighted sum of per-token values. Divide it by the `aggregation_weight` of the whole step.
 
     Args:
-        x_T: [T] per-token loss; differentiable. Anything may stand off the mask.
-        mask_T: [T] bool, the tokens that count.
+        x_T: [T] per-token loss, differentiable. Values outside the mask are ignored.
+        mask_T: [T] bool, the tokens to include.
         cu_seqlens: int32 [S+1].
-        mode: a token weighs 1, or 1 / (masked tokens of its sequence) in `seq_mean_token_mean`.
+        mode: the weight of a token is 1, or 1 / (its sequence's tokens in the mask) in `seq_mean_token_mean`.
 
     Returns:
         A scalar, fp32 (fp64 for fp64 input).
@@ -54,19 +54,19 @@ def aggregate(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, mode: Aggregation
 def aggregation_weight(
     mask_T: Tensor, cu_seqlens: Tensor, mode: AggregationMode, *, constant: float | None = None
 ) -> Tensor:
-    """What `aggregate` is divided by, once summed over the step: tokens, or sequences with at least one masked token.
+    """Compute the divisor of `aggregate`, to sum over the step: tokens, or sequences with a token in the mask.
 
     Args:
-        mask_T: [T] bool, after every filter: a token that was rejected or truncated away must not be counted.
+        mask_T: [T] bool, after all filters. It must exclude rejected and truncated tokens.
         cu_seqlens: int32 [S+1].
-        mode: the same as for `aggregate`.
+        mode: the mode of `aggregate`.
         constant: tokens per sequence in mode `constant` (Dr. GRPO: the length limit of a response), else None.
 
     Returns:
-        A scalar, fp32; 0 when nothing is masked in.
+        A scalar, fp32; 0 if the mask is all False.
 
     Raises:
-        ValueError: `constant` is missing, not positive, or given to a mode that has none.
+        ValueError: `constant` is missing or not positive in mode `constant`, or is set in another mode.
     """
     check_shapes(mask_T, mask_T=mask_T)
     mode = AggregationMode(mode)

@@ -1,4 +1,4 @@
-"""The last layer of a language model, and how a chunk of its logits is made and differentiated by hand."""
+"""The LM head of a language model, with manual forward and backward passes over chunks of logits."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["HeadGradients", "LMHead", "Projection", "no_autocast", "wide_dtype"]
 
 @dataclass(frozen=True, eq=False)
 class LMHead:
-    """The last layer of a language model: logits = softcap * tanh(scale * (h W^T + b) / softcap).
+    """The LM head of a language model: logits = softcap * tanh(scale * (h W^T + b) / softcap).
 
-    Without `softcap` (gemma2 has one) the logits are scale * (h W^T + b) (`scale`: cohere, granite).
+    Without `softcap`, the logits are scale * (h W^T + b). gemma2 uses `softcap`; cohere and granite use `scale`.
     """
 
     weight_VH: Tensor
-    """[V, H]."""
+    """Weight [V, H]."""
     bias_V: Tensor | None = None
-    """[V], or None."""
+    """Bias [V], or None."""
     scale: float = 1.0
     """Factor on the logits."""
     softcap: float | None = None
-    """Bound on the size of a logit, or None."""
+    """Bound on the absolute value of a logit; None means no bound."""
 
     def first(self, words: int) -> LMHead:
-        """The same over the first `words` tokens: no other can follow."""
+        """Return a head restricted to the first `words` tokens of the vocabulary."""
         bias_V = None if self.bias_V is None else self.bias_V[:words]
         return replace(self, weight_VH=self.weight_VH[:words], bias_V=bias_V)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """All logits at once, [N, V] fp32 (fp64 for fp64 input), differentiable: for the few tokens being sampled."""
+        """Compute all logits: [N, V] fp32 (fp64 for fp64 input), differentiable. Intended for sampling (small N)."""
         dtype = _matmul_dtype(hidden_NH, self.weight_VH)
         with no_autocast(hidden_NH):
             logits_NV = at_least_fp32(F.linear(hidden_NH.to(dtype), self.weight_VH.to(dtype)))
@@ -48,21 +48,21 @@ class LMHead:
 
 
 class Projection(NamedTuple):
-    """How hidden states become logits / temperature."""
+    """The computation of logits / temperature from hidden states."""
 
     scale: float
     softcap: float | None
     temperature: float
     dtype: torch.dtype
-    """Of the matrix product."""
+    """Dtype of the matrix product."""
 
     @classmethod
     def of(cls, hidden_NH: Tensor, head: LMHead, temperature: float) -> Projection:
-        """What `head` does to `hidden_NH`, before the temperature divides."""
+        """Create the projection of `hidden_NH` by `head`, with the temperature."""
         return cls(head.scale, head.softcap, temperature, _matmul_dtype(hidden_NH, head.weight_VH))
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Logits / temperature of a chunk, fresh memory that the caller may overwrite."""
+        """Compute logits / temperature of a chunk, in new memory that the caller may overwrite."""
         logits_CV = at_least_fp32(F.linear(hidden_CH.to(self.dtype), weight_VH))
         if bias_V is not None:
             logits_CV.add_(bias_V)
@@ -72,18 +72,18 @@ class Projection(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The derivative of `logits` by the matrix product, but for the soft cap."""
+        """The derivative of `logits` with respect to the matrix product, without the soft cap."""
         return self.scale / self.temperature
 
     def cap_slope(self, logits_CV: Tensor) -> Tensor | None:
-        """The factor that the soft cap adds to that derivative, in new memory; None without one."""
+        """Compute the factor of the soft cap in the derivative of `logits`, in new memory; None without `softcap`."""
         if self.softcap is None:
             return None
         return (logits_CV * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
 
 class HeadGradients:
-    """Collects, chunk by chunk, the gradients of those of hidden states, weight and bias that need one."""
+    """Accumulates the required gradients of hidden states, weight and bias over chunks."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> None:
         wide = wide_dtype(hidden_NH, weight_VH)
@@ -94,7 +94,7 @@ class HeadGradients:
     def add(
         self, rows: slice, grad_CV: Tensor, cap_slope_CV: Tensor | None, hidden_CH: Tensor, weight_VH: Tensor
     ) -> None:
-        """Add a chunk: `grad_CV` (times the cap's slope) by its matrix product of `hidden_CH` and `weight_VH`."""
+        """Add a chunk, from the gradient `grad_CV` (times the slope of the soft cap) of `hidden_CH @ weight_VH.T`."""
         if cap_slope_CV is not None:
             grad_CV = grad_CV.mul_(cap_slope_CV)
         if self.bias_V is not None:
@@ -108,7 +108,7 @@ class HeadGradients:
             self.weight_VH += grad_CV.t() @ hidden_CH
 
     def cast(self, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The three gradients in the dtypes of what they belong to."""
+        """Return the three gradients in the dtypes of their tensors."""
         weight_grad = None if self.weight_VH is None else self.weight_VH.to(weight_VH.dtype)
         bias_grad = None if self.bias_V is None or bias_V is None else self.bias_V.to(bias_V.dtype)
         return self.hidden_NH, weight_grad, bias_grad
@@ -123,10 +123,10 @@ def _matmul_dtype(hidden_NH: Tensor, weight_VH: Tensor) -> torch.dtype:
 
 
 def no_autocast(x: Tensor) -> torch.autocast:
-    """A context without autocast on the device of `x`: the dtypes inside are chosen by hand."""
+    """Return a context that disables autocast on the device of `x`, for code with explicit dtypes."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype of everything but the matrix product: fp64 where any tensor is, else fp32."""
+    """Return the dtype for everything but the matrix product: fp64 if any tensor is fp64, else fp32."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32

@@ -1,9 +1,9 @@
-"""How far the policy has moved: sampled KL estimators, and the controllers that set the coefficient of a KL penalty.
+"""KL estimators from sampled tokens, and controllers for the coefficient of a KL penalty.
 
-The estimators are the ones of http://joschu.net/blog/kl-approx.html, of KL(policy || reference) from tokens sampled
-from the policy. They agree in value, not in gradient: differentiated as they stand, k1 has expected gradient 0 (it only
-serves as a reward), k2 has the gradient of KL(policy || reference) and k3 that of KL(reference || policy).
-The exact KL over the whole vocabulary is `logprobs.exact_kl`.
+The estimators of KL(policy || reference) from tokens sampled from the policy are those of
+http://joschu.net/blog/kl-approx.html. Their values agree, but their gradients differ. The expected gradient of k1 is
+0, so it is only useful as a reward. The gradient of k2 is that of KL(policy || reference), and the gradient of k3 is
+that of KL(reference || policy). `logprobs.exact_kl` computes the exact KL over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to plus or minus this (nats), so that no exponential of one overflows fp32."""
+"""Bound on the absolute value of log-ratios (nats), so that their exponentials do not overflow fp32."""
 
 
 class KLEstimator(StrEnum):
@@ -43,19 +43,20 @@ class KLEstimator(StrEnum):
     k3 = "k3"
     """exp(-d) - 1 + d: unbiased, never negative."""
     abs = "abs"
-    """|d|: not a KL; a symmetric penalty."""
+    """|d|: a symmetric penalty, not an estimate of the KL."""
 
 
 def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-    """`logprobs_T - old_logprobs_T` on the mask, clamped; exactly 0 off it, so that a ratio there is exactly 1.
+    """Compute the clamped `logprobs_T - old_logprobs_T` in the mask, and exactly 0 (a ratio of 1) outside it.
 
     Args:
-        logprobs_T: [T], differentiable (no gradient where clamped). Anything may stand off the mask, NaN included.
-        old_logprobs_T: [T], no gradient flows to it.
+        logprobs_T: [T], differentiable (no gradient where clamped). Values outside the mask are ignored, including
+            NaN.
+        old_logprobs_T: [T], detached.
         mask_T: [T] bool.
 
     Returns:
-        The clamped log-ratio [T], fp32 (fp64 for fp64 input), and bool [T]: where the clamp changed it.
+        The clamped log-ratio [T], fp32 (fp64 for fp64 input), and bool [T]: whether the clamp changed it.
     """
     check_shapes(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, mask_T=mask_T)
     new_T = torch.where(mask_T, at_least_fp32(logprobs_T), 0)
@@ -65,16 +66,16 @@ def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> tup
 
 
 def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate KL(policy || reference) at every masked token from the token that was sampled there.
+    """Estimate KL(policy || reference) at every token in the mask from the sampled token.
 
     Args:
-        logprobs_T: [T] of the policy, differentiable. Anything may stand off the mask, NaN included.
-        ref_logprobs_T: [T] of the reference, no gradient flows to it.
+        logprobs_T: [T] log-probs of the policy, differentiable. Values outside the mask are ignored, including NaN.
+        ref_logprobs_T: [T] log-probs of the reference, detached.
         mask_T: [T] bool.
-        estimator: which one.
+        estimator: the estimator.
 
     Returns:
-        [T] in nats, 0 off the mask.
+        [T] in nats, 0 outside the mask.
     """
     d_T, _ = log_ratio(logprobs_T, ref_logprobs_T, mask_T)
     match KLEstimator(estimator):
@@ -90,41 +91,41 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, esti
 
 @dataclass
 class FixedKLController:
-    """A KL coefficient that stays as it is."""
+    """A constant KL coefficient."""
 
     coef: float
     """Weight of the KL penalty, per nat."""
 
     @property
     def value(self) -> float:
-        """The coefficient to use now."""
+        """The current coefficient."""
         return self.coef
 
     def update(self, kl: float, n_steps: int) -> None:
-        """Nothing to learn from a measurement."""
+        """Do nothing, since the coefficient is constant."""
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing that changes, so nothing to save."""
+        """Return an empty dict, since there is no state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing to restore: the coefficient is the one of the configuration."""
+        """Do nothing, since the coefficient comes from the config."""
 
 
 @dataclass
 class AdaptiveKLController:
-    """A KL coefficient that is driven towards a target KL (Ziegler et al., arXiv:1909.08593, section 2.2)."""
+    """A KL coefficient adapted to reach a target KL (Ziegler et al., arXiv:1909.08593, section 2.2)."""
 
     init: float
-    """First coefficient, per nat."""
+    """Initial coefficient, per nat."""
     target: float
-    """KL per sequence to hold, in nats (6 in the source)."""
+    """Target KL per sequence, in nats (6 in the source)."""
     horizon: float
-    """Sequences over which an error of 100% would double the coefficient (10000 in the source)."""
+    """Number of sequences over which an error of 100% would double the coefficient (10000 in the source)."""
     clip: float = 0.2
-    """Largest relative error that one update reacts to (0.2 in the source)."""
+    """Bound on the relative error that one update uses (0.2 in the source)."""
     value: float = field(init=False)
-    """The coefficient to use now."""
+    """The current coefficient."""
 
     def __post_init__(self) -> None:
         for name in ("target", "horizon"):
@@ -133,15 +134,15 @@ class AdaptiveKLController:
         self.value = self.init
 
     def update(self, kl: float, n_steps: int) -> None:
-        """Move the coefficient: times `1 + clip(kl / target - 1) * n_steps / horizon`.
+        """Multiply the coefficient by `1 + clip(kl / target - 1) * n_steps / horizon`.
 
         Args:
-            kl: mean over the sequences that trained of the KL summed over their tokens, in nats.
-            n_steps: sequences since the last update; 0 changes nothing.
+            kl: KL summed over the tokens of a sequence, averaged over the trained sequences, in nats.
+            n_steps: number of sequences since the last update; 0 changes nothing.
 
         Raises:
-            ValueError: `kl` is not finite, or `n_steps` so far beyond `horizon` that the coefficient could become 0 or
-                negative; either would destroy it for good.
+            ValueError: `kl` is not finite, or `clip * n_steps` is at least `horizon`, so that the coefficient could
+                become 0 or negative.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL given to the adaptive controller must be finite, found {kl}")
@@ -154,11 +155,11 @@ class AdaptiveKLController:
         self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient that has been reached."""
+        """Return the current coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a saved coefficient."""
+        """Restore a saved coefficient."""
         self.value = float(state["value"])
 
 

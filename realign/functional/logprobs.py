@@ -1,7 +1,7 @@
-"""Log-probs, entropy and exact KL straight from hidden states: logits exist for one chunk of tokens at a time.
+"""Log-probs, entropy and exact KL from hidden states, computed in chunks without materializing all logits.
 
-The logits of N tokens over V words are by far the largest tensor of an update. Here they are made chunk by chunk,
-reduced to one number per token, dropped, and made again in the backward pass: nothing of size [N, V] is ever kept.
+The logits [N, V] of N tokens would be the largest tensor of an update. This module computes them in chunks, reduces
+each chunk to one number per token, frees it, and recomputes it in the backward pass.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .head import HeadGradients, LMHead, Projection, no_autocast, wide_dtype
 __all__ = ["LMHead", "exact_kl", "token_logprobs"]
 
 MIN_TEMPERATURE = 1e-2
-"""Below this the scaled logits lose their meaning in low precision; greedy decoding has no log-probs to train on."""
+"""Minimum temperature. Below it, scaled logits are numerically meaningless in low precision."""
 
 CHUNK_ELEMENTS_CPU = 2**22
-"""Logits per chunk: 16 MiB in fp32, measured to be as fast as larger chunks and to fit the last cache."""
+"""Logits per chunk on CPU: 16 MiB in fp32, which fits the last-level cache and is as fast as larger chunks."""
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
-"""256 MiB in fp32, so that a chunk still has hundreds of rows over a vocabulary of 150,000."""
+"""Logits per chunk on an accelerator: 256 MiB in fp32, hundreds of tokens for a vocabulary of 150,000."""
 
 
 def token_logprobs(
@@ -35,24 +35,24 @@ def token_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of one token per hidden state under softmax(logits / temperature), and the entropy there.
+    """Compute the log-prob of one token per hidden state under softmax(logits / temperature), and the entropy.
 
-    The matrix product runs in the dtype of autocast where that is on, else in the wider one of hidden state and weight;
-    everything after it in fp32. Gradients reach the hidden states, the weight and the bias.
+    The matrix product runs in the autocast dtype if autocast is enabled, else in the wider dtype of hidden states and
+    weight. All other computation is in fp32. Hidden states, weight and bias receive gradients.
 
     Args:
-        hidden_NH: [N, H].
-        head: V words.
+        hidden_NH: [N, H] hidden states.
+        head: LM head with a vocabulary of V tokens.
         targets_N: [N] int64 token ids in [0, V).
-        temperature: that of the sampler.
-        chunk_size: tokens per chunk; None chooses. It changes memory and speed, not values.
-        with_entropy: also return the entropy, differentiable. Costs nothing when not asked for.
+        temperature: temperature of the sampler.
+        chunk_size: tokens per chunk; None chooses automatically. Affects memory and speed, not values.
+        with_entropy: also return the entropy, differentiable.
 
     Returns:
         Log-probs [N] in nats, and entropies [N] in nats or None; fp32 (fp64 for fp64 input).
 
     Raises:
-        ValueError: shapes do not fit, an id is not in the vocabulary, or the temperature is below 0.01.
+        ValueError: shapes do not match, an id is not in the vocabulary, or the temperature is below 0.01.
     """
     _check(hidden_NH, head, temperature)
     if targets_N.shape != hidden_NH.shape[:1]:
@@ -79,21 +79,21 @@ def exact_kl(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """KL(p || q) over the whole vocabulary at every token: the sum over words of p (log p - log q).
+    """Compute KL(p || q) at every token: the sum over the vocabulary of p (log p - log q).
 
     Args:
-        hidden_NH: [N, H] of the policy p; it and its head are differentiated.
-        head: of the policy, V words.
-        ref_hidden_NH: [N, H'] of the reference q; no gradient flows to it or its head.
-        ref_head: of the reference, the same V words.
-        temperature: of both.
-        chunk_size: tokens per chunk; None chooses.
+        hidden_NH: [N, H] hidden states of the policy p, differentiable.
+        head: LM head of the policy, differentiable, with a vocabulary of V tokens.
+        ref_hidden_NH: [N, H'] hidden states of the reference q, detached.
+        ref_head: LM head of the reference, detached, with the same vocabulary.
+        temperature: temperature of both distributions.
+        chunk_size: tokens per chunk; None chooses automatically.
 
     Returns:
         [N] in nats; fp32 (fp64 for fp64 input).
 
     Raises:
-        ValueError: shapes do not fit, the vocabularies differ in size, or the temperature is below 0.01.
+        ValueError: shapes do not match, the vocabularies differ in size, or the temperature is below 0.01.
     """
     _check(hidden_NH, head, temperature)
     _check(ref_hidden_NH, ref_head, temperature)
@@ -145,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     entropy_N[rows] = total_C.log() - weights_CV.mul_(logits_CV).sum(-1) / total_C
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
         ctx.project, ctx.chunk = project, chunk
-        ctx.set_materialize_grads(False)  # an entropy that is only a metric then costs nothing in the backward pass
+        ctx.set_materialize_grads(False)  # skips the backward pass of an entropy that is only a metric
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -166,7 +166,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy_grad_N is None:
                     grad_CV = logp_CV.exp_().mul_(-picked_C1)
                 else:
-                    # d logp / d logits = onehot - p and d H / d logits = -p (logp + H), p taken out of both.
+                    # d logp / d logits = onehot - p and d H / d logits = -p (logp + H), with p factored out.
                     surplus_CV = (logp_CV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None] * ctx.project.gain)
                     grad_CV = logp_CV.exp_().mul_(surplus_CV.add_(picked_C1).neg_())
                 grad_CV.scatter_add_(-1, targets_N[rows, None], picked_C1)
@@ -230,7 +230,7 @@ def _check(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:
 
 def _check_targets(targets_N: Tensor, words: int) -> None:
     if targets_N.device.type != "cpu" or len(targets_N) == 0:
-        return  # an accelerator's own bounds check stops the run, without making the host wait here
+        return  # the accelerator checks bounds itself; a check here would synchronize with the host
     low, high = int(targets_N.min()), int(targets_N.max())
     if low < 0 or high >= words:
         raise ValueError(f"targets_N must be ids in [0, {words}), found {low} to {high}")

@@ -1,7 +1,7 @@
-"""Per-token losses: values [T] that are 0 off the mask, for `aggregation.aggregate` to sum.
+"""Per-token losses [T] that are 0 outside the mask. `aggregation.aggregate` sums them.
 
-Nothing off the mask, NaN and infinities included, has an effect on a value or a gradient. Only the first argument is
-differentiated; whatever an update compares it with is data.
+Inputs outside the mask are ignored, including NaN and infinities: they affect neither values nor gradients. Only the
+first argument is differentiable.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ __all__ = [
 
 
 class PolicyLoss(NamedTuple):
-    """A policy loss per token, and what its metrics are computed from."""
+    """A policy loss per token, and the inputs of its metrics."""
 
     loss_T: Tensor
-    """To minimise; differentiable."""
+    """Loss to minimize, differentiable."""
     ratio_T: Tensor
-    """exp(logprobs - old), detached; exactly 1 off the mask. In an objective of sequences, the sequence's."""
+    """exp(logprobs - old), detached; exactly 1 outside the mask. The sequence's ratio in sequence objectives."""
     clipped_T: Tensor
-    """bool: the clip is at work. In `policy_loss`: the clipped branch is the larger, so this token has no gradient."""
+    """bool: whether the clip is active. In `policy_loss`, such tokens have no gradient (larger clipped branch)."""
     dual_clipped_T: Tensor
-    """bool: the dual clip bounds the loss, so this token has no gradient."""
+    """bool: whether the dual clip bounds the loss, so that the token has no gradient."""
     clamped_T: Tensor
-    """bool: the log-ratio was beyond `kl.LOG_RATIO_LIMIT`."""
+    """bool: whether the log-ratio exceeded `kl.LOG_RATIO_LIMIT`."""
 
 
 class CapMode(StrEnum):
-    """What happens to an importance weight above the cap or below the floor."""
+    """Handling of importance weights above the cap or below the floor."""
 
     mask = "mask"
-    """Its tokens leave the loss and its denominator."""
+    """Exclude their tokens from the loss and its denominator."""
     truncate = "truncate"
-    """It becomes the bound."""
+    """Clamp them to the bound."""
 
 
 class ImportanceLevel(StrEnum):
-    """What one importance weight belongs to."""
+    """Level at which importance weights are computed."""
 
     token = "token"
-    """Each token has the ratio of its own probabilities."""
+    """Per token: the ratio of the token's probabilities."""
     sequence = "sequence"
-    """All tokens of a sequence have the product of its tokens' ratios: the ratio of the sequence's probabilities."""
+    """Per sequence: the product of its token ratios, which is the ratio of the sequence's probabilities."""
     geometric = "geometric"
-    """All tokens of a sequence have the geometric mean of its tokens' ratios, which does not grow with length."""
+    """Per sequence: the geometric mean of its token ratios, which does not grow with length."""
 
 
 class ValueLoss(StrEnum):
-    """The error measure of the critic."""
+    """Error function of the critic."""
 
     mse = "mse"
     """Half the squared error."""
     huber = "huber"
-    """Half the squared error up to `huber_delta`, linear beyond."""
+    """Half the squared error up to `huber_delta`, linear above it."""
 
 
 def policy_loss(
@@ -82,23 +82,23 @@ def policy_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate, max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - old).
+    """Compute PPO's clipped loss, max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - old).
 
     Source: arXiv:1707.06347 (eq. 7); asymmetric range: arXiv:2503.14476; dual clip: arXiv:1912.09729;
     decoupled objective: arXiv:2110.00641.
 
     Args:
-        logprobs_T: [T] of the policy that is trained; differentiable.
-        old_logprobs_T: [T] of the policy that the ratio is taken against: the behavior policy in PPO, the proximal
-            one in decoupled PPO.
+        logprobs_T: [T] log-probs of the trained policy, differentiable.
+        old_logprobs_T: [T] log-probs of the policy in the denominator of the ratio: the behavior policy in PPO, the
+            proximal policy in decoupled PPO.
         advantages_T: [T].
         mask_T: [T] bool.
-        clip_low: how far a ratio may fall below 1, in [0, 1].
-        clip_high: how far it may rise above 1.
-        dual_clip: c > 1; where A < 0 the loss is at most -A c. None: no bound.
+        clip_low: distance of the lower clip bound below 1, in [0, 1].
+        clip_high: distance of the upper clip bound above 1, >= 0.
+        dual_clip: c > 1: where A < 0, the loss is at most -A c. None means no bound.
 
     Raises:
-        ValueError: a shape differs from the mask's, or a clip is out of its range.
+        ValueError: a shape differs from the mask's, or a clip is out of range.
     """
     check_shapes(mask_T, advantages_T=advantages_T)
     if not (0 <= clip_low <= 1 and clip_high >= 0):
@@ -133,24 +133,24 @@ def behavior_weights(
     mode: CapMode = CapMode.mask,
     level: ImportanceLevel = ImportanceLevel.token,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights exp(proximal - behaviour) that correct for tokens sampled by another policy or engine.
+    """Compute importance weights exp(proximal - behavior), which correct for sampling by another policy or engine.
 
-    Source: decoupled PPO, arXiv:2110.00641; capped as in AReaL, arXiv:2505.24298; masked on both sides as in IcePop,
-    truncated as in TIS.
+    Source: decoupled PPO, arXiv:2110.00641. The cap is from AReaL, arXiv:2505.24298; masking on both sides is from
+    IcePop, and truncation from TIS.
 
     Args:
-        proximal_logprobs_T: [T], recomputed by the trainer before the update.
-        behavior_logprobs_T: [T], stated by the sampler.
+        proximal_logprobs_T: [T] log-probs that the trainer recomputed before the update.
+        behavior_logprobs_T: [T] log-probs that the sampler reported.
         mask_T: [T] bool.
         cu_seqlens: int32 [S+1].
-        floor: smallest weight that is trusted; None trusts all.
-        cap: largest weight that is trusted; None trusts all.
-        mode: what to do outside.
-        level: one weight per token, or per sequence (the product or the geometric mean over its masked tokens).
+        floor: lower bound on weights; None means no bound.
+        cap: upper bound on weights; None means no bound.
+        mode: handling of weights outside the bounds.
+        level: one weight per token, or per sequence (the product or the geometric mean over its tokens in the mask).
 
     Returns:
-        `weight_T`, 0 where `keep_T` is False, without gradient; and `keep_T` bool, the mask less what the bounds took
-        out. Use `keep_T` as the mask of the loss **and** of its denominator.
+        `weight_T`, detached, 0 where `keep_T` is False; and `keep_T` bool, the mask without the tokens that the
+        bounds exclude. Use `keep_T` as the mask of the loss **and** of its denominator.
 
     Raises:
         ValueError: the cap is not positive, or the floor is not between 0 and the cap.
@@ -165,7 +165,7 @@ def behavior_weights(
         log_weight_T = broadcast_to_tokens(log_weight_S, cu_seqlens)
     weight_T, keep_T = log_weight_T.exp(), mask_T
     if CapMode(mode) is CapMode.mask:
-        # A weight that is not a number is neither above nor below: it stays, and shows in the loss.
+        # A NaN weight fails both comparisons, so it is kept and becomes visible in the loss.
         keep_T = mask_T & ~(weight_T > (math.inf if cap is None else cap)) & ~(weight_T < (floor or 0))
     elif (floor, cap) != (None, None):
         weight_T = weight_T.clamp(floor, cap)
@@ -182,21 +182,21 @@ def value_loss(
     kind: ValueLoss = ValueLoss.mse,
     huber_delta: float = 10.0,
 ) -> tuple[Tensor, Tensor]:
-    """The critic's loss, max(e(v), e(clip(v, old - clip, old + clip))) with e half the squared error, or Huber's.
+    """Compute the critic's loss, max(e(v), e(clip(v, old - clip, old + clip))), e half the squared or Huber error.
 
     Source: openai/lm-human-preferences (`vf_loss`); PPO2's clipped values.
 
     Args:
-        values_T: [T] of the critic that is trained; differentiable.
-        old_values_T: [T], its values when credit was assigned.
-        returns_T: [T], its targets.
+        values_T: [T] values of the trained critic, differentiable.
+        old_values_T: [T] values used in advantage estimation.
+        returns_T: [T] returns, the regression targets.
         mask_T: [T] bool.
-        clip: how far a value may move from its old one, in units of reward; None: freely.
-        kind: the error measure.
-        huber_delta: the error from which Huber's grows linearly, in units of reward.
+        clip: maximum change of a value from its old value, in units of reward; None means no limit.
+        kind: the error function.
+        huber_delta: error above which the Huber error is linear, in units of reward.
 
     Returns:
-        `loss_T`, and `clipped_T` bool: the clipped branch is the larger, so this token has no gradient.
+        `loss_T`, and `clipped_T` bool: whether the clipped branch is larger, so that the token has no gradient.
 
     Raises:
         ValueError: a shape differs from the mask's, or `clip` or `huber_delta` is not positive.
@@ -210,13 +210,13 @@ def value_loss(
     if clip is None:
         return loss_T, torch.zeros_like(mask_T)
     old_T = torch.where(mask_T, at_least_fp32(old_values_T.detach()), 0)
-    # Clamping the value, not its step from the old one: inside the range the two branches are then equal to the bit.
+    # Clamp the value, not its change: inside the range, both branches are then bitwise equal.
     held_T = _value_error(new_T.clamp(old_T - clip, old_T + clip) - target_T, ValueLoss(kind), huber_delta)
     return torch.maximum(loss_T, held_T), (held_T > loss_T).detach()
 
 
 def nll_loss(logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The negative log-likelihood of the masked tokens, [T] in nats; the loss of supervised fine-tuning."""
+    """Compute the negative log-likelihood of the tokens in the mask: [T] in nats. The supervised fine-tuning loss."""
     check_shapes(mask_T, logprobs_T=logprobs_T, mask_T=mask_T)
     return torch.where(mask_T, -at_least_fp32(logprobs_T), 0)
 

@@ -1,7 +1,8 @@
-"""Mean and deviation of numbers that keep coming, such as the scores of rollout batches or the returns of a critic.
+"""Running mean and standard deviation, for example of rollout scores or of a critic's returns.
 
-Kept in fp64 on the host. A batch enters by its own mean and squared deviations (`normalization.batch_moments`, so over
-all ranks), and is merged by its share of all weight: no difference of large squares is ever taken.
+The moments are stored in fp64 on the host. An update computes the mean and the squared deviations of a batch over all
+ranks (`normalization.batch_moments`). It then merges them by the batch's fraction of the total weight. This avoids
+the cancellation of subtracting large squares.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ __all__ = ["MomentsKind", "RunningMoments", "score_moments"]
 
 
 class MomentsKind(StrEnum):
-    """How much a batch weighs among those before it."""
+    """Weighting of batches in the running moments."""
 
     cumulative = "cumulative"
-    """By its number of elements: the moments of all elements so far, with the sample deviation (divided by their number
-    less one), as trlX's `RunningMoments`."""
+    """Weight each batch by its number of elements, for the moments of all elements so far. Uses the sample standard
+    deviation (divisor n - 1), as trlX's `RunningMoments`."""
     exponential = "exponential"
-    """Every batch the same, times `beta` for each batch after it, free of the bias of the start (as in Adam): realhf's
-    `ExponentialRunningMeanStd`, with the population deviation. There a deviation counts as 0.1 at least and normalised
-    values are cut off at 5; here neither."""
+    """Weight batches equally, decayed by `beta` per later batch, with bias correction (as in Adam). Uses the
+    population standard deviation, as realhf's `ExponentialRunningMeanStd`, but without its minimum std of 0.1 and
+    without its clipping of normalized values at 5."""
 
 
 @dataclass
 class RunningMoments:
-    """Running mean and standard deviation; 0 and 1 before the first update."""
+    """Running mean and standard deviation. They are 0 and 1 before the first update."""
 
     kind: MomentsKind = MomentsKind.cumulative
-    """cumulative | exponential."""
+    """Weighting of batches: cumulative or exponential."""
     beta: float = 0.999
-    """Of exponential: what is kept of earlier batches at each update, in [0, 1) (realhf's default)."""
+    """Decay of earlier batches per update, in [0, 1) (realhf's default); only for exponential."""
     eps: float = 1e-5
-    """Added to the deviation that `normalize` divides by."""
+    """Added to the standard deviation that `normalize` divides by."""
     count: float = field(default=0.0, init=False)
-    """Elements so far, over all ranks."""
+    """Number of elements so far, over all ranks."""
 
     def __post_init__(self) -> None:
         self.kind = MomentsKind(self.kind)
@@ -67,20 +68,20 @@ class RunningMoments:
 
     @property
     def scale(self) -> float:
-        """What `normalize` divides by: `std + eps`; 1 before the first update and while all values were one."""
+        """Divisor of `normalize`: `std + eps`, or 1 before the first update and while all values are equal."""
         constant = self.std <= DEGENERATE * math.hypot(self.mean, self.std)
         return 1.0 if constant or self.count == 0 else self.std + self.eps
 
     def update(self, x_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> None:
-        """Take in a batch; one without elements changes nothing.
+        """Update the moments with a batch. A batch without elements changes nothing.
 
         Args:
-            x_N: [N]. Anything may stand off the mask, NaN included.
+            x_N: [N]. Values outside the mask are ignored, including NaN.
             mask_N: [N] bool.
-            reduce: sum over ranks; every rank must call, also one whose mask is all False.
+            reduce: sums over ranks. Every rank must call `update`, even if its mask is all False.
 
         Raises:
-            ValueError: a shape is wrong, or a value is not finite, which would destroy the moments for good.
+            ValueError: a shape is wrong, or a value is not finite.
         """
         check_shapes(mask_N, x_N=x_N, mask_N=mask_N)
         batch = batch_moments(x_N.detach()[mask_N].double(), reduce)
@@ -100,23 +101,23 @@ class RunningMoments:
         self.count += count
 
     def normalize(self, x_N: Tensor) -> Tensor:
-        """`(x - mean) / scale`, fp32 (fp64 for fp64 input)."""
+        """Compute `(x - mean) / scale`, fp32 (fp64 for fp64 input)."""
         return ((x_N.double() - self.mean) / self.scale).to(at_least_fp32(x_N).dtype)
 
     def denormalize(self, x_N: Tensor) -> Tensor:
-        """`x * scale + mean`, which undoes `normalize`."""
+        """Compute `x * scale + mean`, the inverse of `normalize`."""
         return (x_N.double() * self.scale + self.mean).to(at_least_fp32(x_N).dtype)
 
     def state_dict(self) -> dict[str, float | str]:
-        """Plain numbers and the kind, for JSON."""
+        """Return the moments and the kind as JSON-compatible values."""
         numbers = {"mean": self._mean, "variance": self._variance, "weight": self._weight, "count": self.count}
         return {"kind": self.kind.value, **numbers}
 
     def load_state_dict(self, state: Mapping[str, float | str]) -> None:
-        """Continue from saved moments.
+        """Restore saved moments.
 
         Raises:
-            ValueError: they are of the other kind, under whose weights this one would count new batches wrongly.
+            ValueError: the saved moments are of the other kind, whose weights are incompatible.
         """
         if state["kind"] != self.kind.value:
             raise ValueError(f"saved running moments are {state['kind']}, and cannot go on as {self.kind.value}")
@@ -125,7 +126,7 @@ class RunningMoments:
 
 
 def score_moments(scores_S: Tensor, reduce: Reduce = identity) -> tuple[float, float]:
-    """Return mean and population standard deviation of [S] scores, in float64 over all ranks; NaN if there are none."""
+    """Return mean and population standard deviation of [S] scores over all ranks, in float64; NaN without scores."""
     scores_S = scores_S.double()
     total, n = reduce(torch.stack([scores_S.sum(), scores_S.new_tensor(len(scores_S))])).tolist()
     mean = total / n if n else math.nan

@@ -1,8 +1,8 @@
-"""Comparing scores: advantages and rewards shifted and scaled by the statistics of a group or of the batch.
+"""Normalization of advantages and rewards by the statistics of each group or of the batch.
 
-Statistics are taken in fp64 and in two passes, over the masked elements only. Those of the batch pass through
-`reduce`, which adds a tensor up over all ranks (the engine provides it; `identity` for one process); a group never
-crosses ranks. Every rank must call, also one whose mask is all False. The result is data: no gradient flows.
+Statistics are computed in fp64 in two passes, over the elements in the mask. `reduce` sums batch statistics over all
+ranks; the engine provides it, and `identity` serves a single process. Groups are never split over ranks. Every rank
+must call these functions, even if its mask is all False. Results are detached.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ __all__ = [
 ]
 
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
-"""Adds a tensor up over all ranks and returns the sum on each."""
+"""Sums a tensor over all ranks and returns the sum on each rank."""
 
 DEGENERATE = 1e-6
-"""A unit whose standard deviation is at most this fraction of its root mean square holds one value, up to rounding."""
+"""Maximum ratio of standard deviation to root mean square at which a unit counts as constant, up to rounding."""
 
 
 class Scope(StrEnum):
-    """The elements that a statistic is taken over."""
+    """The elements over which a statistic is computed."""
 
     none = "none"
-    """No such statistic: nothing is subtracted, or nothing divided."""
+    """Do not subtract the mean, or do not divide by the standard deviation."""
     batch = "batch"
-    """All masked elements, on all ranks."""
+    """All elements in the mask, on all ranks."""
     group = "group"
-    """The masked elements of the same group (the responses to one prompt)."""
+    """The elements in the mask of one group (the responses to one prompt)."""
 
 
 def identity(x: Tensor) -> Tensor:
-    """`reduce` of a single process."""
+    """Return `x`: the `reduce` of a single process."""
     return x
 
 
@@ -65,24 +65,23 @@ def normalize(
 ) -> Tensor:
     """Compute `(x - mean) / (std + eps)`, with mean and standard deviation over the batch or over each group.
 
-    A unit (a group, or the batch) of fewer than two elements, or of a single repeated value, does not say which element
-    is better: its elements become exactly 0.
+    The elements of a unit (a group, or the batch) become exactly 0 if it has fewer than two elements or is constant.
 
     Args:
-        x_N: [N] of any numeric dtype. Values off the mask are ignored, NaN included.
+        x_N: [N] of any numeric dtype. Values outside the mask are ignored, including NaN.
         group_N: [N] ints, equal for elements of one group; any ids in any order, groups of any sizes.
-        mask_N: [N] bool, the elements that count.
-        mean: scope of the mean that is subtracted.
-        std: scope of the standard deviation (around that scope's own mean) that divides.
-        leave_one_out: subtract the mean of the other elements. The standard deviation stays that of the whole unit,
-            which bounds the result by K / sqrt(K - 1) for K elements.
+        mask_N: [N] bool, the elements to normalize.
+        mean: scope of the subtracted mean.
+        std: scope of the standard deviation, which is computed around the mean of the same scope.
+        leave_one_out: subtract the mean of the other elements. The standard deviation is still that of the whole
+            unit, which bounds the result by K / sqrt(K - 1) for K elements.
         unbiased: divide squared deviations by K - 1 instead of K.
         eps: added to the standard deviation.
         eps_inside_sqrt: add `eps` to the variance instead.
-        reduce: sum over ranks, for the statistics of the batch.
+        reduce: sums batch statistics over ranks.
 
     Returns:
-        [N] fp32 (fp64 for fp64 input), 0 off the mask.
+        [N] fp32 (fp64 for fp64 input), 0 outside the mask.
     """
     check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
     x_M = x_N[mask_N].double()
@@ -108,7 +107,7 @@ def normalize(
 
 @torch.no_grad()
 def degenerate_groups(x_N: Tensor, group_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Which groups `normalize` sets to 0: fewer than two masked elements, or all of them equal up to rounding.
+    """Find the groups that `normalize` sets to 0: fewer than two elements in the mask, or all equal up to rounding.
 
     Args:
         x_N: [N].
@@ -116,7 +115,7 @@ def degenerate_groups(x_N: Tensor, group_N: Tensor, mask_N: Tensor) -> Tensor:
         mask_N: [N] bool.
 
     Returns:
-        bool, one per group with at least one masked element, in ascending order of ids.
+        bool, one per group with at least one element in the mask, in ascending order of ids.
     """
     check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
     return _group_moments(x_N[mask_N].double(), group_N[mask_N]).degenerate_U
@@ -124,18 +123,18 @@ def degenerate_groups(x_N: Tensor, group_N: Tensor, mask_N: Tensor) -> Tensor:
 
 @torch.no_grad()
 def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> Tensor:
-    """B / (B - M): what makes up for M of the B elements standing in groups that `normalize` sets to 0.
+    """Compute B / (B - M), where M of the B elements are in groups that `normalize` sets to 0.
 
-    Source: GPG (arXiv:2504.02546, its alpha), where it multiplies the advantages. In a mean over sequences this is the
-    same as leaving the constant groups out of the sum and of its divisor. verl's `gpg` counts something else, the
-    responses whose reward is 0, before any mean is subtracted: with rewards of 0 and 1 it divides by the share of right
-    answers.
+    Source: GPG (arXiv:2504.02546, its alpha), where it multiplies the advantages. In a mean over sequences, this is
+    equivalent to excluding constant groups from the sum and from its divisor. In verl's `gpg`, M is instead the
+    number of responses with a reward of 0, before subtracting the mean. With rewards of 0 and 1, verl thus divides by
+    the fraction of correct answers.
 
     Args:
         x_N: [N] scores.
         group_N: [N] ints.
         mask_N: [N] bool.
-        reduce: sum over ranks.
+        reduce: sums over ranks.
 
     Returns:
         A scalar, fp64, at least 1; 1 when every group is constant.
@@ -156,20 +155,20 @@ def whiten(
     eps: float = 1e-8,
     reduce: Reduce = identity,
 ) -> Tensor:
-    """`(x - mean) / sqrt(var + eps)` over all masked elements, plus the mean again unless it is to be shifted away.
+    """Compute `(x - mean) / sqrt(var + eps)` over all elements in the mask, and optionally add the mean back.
 
-    Source: openai/lm-human-preferences (`whiten`), which takes the population variance.
+    Source: openai/lm-human-preferences (`whiten`), which uses the population variance.
 
     Args:
-        x_N: [N]. Anything may stand off the mask, NaN included.
+        x_N: [N]. Values outside the mask are ignored, including NaN.
         mask_N: [N] bool.
-        shift_mean: leave the mean at 0.
-        unbiased: divide squared deviations by their number less one.
+        shift_mean: shift the mean to 0. If False, add the mean back.
+        unbiased: divide squared deviations by n - 1 instead of n.
         eps: added to the variance.
-        reduce: sum over ranks.
+        reduce: sums over ranks.
 
     Returns:
-        [N] fp32 (fp64 for fp64 input), 0 off the mask. Fewer than two elements come back as they are.
+        [N] fp32 (fp64 for fp64 input), 0 outside the mask. Fewer than two elements are returned unchanged.
     """
     check_shapes(mask_N, x_N=x_N, mask_N=mask_N)
     x_M = x_N[mask_N].double()
@@ -181,7 +180,7 @@ def whiten(
 
 
 class Moments(NamedTuple):
-    """Statistics of U units, and the unit of each of the M masked elements; fp64."""
+    """Statistics of U units, and the unit of each of the M elements in the mask; fp64."""
 
     unit_M: Tensor
     count_U: Tensor
@@ -189,14 +188,14 @@ class Moments(NamedTuple):
     deviation_U: Tensor
     """Sum of squared deviations from the mean."""
     degenerate_U: Tensor
-    """bool: no more than one element, or one value."""
+    """bool: whether the unit has fewer than two elements or is constant."""
 
     def variance_U(self, unbiased: bool) -> Tensor:
         return self.deviation_U / (self.count_U - int(unbiased)).clamp(min=1)
 
 
 def batch_moments(x_M: Tensor, reduce: Reduce) -> Moments:
-    """The statistics of fp64 elements over all ranks, as one unit."""
+    """Compute the statistics of fp64 elements over all ranks, as one unit."""
     return _moments(x_M, torch.zeros_like(x_M, dtype=torch.int64), 1, reduce)
 
 
@@ -212,7 +211,7 @@ def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce) -> Moments
 
     count_U, sum_U = totals(torch.ones_like(x_M), x_M)
     mean_U = sum_U / count_U.clamp(min=1)
-    # Squares are summed around the mean, in a second pass: E[x**2] - E[x]**2 cancels.
+    # A second pass sums squares around the mean, since E[x**2] - E[x]**2 suffers from cancellation.
     deviation_U, square_U = totals((x_M - mean_U[unit_M]).square(), x_M.square())
     degenerate_U = (count_U < 2) | (deviation_U <= DEGENERATE**2 * square_U)
     return Moments(unit_M, count_U, mean_U, deviation_U, degenerate_U)

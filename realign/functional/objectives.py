@@ -1,16 +1,22 @@
-"""Policy objectives: the loss of one token, from its log-probs and its advantage.
+"""Policy objectives: per-token losses from log-probs and advantages.
 
-All are per token and 0 off the mask, for `aggregation.aggregate` to sum. Those that look at a whole sequence
-(`gspo_loss`, `gmpo_loss`) need it whole, and no micro-batch cuts one. Only the current log-probs are differentiated.
-The clipped objective of PPO is `losses.policy_loss`.
+All losses are per token and 0 outside the mask; `aggregation.aggregate` sums them. `gspo_loss` and `gmpo_loss` need
+whole sequences, which micro-batches never split. Only the current log-probs are differentiable.
+`losses.policy_loss` is the clipped objective of PPO.
 
-Notation: l = logprobs - old (clamped at `kl.LOG_RATIO_LIMIT`), r = exp(l), A the advantage, sg(x) a constant with the
-value of x. The mean over a sequence is the mean over its masked tokens.
+Notation: l = logprobs - old (clamped at `kl.LOG_RATIO_LIMIT`), r = exp(l), A the advantage, sg(x) the detached x. The
+mean over a sequence is the mean over its tokens in the mask.
 
-Shared arguments: `logprobs_T` [T] of the policy that is trained, differentiable; `old_logprobs_T` [T] of the policy
-that ratios are taken against; `advantages_T` [T]; `mask_T` [T] bool; `cu_seqlens` int32 [S+1]. Each function returns a
-`PolicyLoss`, whose `ratio_T` is what the clip looks at (the sequence's ratio in `gspo_loss`, else r). A wrong shape, or
-a setting out of its range, raises `ValueError`.
+Shared arguments:
+
+- `logprobs_T`: [T] log-probs of the trained policy, differentiable.
+- `old_logprobs_T`: [T] log-probs of the policy in the denominator of the ratio.
+- `advantages_T`: [T].
+- `mask_T`: [T] bool.
+- `cu_seqlens`: int32 [S+1].
+
+Each function returns a `PolicyLoss`, whose `ratio_T` is the ratio that the clip applies to (the sequence's ratio in
+`gspo_loss`, else r). A wrong shape or an argument out of range raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -28,10 +34,11 @@ __all__ = ["cispo_loss", "gmpo_loss", "gspo_loss", "reinforce_loss", "sapo_loss"
 
 
 def reinforce_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> PolicyLoss:
-    """-A logprobs: the policy gradient itself, without a ratio (REINFORCE; GPG, arXiv:2504.02546).
+    """Compute -A logprobs, the policy gradient without a ratio (REINFORCE; GPG, arXiv:2504.02546).
 
-    With A = 1 for the kept responses this is RAFT, while RAFT++ (arXiv:2504.11343) is the clipped objective. It assumes
-    that the current policy sampled the tokens: one optimizer step per rollout, or an importance correction.
+    With A = 1 for the kept responses, this is RAFT. RAFT++ (arXiv:2504.11343) uses the clipped objective. The loss
+    assumes that the current policy sampled the tokens: use one optimizer step per rollout, or an importance
+    correction.
     """
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     loss_T = -_advantages(advantages_T, mask_T) * _current(logprobs_T, mask_T)
@@ -47,11 +54,11 @@ def cispo_loss(
     low: float | None = None,
     high: float = 4.0,
 ) -> PolicyLoss:
-    """-sg(clip(r, 1 - low, 1 + high)) A logprobs (arXiv:2506.13585, eq. 4 and 5): no token loses its gradient.
+    """Compute -sg(clip(r, 1 - low, 1 + high)) A logprobs (CISPO, arXiv:2506.13585, eq. 4 and 5).
 
-    The paper sets no lower bound (`low=None`). verl and SkyRL count both bounds from 1, as here. TRL's `epsilon_high`
-    and Tinker's thresholds are the bounds themselves, so a cap of 5 there is `high=4` here. `clipped_T` marks tokens
-    whose weight a bound changes.
+    Clipped tokens keep their gradient. The paper uses no lower bound (`low=None`). As in verl and SkyRL, both bounds
+    are relative to 1. TRL's `epsilon_high` and Tinker's thresholds are absolute, so a cap of 5 there is `high=4`
+    here. `clipped_T` marks tokens whose weight a bound changes.
     """
     _check_range(low, high, lowest=1)
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
@@ -72,11 +79,12 @@ def gspo_loss(
     high: float = 4e-4,
     dual: float | None = None,
 ) -> PolicyLoss:
-    """max(-A s, -A clip(s, 1 - low, 1 + high)) with s = exp(mean of l over the sequence) (arXiv:2507.18071, eq. 5, 7).
+    """Compute max(-A s, -A clip(s, 1 - low, 1 + high)) with s = exp(mean of l over the sequence) (GSPO).
 
-    The gradient goes through s, so every token of a sequence gets the same fraction of it. The mean over the tokens of
-    a sequence is the paper's loss (aggregate by `seq_mean_token_mean`, which verl forces). verl and SkyRL let each
-    token's own log-prob carry the gradient of s (the paper's GSPO-token): the same where A is constant in a sequence.
+    Source: arXiv:2507.18071, eq. 5 and 7. The gradient flows through s, so every token of a sequence receives the
+    same fraction of it. To get the paper's loss, aggregate by `seq_mean_token_mean`, which verl enforces. In verl and
+    SkyRL, each token's log-prob carries the gradient of s (the paper's GSPO-token). The result is the same if A is
+    constant in a sequence.
     """
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     mean_T = sequence_mean(log_ratio_T, mask_T, cu_seqlens)
@@ -95,11 +103,11 @@ def sapo_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> PolicyLoss:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg (arXiv:2511.20347, eq. 5 and 6).
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)), with tau = tau_pos where A > 0, else tau_neg (SAPO).
 
-    A smooth gate instead of the clip, whose gradient at r = 1 is that of -A logprobs. The larger tau, the faster the
-    gradient fades away from r = 1. verl, TRL, AReaL and Trinity agree on it. The paper takes the mean over each
-    sequence, then over sequences.
+    Source: arXiv:2511.20347, eq. 5 and 6. A smooth gate replaces the clip. Its gradient at r = 1 equals that of
+    -A logprobs. With a larger tau, the gradient decays faster away from r = 1. verl, TRL, AReaL and Trinity implement
+    the same loss. The paper averages over each sequence, then over sequences.
     """
     if not (tau_pos > 0 and tau_neg > 0):
         raise ValueError(f"tau_pos and tau_neg must be positive, found {tau_pos} and {tau_neg}")
@@ -120,11 +128,12 @@ def gmpo_loss(
     low: float | None = 0.4,
     high: float = 0.4,
 ) -> PolicyLoss:
-    """-A exp(mean of k over the sequence), k = min(l, high) where A > 0, max(l, -low) where A < 0 (arXiv:2507.20673).
+    """Compute -A exp(mean of k over the sequence), k = min(l, high) where A > 0, max(l, -low) where A < 0 (GMPO).
 
-    The geometric mean of ratios that are clipped one by one. The range is one of log-ratios, as in verl and TRL: the
-    paper's (exp(-0.4), exp(0.4)) is 0.4 and 0.4; `low=None` sets no lower bound. A clipped token stays in the mean and
-    has no gradient. The mean over the tokens of a sequence is the paper's loss (`seq_mean_token_mean`).
+    Source: arXiv:2507.20673. The loss uses the geometric mean of token ratios that are clipped individually. As in
+    verl and TRL, the bounds apply to log-ratios: the paper's (exp(-0.4), exp(0.4)) is 0.4 and 0.4. `low=None` sets no
+    lower bound. A clipped token is included in the mean and has no gradient. To get the paper's loss, aggregate by
+    `seq_mean_token_mean`.
     """
     _check_range(low, high, lowest=math.inf)
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
@@ -136,7 +145,10 @@ def gmpo_loss(
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] mean over the masked tokens of each sequence, at all of its positions; values off the mask are ignored."""
+    """Average over the tokens in the mask of each sequence, and broadcast to its tokens: [T].
+
+    Values outside the mask are ignored.
+    """
     check_shapes(mask_T, x_T=x_T)
     count_S = segment_sum(mask_T, cu_seqlens).clamp(min=1)
     return broadcast_to_tokens(segment_sum(torch.where(mask_T, x_T, 0), cu_seqlens) / count_S, cu_seqlens)

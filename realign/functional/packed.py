@@ -1,7 +1,7 @@
-"""Packed sequences: S sequences laid end to end in T slots, their boundaries in `cu_seqlens`.
+"""Packed sequences: S sequences concatenated in T slots, with their boundaries in `cu_seqlens`.
 
-`cu_seqlens` is int32 [S+1] with a leading 0, the convention of flash-attention: sequence s occupies the slots
-`cu_seqlens[s]` to `cu_seqlens[s+1]`. A sequence may be empty.
+`cu_seqlens` is int32 [S+1] with a leading 0, the convention of flash-attention. Sequence s occupies the slots from
+`cu_seqlens[s]` up to (excluding) `cu_seqlens[s+1]`. A sequence may be empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:
-    """The boundaries, int32 [S+1], of sequences with these lengths [S].
+    """Compute the boundaries, int32 [S+1], of sequences with these lengths [S].
 
     Raises:
         ValueError: a length is negative.
@@ -38,26 +38,26 @@ def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def sequence_lengths(cu_seqlens: Tensor) -> Tensor:
-    """The length of every sequence: int64 [S]."""
+    """Return the length of each sequence: int64 [S]."""
     return cu_seqlens.diff().long()
 
 
 def sequence_index(cu_seqlens: Tensor) -> Tensor:
-    """The sequence that each slot belongs to: int64 [T]."""
+    """Return the index of the sequence of each slot: int64 [T]."""
     lengths_S = sequence_lengths(cu_seqlens)
     return torch.repeat_interleave(torch.arange(len(lengths_S), device=cu_seqlens.device), lengths_S)
 
 
 def position_ids(cu_seqlens: Tensor) -> Tensor:
-    """The place of each slot in its own sequence, counted from 0: int64 [T]."""
+    """Return the position of each slot in its sequence, from 0: int64 [T]."""
     index_T = sequence_index(cu_seqlens)
     return torch.arange(len(index_T), device=cu_seqlens.device) - cu_seqlens.long()[index_T]
 
 
 def segment_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sum of `x_T` over each sequence: [S], in fp32 (fp64 when `x_T` is fp64); 0 for an empty sequence.
+    """Sum `x_T` over each sequence: [S], fp32 (fp64 for fp64 input); 0 for an empty sequence.
 
-    Each sequence is added up on its own, so its sum does not depend on what it is packed with.
+    The sum of a sequence does not depend on the sequences that it is packed with.
     """
     index_T = _index_like(x_T, cu_seqlens)
     values_T = at_least_fp32(x_T)
@@ -65,13 +65,13 @@ def segment_sum(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def broadcast_to_tokens(x_S: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Each sequence's value at all of its slots: [S] to [T]."""
+    """Broadcast each sequence's value to its slots: [S] to [T]."""
     check_shapes(cu_seqlens[1:], x_S=x_S)
     return x_S[sequence_index(cu_seqlens)]
 
 
 def last_true(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The packed index of each sequence's last True: int64 [S], -1 for a sequence that has none."""
+    """Return the packed index of the last True of each sequence: int64 [S]; -1 for a sequence without True."""
     index_T = _index_like(mask_T, cu_seqlens)
     slots_T = torch.arange(len(mask_T), device=mask_T.device).masked_fill(~mask_T, -1)
     none_S = torch.full((len(cu_seqlens) - 1,), -1, device=mask_T.device)
@@ -79,25 +79,25 @@ def last_true(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def previous(x_T: Tensor, cu_seqlens: Tensor, fill: float) -> Tensor:
-    """The value one slot earlier in the same sequence, `fill` at a first slot: [T], the dtype of `x_T`."""
+    """Return the value of the preceding slot in the sequence, and `fill` at first slots: [T], the dtype of `x_T`."""
     _index_like(x_T, cu_seqlens)
     return x_T.roll(1).masked_fill(position_ids(cu_seqlens) == 0, fill)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32, or unchanged if it is fp64: the precision of all rewards, log-probs, values and losses."""
+    """Convert to fp32, the minimum precision of rewards, log-probs, values and losses. Keeps fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def check_shapes(like: Tensor, **tensors: Tensor | None) -> None:
-    """Refuse tensors that would broadcast instead of matching `like` [N] element by element.
+    """Check that tensors have the shape of `like` [N] and do not broadcast.
 
     Args:
-        like: the tensor, usually the mask, whose shape all others must have.
-        tensors: by argument name; None is skipped. A name that contains `mask` must be bool.
+        like: tensor with the required shape, usually the mask.
+        tensors: tensors by argument name; None is skipped. A tensor whose name contains `mask` must be bool.
 
     Raises:
-        ValueError: naming the tensor, its shape or dtype and the one it should have.
+        ValueError: a shape or dtype is wrong. The message names the tensor, and the actual and the expected value.
     """
     if like.ndim != 1:
         raise ValueError(f"packed tensors have one dimension, found shape {tuple(like.shape)}")

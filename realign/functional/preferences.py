@@ -1,8 +1,7 @@
-"""Losses that compare responses to one prompt: for reward models and for direct preference optimisation.
+"""Losses that compare responses to one prompt, for reward models and direct preference optimization.
 
-P pairs, S sequences, G groups (the responses to one prompt). A loss has one value per pair, group or sequence; who
-calls it leaves out what does not count, sums, and divides. Only scores and log-ratios of the trained model are
-differentiated.
+P pairs, S sequences, G groups (the responses to one prompt). A loss has one value per pair, group or sequence. The
+caller masks invalid ones, sums, and divides. Only scores and log-ratios of the trained model are differentiable.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ __all__ = [
 
 
 class DPOLoss(StrEnum):
-    """What `dpo_loss` does with the difference h of the two log-ratios."""
+    """The function that `dpo_loss` applies to the difference h of the two log-ratios."""
 
     sigmoid = "sigmoid"
     """-log sigmoid(beta h): the Bradley-Terry likelihood of the preference (arXiv:2305.18290)."""
     ipo = "ipo"
-    """(h - 1 / (2 beta))^2: bounded, so a preference without noise does not push forever (arXiv:2310.12036)."""
+    """(h - 1 / (2 beta))^2: has a finite optimum even for deterministic preferences (arXiv:2310.12036)."""
 
 
 class Pairs(NamedTuple):
-    """Where the two responses of each pair stand among S sequences."""
+    """Indices of the two responses of each pair among S sequences."""
 
     chosen_P: Tensor
-    """int64: the one with the larger label."""
+    """int64 index of the response with the larger label."""
     rejected_P: Tensor
-    """int64: the other."""
+    """int64 index of the other response."""
     counts_P: Tensor
-    """bool: both are present, and their labels differ."""
+    """bool: whether the pair is valid, that is, both responses are present and their labels differ."""
 
 
 def pairs_by_label(labels_S: Tensor, present_S: Tensor) -> Pairs:
-    """Pair sequences 0 and 1, 2 and 3, and so on; the larger label of a pair is the chosen one.
+    """Pair sequences 0 and 1, 2 and 3, and so on. The response with the larger label is the chosen one.
 
     Args:
-        labels_S: [S]; sequences of a pair stand next to each other.
-        present_S: [S] bool: the sequence has something to compare.
+        labels_S: [S] labels; the sequences of a pair are adjacent.
+        present_S: [S] bool, whether the sequence can be compared.
 
     Raises:
         ValueError: the number of sequences is odd, or the shapes differ.
@@ -73,14 +72,14 @@ def pairs_by_label(labels_S: Tensor, present_S: Tensor) -> Pairs:
 
 
 def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin_P: Tensor | None = None) -> Tensor:
-    """-log sigmoid(chosen - rejected - margin): the Bradley-Terry likelihood of a preference.
+    """Compute the Bradley-Terry loss, -log sigmoid(chosen - rejected - margin).
 
     Source: arXiv:2203.02155 (eq. 1); margin: arXiv:2307.09288 (eq. 2).
 
     Args:
         chosen_P: [P] scores, differentiable.
         rejected_P: [P] scores, differentiable.
-        margin_P: [P], how much better the chosen one should score; None: 0.
+        margin_P: [P] margin by which the chosen score should be larger; None means 0.
 
     Returns:
         [P] in nats.
@@ -95,18 +94,17 @@ def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin_P: Tensor | No
 def divergence_loss(
     after_T: Tensor, ids_T: Tensor, cu_seqlens: Tensor, pairs: Pairs, *, margin_P: Tensor | None = None
 ) -> Tensor:
-    """`pairwise_loss` token by token, averaged from the first token where the two responses differ to the end.
+    """Compute `pairwise_loss` per token, averaged from the first token where the two responses differ to the end.
 
-    Source: DeepSpeed-Chat (reward model of step 2). Where one response is longer, the shorter one keeps the score of
-    its last token to the end of the longer (DeepSpeed-Chat scores its padding there). Two equal responses are compared
-    at their last token.
+    Source: DeepSpeed-Chat (reward model of step 2). Beyond its end, the shorter response keeps the score of its last
+    token (DeepSpeed-Chat uses the scores of its padding there). Equal responses are compared at their last token.
 
     Args:
-        after_T: [T] score after reading each token, differentiable.
-        ids_T: [T] tokens.
+        after_T: [T] score after each token, differentiable.
+        ids_T: [T] token ids.
         cu_seqlens: int32 [S+1].
-        pairs: of the S sequences.
-        margin_P: as in `pairwise_loss`.
+        pairs: pairs of the S sequences.
+        margin_P: [P], see `pairwise_loss`.
 
     Returns:
         [P] in nats; 0 if both sequences are empty.
@@ -116,7 +114,7 @@ def divergence_loss(
     lengths_S = sequence_lengths(cu_seqlens)
     end_P = torch.maximum(lengths_S[pairs.chosen_P], lengths_S[pairs.rejected_P])
     place_L = torch.arange(int(end_P.max()) if len(end_P) else 0, device=ids_T.device)
-    # A slot more, for sequences without any token: they score 0.
+    # One extra slot with score 0, for sequences without tokens.
     scores_T, tokens_T = F.pad(at_least_fp32(after_T), (0, 1)), F.pad(ids_T, (0, 1), value=-1)
 
     def aligned(chosen_P: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,13 +134,13 @@ def divergence_loss(
 
 
 def best_of_n_loss(scores_S: Tensor, labels_S: Tensor, group_S: Tensor, n_groups: int) -> Tensor:
-    """Cross-entropy of a softmax over the scores of a group: the likelihood that people choose what they chose.
+    """Compute the cross-entropy of a softmax over the scores of a group, with the preferred response as the target.
 
     Source: arXiv:1909.08593 (eq. 1).
 
     Args:
         scores_S: [S], differentiable.
-        labels_S: [S], of each group one is 1 and the others are 0.
+        labels_S: [S]; 1 for one response of each group and 0 for the others.
         group_S: int64 [S], the group of each sequence; groups may be of any sizes and in any order.
         n_groups: G.
 
@@ -160,18 +158,18 @@ def best_of_n_loss(scores_S: Tensor, labels_S: Tensor, group_S: Tensor, n_groups
 
 
 def rating_loss(scores_S: Tensor, ratings_S: Tensor) -> Tensor:
-    """(score - rating)^2: [S]. Source: openai/lm-human-preferences (`ScalarRating`)."""
+    """Compute (score - rating)^2: [S]. Source: openai/lm-human-preferences (`ScalarRating`)."""
     check_shapes(scores_S, ratings_S=ratings_S)
     return (at_least_fp32(scores_S) - ratings_S.detach()).square()
 
 
 def comparison_loss(first_P: Tensor, second_P: Tensor, difference_P: Tensor) -> Tensor:
-    """(first - second - difference)^2: [P]. Source: openai/lm-human-preferences (`ScalarComparison`).
+    """Compute (first - second - difference)^2: [P]. Source: openai/lm-human-preferences (`ScalarComparison`).
 
     Args:
         first_P: [P] scores, differentiable.
         second_P: [P] scores, differentiable.
-        difference_P: [P], by how much people rated the first higher.
+        difference_P: [P] human rating of the first response minus that of the second.
     """
     check_shapes(first_P, second_P=second_P, difference_P=difference_P)
     return (at_least_fp32(first_P) - at_least_fp32(second_P) - difference_P.detach()).square()
@@ -185,20 +183,20 @@ def dpo_loss(
     kind: DPOLoss = DPOLoss.sigmoid,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of direct preference optimisation, on log-ratios of the policy to the reference.
+    """Compute the loss of direct preference optimization from log-ratios of the policy to the reference.
 
     Source: arXiv:2305.18290 (eq. 7); IPO: arXiv:2310.12036 (eq. 17); label smoothing: the conservative DPO of
     https://ericmitchell.ai/cdpo.pdf.
 
     Args:
         chosen_P: [P] log policy(y) - log reference(y) of the chosen response (nats), differentiable.
-        rejected_P: [P] of the rejected one.
-        beta: strength of the pull to the reference, > 0.
-        kind: the loss.
-        label_smoothing: probability that a preference is the wrong way round, in [0, 0.5); sigmoid only.
+        rejected_P: [P] the same log-ratio of the rejected response.
+        beta: coefficient of the implicit KL penalty towards the reference, > 0.
+        kind: the loss function.
+        label_smoothing: probability that a preference label is flipped, in [0, 0.5); sigmoid only.
 
     Raises:
-        ValueError: a setting is out of its range.
+        ValueError: an argument is out of range.
     """
     check_shapes(chosen_P, rejected_P=rejected_P)
     if not beta > 0 or not 0 <= label_smoothing < 0.5:

@@ -1,4 +1,4 @@
-"""Shaping of sequence scores by length and by rank, before they become credit."""
+"""Reward shaping by length and by rank, before advantage estimation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__ = ["keep_best", "overlong_penalty"]
 
 
 def overlong_penalty(lengths_S: Tensor, max_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """The soft penalty of long responses: 0 up to `max_tokens - buffer`, then linearly down to `-penalty`.
+    """Compute the soft overlong penalty: 0 up to `max_tokens - buffer`, then linear down to `-penalty`.
 
     Source: arXiv:2503.14476 (eq. 13, where `penalty` is 1).
 
     Args:
         lengths_S: [S] sampled tokens of each response.
-        max_tokens: the length limit of a response.
-        buffer: the last tokens before the limit, in which the penalty grows; from 1 to `max_tokens`.
-        penalty: what a response of `max_tokens` loses, in units of reward, >= 0.
+        max_tokens: length limit of a response, in tokens.
+        buffer: number of tokens before the limit over which the penalty grows; from 1 to `max_tokens`.
+        penalty: penalty of a response of `max_tokens`, in units of reward, >= 0.
 
     Returns:
         [S] fp32, to add to the scores; never positive.
 
     Raises:
-        ValueError: a setting is out of its range.
+        ValueError: an argument is out of range.
     """
     if not 1 <= buffer <= max_tokens:
         raise ValueError(f"buffer must be from 1 to max_tokens={max_tokens}, found {buffer}")
@@ -37,21 +37,21 @@ def overlong_penalty(lengths_S: Tensor, max_tokens: int, buffer: int, penalty: f
 
 @torch.no_grad()
 def keep_best(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor, k: int) -> Tensor:
-    """The `k` largest valid rewards of each group; among equals the first ones.
+    """Select the `k` largest valid rewards of each group. Ties go to the first ones.
 
     Source: best-of-n selection (RAFT, arXiv:2304.06767; realhf's best-of-k, `generation_size` above `group_size`).
 
     Args:
-        rewards_S: [S]. Anything may stand where `valid_S` is False, NaN included.
+        rewards_S: [S]. Values where `valid_S` is False are ignored, including NaN.
         group_S: [S] ints, equal for the responses to one prompt; any ids in any order, groups of any sizes.
-        valid_S: [S] bool, the responses to choose from.
-        k: how many of each group, >= 1; a group with fewer valid ones keeps them all.
+        valid_S: [S] bool, the responses to select from.
+        k: number of responses to select per group, >= 1. A group with fewer valid responses keeps all of them.
 
     Returns:
         bool [S].
 
     Raises:
-        ValueError: `k` is below 1, a shape is wrong, or a valid reward is NaN, which has no rank.
+        ValueError: `k` is below 1, a shape is wrong, or a valid reward is NaN.
     """
     check_shapes(rewards_S, group_S=group_S, valid_S=valid_S)
     if k < 1:
@@ -60,7 +60,7 @@ def keep_best(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor, k: int) -> Te
     if bool(rewards_S[valid].isnan().any()):
         raise ValueError("a valid reward is NaN and cannot be ranked; take it out of valid_S")
     ranked = valid[rewards_S[valid].sort(descending=True, stable=True).indices]
-    ranked = ranked[group_S[ranked].sort(stable=True).indices]  # group after group, each from its best to its worst
+    ranked = ranked[group_S[ranked].sort(stable=True).indices]  # grouped, in descending order of reward
     _, size_G = group_S[ranked].unique_consecutive(return_counts=True)
     first_G = size_G.cumsum(0) - size_G
     rank = torch.arange(len(ranked), device=ranked.device) - first_G.repeat_interleave(size_G)

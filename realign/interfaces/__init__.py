@@ -1,5 +1,5 @@
-"""The algorithms, one file each: interface classes, their hyper-parameters, and the graph they need.
+"""Algorithms, one per file: interface classes, their hyperparameters, and their dataflow graph.
 
-Each is imported from its file, beside its own graph: `from realign.interfaces.ppo import PPOActorInterface, dataflow`.
-They import `realign.api`, `realign.functional` and reward functions; never an engine, the runtime or the config.
+Import an interface and its graph from its file: `from realign.interfaces.ppo import PPOActorInterface, dataflow`.
+Interfaces import `realign.api`, `realign.functional` and reward functions, but no engine, runtime or config.
 """

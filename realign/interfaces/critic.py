@@ -1,12 +1,12 @@
-"""The critic of PPO: what a state is worth, learned from the returns that the actor's credit gives.
+"""The critic of PPO: a value model, trained on the returns from the actor's advantage estimation.
 
-Inference reads `input_ids`, `loss_mask`; writes `values` [T] (of the state before each token) and `bootstrap_values`
-[S] (of the state after a sequence's last token). Training reads `values` as they were then, `returns`, and as
-`loss_mask` the tokens that train (`train_mask` of the graph). It knows nothing of gamma, KL or reward shaping: credit
-is assigned once, by the actor (`PPOActorInterface.credit`).
+Inference reads `input_ids` and `loss_mask`. It writes `values` [T] (of the state before each token) and
+`bootstrap_values` [S] (of the state after a sequence's last token). Training reads the old `values`, `returns`, and
+`loss_mask`, the tokens to train on (`train_mask` of the graph). The critic does not use gamma, KL or reward shaping:
+the actor estimates advantages and returns once for both (`PPOActorInterface.credit`).
 
-With `normalization` the network's outputs are in units of running moments of the returns; values leave the interface
-in units of reward, so the actor does not know of it. The moments belong to the weights and are kept with them.
+With `normalization` the network's outputs are normalized by running moments of the returns. The interface converts them
+back, so the actor always sees values in units of reward. The moments are saved with the weights.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from realign.settings import Count, NonNegative, Range, Settings
 
 
 class ValueScale(StrEnum):
-    """Which moments of the returns the outputs of a critic are in units of."""
+    """Running moments of the returns that normalize the outputs of a critic."""
 
     none = "none"
-    """None: outputs are values."""
+    """No normalization: outputs are values."""
     exponential = "exponential"
-    """Means of returns and of their squares that forget at a constant rate, free of the bias of their start at 0."""
+    """Exponential moving averages of the returns and their squares, with bias correction as in Adam."""
     cumulative = "cumulative"
-    """Mean and deviation of all returns so far."""
+    """Mean and standard deviation of all returns so far."""
 
 
 @dataclass
 class ValueNormalization(Settings):
-    """Running moments of the returns."""
+    """Normalization of the values by running moments of the returns."""
 
     scale: ValueScale = ValueScale.none
-    """none | exponential | cumulative."""
+    """Kind of running moments: none, exponential or cumulative."""
     beta: Annotated[float, Range(ge=0, lt=1)] = 0.99
-    """Of scale=exponential: what is kept of the moments at each training step (realhf: 0.99995)."""
+    """Decay of the moments per training step with scale=exponential (realhf: 0.99995)."""
     eps: NonNegative = 1e-5
-    """Added to the deviation."""
+    """Epsilon added to the standard deviation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ class ValueNormalization(Settings):
             raise ValueError(f"normalization.eps={self.eps:g} has no effect with scale=none")
 
     def moments(self) -> RunningMoments | None:
-        """The object that keeps them; mean 0 and deviation 1 until the first training step."""
+        """Create the running moments: mean 0 and standard deviation 1 until the first training step."""
         if self.scale is ValueScale.none:
             return None
         return RunningMoments(MomentsKind(self.scale.value), beta=self.beta, eps=self.eps)
@@ -78,17 +78,17 @@ class ValueNormalization(Settings):
 class PPOCriticInterface(ModelInterface):
     """A model with head=value (or a view of an actor with a value head) that learns the returns.
 
-    It deals prompts into mini-batches of its own, not the actor's, and an early stop of the actor does not stop it.
+    Its mini-batches differ from the actor's, and an early stop of the actor does not stop the critic.
     """
 
     epochs: Count = 1
     """Passes over the rollout batch."""
     n_minibatches: Count = 1
-    """Optimizer steps per pass; prompts are dealt out anew in each."""
+    """Optimizer steps per pass; prompts are randomly permuted in each."""
     objective: ValueObjective = field(default_factory=ValueObjective)
-    """Error measure and clip."""
+    """Error measure and clipping of the value loss."""
     normalization: ValueNormalization = field(default_factory=ValueNormalization)
-    """Running normalisation of the values."""
+    """Normalization of the values by running moments of the returns."""
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
@@ -125,7 +125,7 @@ class PPOCriticInterface(ModelInterface):
         return VALUE_PANELS
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`values` [T] of the state before each token, `bootstrap_values` [S] of the state after the last one."""
+        """Compute `values` [T] of the states before each token and `bootstrap_values` [S] of the final states."""
 
         def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
             values_T = torch.where(mb["loss_mask"], self._outward(output.values()), 0)
@@ -134,7 +134,7 @@ class PPOCriticInterface(ModelInterface):
         return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Take `epochs * n_minibatches` optimizer steps towards `returns`, shuffled anew in each pass."""
+        """Take `epochs * n_minibatches` optimizer steps toward `returns`, in a new random order in each epoch."""
         stats: list[Stats] = [value_stats(data, model)]
         data = self._inward(model, trained(data))
         rng = np.random.default_rng(model.call_seed("minibatches"))
@@ -148,19 +148,19 @@ class PPOCriticInterface(ModelInterface):
         return merge_stats(stats)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """The aggregated sum of value losses, in the units of the network."""
+        """Return the aggregated sum of value losses, in the units of the network, and metrics."""
         loss_T, stats = self.objective(output.values(), minibatch)
         return self.aggregation.total(loss_T, minibatch["loss_mask"], minibatch.cu_seqlens()), stats
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
-        """What the engine divides the sum by."""
+        """Return the divisor of the loss."""
         return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
 
     def _outward(self, x: Tensor) -> Tensor:
         return x if self.moments is None else self.moments.denormalize(x)
 
     def _inward(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Old values and returns in the network's units: the old ones as it gave them, the new ones as it shall."""
+        """Normalize old values by the old moments, and returns by the moments updated with them."""
         if self.moments is None:
             return data
         mask_T, returns_T = data["loss_mask"], data["returns"]
@@ -170,19 +170,19 @@ class PPOCriticInterface(ModelInterface):
         return data.with_tokens(values=values_T, returns=returns_T)
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments of the returns, where they are kept."""
+        """Return the running moments of the returns; empty without normalization."""
         return {} if self.moments is None else {"moments": self.moments.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the moments."""
+        """Restore the running moments."""
         if self.moments is not None:
             self.moments.load_state_dict(state["moments"])
 
     def adopt(self, saved: Mapping[str, Any]) -> None:
-        """Take the moments that the weights were trained with.
+        """Restore the running moments saved with the weights.
 
         Raises:
-            ValueError: the weights were trained with moments, and `normalization` asks for none.
+            ValueError: the weights were trained with moments, and `normalization.scale` is none.
         """
         if "moments" not in saved:
             return

@@ -1,10 +1,10 @@
-"""DPO: direct preference optimisation (arXiv:2305.18290), with IPO's loss (arXiv:2310.12036) by a flag.
+"""DPO: direct preference optimization (arXiv:2305.18290), with IPO's loss (arXiv:2310.12036) as an option.
 
-Reads `input_ids`, `loss_mask` (the responses), `labels` (of two neighbours the larger one is preferred) and
-`ref_logprobs`. Writes nothing. The loss is the mean over the pairs of the whole batch; a pair with an empty response,
-or with equal labels, does not count. A prompt may have several pairs, and each weighs the same. As in the papers the
-log-probs of a response are summed; `length_normalized` takes their mean instead (arXiv:2405.14734 does, without the
-reference).
+Reads `input_ids`, `loss_mask` (the responses), `labels` and `ref_logprobs`. Writes nothing. Consecutive responses are
+pairs; the response with the larger label is preferred. The loss is the mean over the pairs of the whole batch. Pairs
+with an empty response or equal labels are excluded. A prompt may have several pairs, and all pairs have the same
+weight. As in the papers, the log-probs of a response are summed. With `length_normalized` they are averaged, as in
+arXiv:2405.14734 (which has no reference).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class DPOInterface(ModelInterface):
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     kind: DPOLoss = DPOLoss.sigmoid
-    """sigmoid (DPO) | ipo."""
+    """Loss function: sigmoid (DPO) or ipo."""
     beta: Positive = 0.1
-    """Pull to the reference: the smaller, the further the policy may go."""
+    """Strength of the regularization toward the reference; smaller values allow larger deviations."""
     label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
-    """Probability that a label is wrong, below 0.5 (conservative DPO; kind=sigmoid)."""
+    """Assumed probability that a label is wrong, below 0.5 (conservative DPO; kind=sigmoid)."""
     length_normalized: bool = False
-    """Divide the log-ratio of a response by its number of tokens."""
+    """Divide the log-ratio of a response by its length in tokens."""
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
-    """Of every log-prob; must be the reference's, which the launch compares."""
+    """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
     sft_coef: NonNegative = 0.0
-    """Weight of the negative log-likelihood of the chosen response, mean over its tokens (arXiv:2404.19733)."""
+    """Weight of the negative log-likelihood of the chosen response, averaged over its tokens (arXiv:2404.19733)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +91,7 @@ class DPOInterface(ModelInterface):
         )
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Take `n_minibatches` optimizer steps over the batch, in a fresh order; pairs are never parted.
+        """Take `n_minibatches` optimizer steps over the batch, in a new random order; pairs stay together.
 
         Raises:
             ValueError: a prompt has an odd number of responses.
@@ -100,7 +100,7 @@ class DPOInterface(ModelInterface):
         return train_on_groups(model, data, mb_spec, self.n_minibatches, self.loss, self.loss_weight)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """The sum over pairs of the preference loss, plus that of the chosen responses' likelihood where asked for."""
+        """Sum the preference loss over pairs, plus the weighted SFT loss of the chosen responses if `sft_coef` > 0."""
         mask_T, cu_seqlens = minibatch["loss_mask"], minibatch.cu_seqlens()
         pairs = pairs_of(minibatch)
         logprobs_T = output.logprobs(temperature=self.temperature, where_T=mask_T)
@@ -128,7 +128,7 @@ class DPOInterface(ModelInterface):
         return torch.where(counts_P, loss_P, 0).sum(), stats
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
-        """The number of pairs that count."""
+        """Return the number of pairs in the loss."""
         return pairs_of(data).counts_P.sum()
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
@@ -142,7 +142,7 @@ class DPOInterface(ModelInterface):
 
 
 def dataflow() -> DataflowGraph:
-    """The frozen reference scores the responses, then the actor trains on the pairs."""
+    """Build the graph: the frozen reference scores the responses, then the actor trains on the pairs."""
     scored = ("input_ids", "loss_mask")
     return DataflowGraph(
         (

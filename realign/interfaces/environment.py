@@ -1,13 +1,13 @@
-"""Rollouts that are conversations with an environment: any actor learns from them unchanged.
+"""Multi-turn rollouts: conversations with an environment, usable with any actor.
 
-A role with this interface (`agent`) shares the actor's model. In the graph (`realign.api.rl_graph`) it takes the place
-of sampling by the actor and of the role `reward`. Reads `prompt_ids` and `row`; writes what sampling writes, one
-sequence per episode, and `rewards` [S] (with `dense` also `dense_rewards` [T]) and `turns` [S].
+A role with this interface (`agent`) shares the actor's model. In the graph (`realign.api.rl_graph`) it replaces the
+actor's sampling and the role `reward`. Reads `prompt_ids` and `row`. Writes the keys of sampling, one sequence per
+episode, `rewards` [S] (with `dense` also `dense_rewards` [T]) and `turns` [S].
 
-Tokens in, tokens out: a sequence is the prompt, then by turns the sampled tokens and the observations of the
-environment, each token as it was sampled or encoded once. `prompt_mask` holds the prompt and observations, `loss_mask`
-sampled tokens only; elsewhere `logprobs` are 0 and `versions` -1. Advantage estimation skips observations. An episode
-whose environment fails has no reward (NaN), and is excluded from the loss and from its group's statistics.
+A sequence is the prompt, followed by alternating sampled tokens and observations. No token is decoded and encoded
+again. `prompt_mask` marks the prompt and the observations, `loss_mask` the sampled tokens. `logprobs` is 0 and
+`versions` is -1 for all tokens that were not sampled. Advantage estimation skips observations. If the environment of an
+episode fails, its reward is NaN, and the episode is excluded from the loss and from its group's statistics.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from realign.settings import Count, Fraction, Positive
 
 @dataclass
 class EnvironmentInterface(ModelInterface):
-    """A policy in conversation. `generation.n` episodes for each prompt, all at the same time."""
+    """A policy in conversations with an environment: `generation.n` episodes per prompt, all concurrent."""
 
     environment: str
-    """The class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`); an instance
-    is made for every episode."""
+    """Environment class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`). One
+    instance is created per episode."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the environment class."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How a turn is sampled (`${interfaces.actor.generation}`): `n` is episodes per prompt, `max_new_tokens` tokens of
-    a turn."""
+    """Sampling settings of a turn (`${interfaces.actor.generation}`): `n` is the number of episodes per prompt,
+    `max_new_tokens` the limit of one turn in tokens."""
     max_turns: Count = 8
-    """Turns of the policy after which an episode that is not over is cut off (`truncated`)."""
+    """Maximum number of policy turns; an unfinished episode is then truncated (`truncated`)."""
     max_episode_tokens: Count = 1024
-    """Tokens after the prompt, sampled and observed. A turn begins only if it can be of full length within them;
-    otherwise the episode is cut off."""
+    """Maximum number of sampled and observation tokens of an episode. If a turn of `max_new_tokens` would exceed it,
+    the episode is truncated before the turn."""
     dense: bool = False
-    """Write the reward of each turn at its last sampled token (`dense_rewards`), not their sum."""
+    """Store the reward of each turn at its last sampled token (`dense_rewards`) instead of the sum over turns."""
     chat: bool = False
-    """Write observations by the tokenizer's chat template; false: text as it is."""
+    """Encode observations with the tokenizer's chat template; false: encode plain text."""
     role: str = "tool"
-    """Under `chat`, of the message that an observation of plain text becomes."""
+    """Role of the chat message for a plain-text observation, with `chat=true`."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as those of the data."""
+    """Variables of the chat template, as in the data settings."""
     same_seed: bool = False
-    """Give all episodes of a prompt one seed: where the seed decides how an episode begins, a group is compared from
-    one beginning. false: each has its own."""
+    """Use one seed for all episodes of a prompt, so that a group is compared from the same initial state; false: one
+    seed per episode."""
     timeout_s: Positive = 30.0
-    """Seconds that one call of an environment may take; a coroutine that blocks its event loop for 5 s more fails all
-    episodes of the batch that are not over."""
+    """Time limit of one environment call in seconds. A coroutine that blocks its event loop for 5 s more fails all
+    unfinished episodes of the batch."""
     concurrency: Count = 64
-    """Calls of environments under way at a time, with `rollout=async` too."""
+    """Maximum number of concurrent environment calls, also with `rollout=async`."""
     max_failed_fraction: Fraction = 0.5
-    """The run stops when the environment fails in more than this fraction of a batch's episodes."""
+    """Fraction of a batch's episodes in which the environment may fail; the run stops above it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,14 +86,14 @@ class EnvironmentInterface(ModelInterface):
         if not self.chat and (self.template_options or self.role != "tool"):
             raise ValueError("role and template_options belong to chat=true, and have no effect without it")
         self._make: Callable[[], Environment] | None = None
-        self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # of all batches, also at the same time
+        self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
         self._failures = Failures(self.environment, self.max_failed_fraction)
 
     def open(self) -> None:
-        """Find the environment.
+        """Load the environment class.
 
         Raises:
-            ValueError: there is no such class, or it is no environment.
+            ValueError: the class does not exist, or is not an environment.
         """
         self._opened()
 
@@ -125,10 +125,10 @@ class EnvironmentInterface(ModelInterface):
         )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Hold `generation.n` episodes for each prompt.
+        """Run `generation.n` episodes for each prompt.
 
         Raises:
-            EnvironmentFailure: the environment failed in too many of them.
+            EnvironmentFailure: the environment failed in too many episodes.
         """
         n, rows = self.generation.n, data.metadata["row"]
         prompts = list(zip(data.ids, data.sequences("prompt_ids"), rows, strict=True))
@@ -155,12 +155,12 @@ class EnvironmentInterface(ModelInterface):
         return packed(data, episodes, dense=self.dense)
 
     def _seed(self, model: Model, prompt: str, episode: int) -> int:
-        """Of an environment."""
+        """Return the seed of an environment."""
         seed = model.call_seed("environments")
         return derive_seed(seed, prompt) if self.same_seed else derive_seed(seed, prompt, episode)
 
     def _speak(self, model: Model, episodes: Mapping[int, Episode], turn: int, seed: int) -> dict[int, Response]:
-        """Sample one turn of each, in one call of the sampler."""
+        """Sample one turn of each episode, in one call of the sampler."""
         contexts = SequenceSample.from_sequences(
             [f"{e.name}/turn{turn}" for e in episodes.values()], {"prompt_ids": [[e.ids] for e in episodes.values()]}
         )
@@ -175,14 +175,14 @@ class EnvironmentInterface(ModelInterface):
         return said
 
     def _take(self, episodes: Iterable[Episode], answers: Sequence[Answer]) -> None:
-        """Take what the environments said, and end the episodes after which no turn can follow."""
+        """Add the environments' answers to the episodes, and end episodes in which no turn can follow."""
         room = self.max_episode_tokens - self.generation.max_new_tokens
         for episode, answer in zip(episodes, answers, strict=True):
             step = answer.step
             if step is None:
                 episode.end(failure=answer.failure)
                 continue
-            if episode.turn_ends:  # no reward comes with the beginning
+            if episode.turn_ends:  # `reset` returns no reward
                 episode.rewards.append(step.reward)
             if step.over:
                 episode.end(truncated=step.truncated)
@@ -192,18 +192,18 @@ class EnvironmentInterface(ModelInterface):
                 episode.observe(step.tokens)
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
+        """Return the rows of the launch table."""
         tokens = f"{self.generation.max_new_tokens:,} tokens each, {self.max_episode_tokens:,} tokens in all"
         return {"environment": self.environment, "episode": f"up to {self.max_turns} turns of up to {tokens}"}
 
 
 def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) -> SequenceSample:
-    """The episodes as sequences of their prompts, equally many for each, with every key that a graph may read.
+    """Pack episodes as sequences of their prompts, the same number for each, with every key that a graph may read.
 
     Args:
-        data: the prompts; the result is on the device of theirs.
-        episodes: those of the first prompt first.
-        dense: the rewards are those of turns.
+        data: the prompts; the result is on the same device.
+        episodes: episodes in the order of the prompts.
+        dense: whether to write `dense_rewards`, the rewards of turns.
     """
     n = len(episodes) // len(data)
 
@@ -221,7 +221,7 @@ def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) ->
     rewards_S = torch.tensor([e.reward for e in episodes])
     if dense:
         out = out.with_tokens(dense_rewards=torch.cat([e.dense_rewards() for e in episodes]))
-        rewards_S = rewards_S.where(rewards_S.isnan(), 0)  # it only says whether there is a verdict
+        rewards_S = rewards_S.where(rewards_S.isnan(), 0)  # with dense rewards, it only marks missing rewards (NaN)
     out = out.with_sequences(
         rewards=rewards_S,
         truncated=torch.tensor([e.truncated for e in episodes]),
@@ -231,22 +231,23 @@ def packed(data: SequenceSample, episodes: Sequence[Episode], *, dense: bool) ->
 
 
 def written(dense: bool) -> tuple[str, ...]:
-    """The keys that a conversation writes."""
+    """Return the keys that `generate` writes."""
     return (*SAMPLED, "rewards", *(("dense_rewards",) if dense else ()), "turns")
 
 
 def with_environment(graph: DataflowGraph, *, dense: bool = False) -> DataflowGraph:
-    """The same graph on conversations: the role `agent` samples and is rewarded, instead of the actor and `reward`.
+    """Return the graph with conversations: the role `agent` replaces the sampling actor and the role `reward`.
 
-    For graphs that do not follow from `rl_graph`, such as RAFT's. The call that writes `rewards` is removed, and the
-    one that samples is made by `agent`; all others stay as they are.
+    Use it for graphs that are not built by `rl_graph`, such as RAFT's. The call that writes `rewards` is removed, and
+    `agent` makes the call that samples. All other calls are unchanged.
 
     Args:
-        graph: with one call that samples and one that writes `rewards`.
-        dense: the environment rewards each turn.
+        graph: graph with one call that samples and one call that writes `rewards`.
+        dense: whether the environment rewards each turn.
 
     Raises:
-        ValueError: the graph samples or rewards by more than one call, or a call needs another reward.
+        ValueError: the graph has not exactly one call that samples and one that writes `rewards`, or a call needs
+            another reward.
     """
     sampling = [rpc for rpc in graph.rpcs if rpc.method == "generate"]
     rewarding = [rpc for rpc in graph.rpcs if "rewards" in rpc.outputs]

@@ -1,8 +1,8 @@
-"""The baseline of ReMax (arXiv:2310.10505): the reward of the policy's most likely answer to the same prompt.
+"""Greedy responses for the baseline of ReMax (arXiv:2310.10505): the reward of the policy's greedy response.
 
-Reads `prompt_ids`; writes `input_ids` and `prompt_mask` with one sequence per prompt, which the graph calls
+Reads `prompt_ids`; writes `input_ids` and `prompt_mask` with one sequence per prompt. The graph renames them to
 `greedy_input_ids` and `greedy_prompt_mask` (`reward.baseline=greedy` of the actor). The role shares the actor's model
-(`realign.engines.SharedModel`), so that the answer is that of the weights which sampled the batch.
+(`realign.engines.SharedModel`), so the greedy response comes from the weights that sampled the batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from realign.api import (
 
 @dataclass
 class GreedyInterface(ModelInterface):
-    """A policy that takes the most likely token every time."""
+    """A policy that samples greedily: the most likely token at every position."""
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How the actor samples (`${interfaces.actor.generation}`): the greedy answer ends by the same rules. Its `n` is
-    taken as 1 and its `greedy` as true; a temperature changes no most likely token."""
+    """Sampling settings of the actor (`${interfaces.actor.generation}`); the greedy response stops by the same rules.
+    `n` is set to 1 and `greedy` to true. The temperature does not change greedy responses."""
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""
@@ -50,7 +50,7 @@ class GreedyInterface(ModelInterface):
         )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """One greedy answer per prompt: `input_ids`, `prompt_mask`."""
+        """Sample one greedy response per prompt: `input_ids`, `prompt_mask`."""
         one = replace(self.generation, n=1, greedy=True)
         out = model.sampler.generate(data.select(["prompt_ids"]), one, seed=model.call_seed("greedy"))
         return out.select(["input_ids", "prompt_mask"])

@@ -1,8 +1,8 @@
 """GRPO: PPO's clipped loss on rewards compared within a prompt's group; no critic (arXiv:2402.03300).
 
-Reads and writes what `ppo.py` does. Differs from the paper: tokens have the same weight over the whole batch
-(`aggregation=token_mean`; the paper's is `seq_mean_token_mean`), there is no KL term unless `kl.place` asks for it, and
-the advantages of a group whose rewards are all equal are exactly 0 instead of a division by a small number.
+Reads and writes the same keys as `ppo.py`. Differences from the paper: all tokens of the batch have the same weight
+(`aggregation=token_mean`; the paper uses `seq_mean_token_mean`). There is no KL term unless `kl.place` enables it. If
+all rewards of a group are equal, its advantages are exactly 0, without a division by a small number.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""PPO: a clipped surrogate on generalized advantages (arXiv:1707.06347; for language models arXiv:1909.08593).
+"""PPO: a clipped surrogate objective with generalized advantages (arXiv:1707.06347; language models arXiv:1909.08593).
 
-Training reads what sampling writes, `rewards` and, where the graph has them, `ref_logprobs`, `values`, `prox_logprobs`
-(recomputed by the training engine), `dense_rewards` and `baseline_rewards`. A response trains on its sampled tokens
-only. One without a reward (NaN) trains on none. A train step is a pipeline of components; each can be replaced alone:
+Training reads the keys that sampling writes and `rewards`. If the graph provides them, it also reads `ref_logprobs`,
+`values`, `prox_logprobs` (recomputed by the training engine), `dense_rewards` and `baseline_rewards`. Only sampled
+tokens are trained. A response without a reward (NaN) is excluded. A train step is a pipeline of components, and each
+component can be replaced separately:
 
-    score (reward, truncation) -> KL in the reward, dense rewards -> advantage -> adv_norm -> mini-batches
-    -> objective x correction -> kl, entropy_coef, value and ptx_coef as further terms -> aggregation
+    score (reward, truncation) -> KL in the reward, dense rewards -> advantage -> adv_norm -> mini-batches;
+    objective x correction -> kl, entropy_coef, value and ptx_coef as additional terms -> aggregation
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class PPOActorInterface(ModelInterface):
     """The policy of PPO, and the base of every actor that samples responses and learns from their rewards."""
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """Sampling settings; `generation.temperature` applies to every log-prob of the policy."""
+    """Sampling settings; `generation.temperature` applies to all log-probs of the policy."""
     epochs: Count = 1
     """Passes over the rollout batch."""
     n_minibatches: Count = 1
@@ -96,21 +97,21 @@ class PPOActorInterface(ModelInterface):
     truncation: Truncation = field(default_factory=Truncation)
     """Treatment of responses that reached the length limit."""
     min_response_tokens: NonNegativeInt = 0
-    """Shorter responses are excluded from the loss (DeepSpeed-Chat excludes those of 1 token: 2)."""
+    """Minimum length in tokens; shorter responses are excluded from the loss. DeepSpeed-Chat excludes 1 token (2)."""
     keep_best: Count | None = None
-    """Of the responses to a prompt only this many, with the highest scores, train (realhf's best-of-k); null: all."""
+    """Number of responses per prompt that train, those with the highest scores (realhf's best-of-k); null: all."""
     advantage: AdvantageEstimator = field(default_factory=GAE)
     """Advantage estimator: gae, group_relative, or your own."""
     adv_norm: Normalization = field(default_factory=Normalization)
     """Normalization of advantages: scopes of the mean that is subtracted and of the standard deviation that divides."""
     credit_per_minibatch: bool = False
-    """Estimate and normalize advantages in every mini-batch, with its statistics (openai/lm-human-preferences)."""
+    """Estimate and normalize advantages separately in every mini-batch (openai/lm-human-preferences)."""
     objective: Objective = field(default_factory=Clip)
     """Policy objective: clip, gspo, cispo, sapo, gmpo, reinforce, or your own."""
     correction: Correction | None = None
-    """Importance correction for the policy that sampled: importance_correction, or your own; null: none."""
+    """Importance correction for the behavior policy: importance_correction, or your own; null: none."""
     recompute: bool = False
-    """Take ratios against log-probs recomputed by the training engine, not the sampler's (so does a correction)."""
+    """Recompute old log-probs with the training engine, instead of using the sampler's; `correction` implies it."""
     kl: KLPenalty = field(default_factory=KLPenalty)
     """Penalty against the reference policy, in the reward or in the loss."""
     entropy_coef: float = 0.0
@@ -118,9 +119,9 @@ class PPOActorInterface(ModelInterface):
     critic: Critic = Critic.none
     """Model that estimates values: none, own or shared."""
     value: ValueObjective | None = None
-    """Loss of the values with critic=shared, added to the policy's; unset: the defaults."""
+    """Value loss with critic=shared, added to the policy loss; unset: the defaults."""
     critic_warmup_steps: NonNegativeInt = 0
-    """Training steps at the start in which only the critic learns (critic=own)."""
+    """Number of training steps at the start in which only the critic is trained (critic=own)."""
     ptx_coef: NonNegative = 0.0
     """Weight of the mean negative log-likelihood of pretraining text in the loss (PPO-ptx, arXiv:2203.02155)."""
     aggregation: Aggregation = field(default_factory=TokenMean)
@@ -142,7 +143,7 @@ class PPOActorInterface(ModelInterface):
         self.reward_moments = self.reward.moments()
 
     def _check_critic(self) -> None:
-        """Reject settings of values that nothing would learn."""
+        """Reject combinations of critic and value settings that have no effect or cannot be trained."""
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
         if self.value is not None and self.critic is not Critic.shared:
@@ -158,7 +159,7 @@ class PPOActorInterface(ModelInterface):
             raise SettingsError(f"credit_per_minibatch=true: {why}")
 
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface`: what the components read, each with its setting."""
+        """See `ModelInterface`: the keys that the components read, each with the setting that needs it."""
         if method == "generate":
             return Keys({"prompt_ids": ""}, writes=frozenset(SAMPLED))
         if method == "inference":
@@ -166,7 +167,7 @@ class PPOActorInterface(ModelInterface):
         needs = dict.fromkeys(("input_ids", "loss_mask", "logprobs", "rewards"), "")
         needs |= {**self.kl.needs(), **self.truncation.needs(), **self.reward.needs()}
         uses = {"prox_logprobs", "truncated", *self.advantage.uses}
-        uses |= set() if self.reward.shapes_scores else {"dense_rewards"}  # their scores are 0: nothing to shape
+        uses |= set() if self.reward.shapes_scores else {"dense_rewards"}  # with dense rewards all scores are 0
         if method == "credit":
             return Keys(needs | self.advantage.needs(), frozenset(uses), frozenset(CREDITED))
         needs |= self.objective.needs() | ({"prox_logprobs": "recompute=true"} if self.recompute else {})
@@ -184,11 +185,11 @@ class PPOActorInterface(ModelInterface):
         return Keys(needs, frozenset(uses))
 
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface`: log-probs, and the values whose loss is added."""
+        """See `ModelInterface`: log-probs, and values if the loss includes them."""
         return frozenset({"logprobs"} if self.value is None else {"logprobs", "values"})
 
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface`: a reference policy, and the greedy policy of a baseline."""
+        """See `ModelInterface`: a reference policy, and a greedy policy for the baseline."""
         return {
             "ref": Role(ReferenceInterface(self.generation.temperature), RoleModel.start),
             "baseline": Role(GreedyInterface(self.generation), RoleModel.shared),
@@ -245,11 +246,11 @@ class PPOActorInterface(ModelInterface):
         return model.sampler.generate(data, self.generation, seed=model.call_seed("generate"))
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`logprobs` [T] of the sampled tokens under the current weights."""
+        """Compute `logprobs` [T] of the sampled tokens under the current weights."""
         return score_logprobs(model, data, mb_spec, self.generation.temperature)
 
     def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`advantages` and `returns` [T], and the `loss_mask` [T] after every filter."""
+        """Compute `advantages` and `returns` [T], and the `loss_mask` [T] after all filters."""
         return self.estimate_advantages(model, self.score(model, data)).select(CREDITED)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
@@ -262,14 +263,14 @@ class PPOActorInterface(ModelInterface):
         if model.version < self.critic_warmup_steps:
             return stats
         steps, further = self._optimize(model, data, mb_spec)
-        # Before the first update the policy is the one that sampled: the difference must be 0 up to rounding.
+        # Before the first update the current policy is the behavior policy, so the difference must be 0 up to rounding.
         if "logprob_diff_max" in steps[0]:
             further.append({"first_logprob_diff_max": steps[0]["logprob_diff_max"]})
         merged = merge_stats([stats, *steps, *further])
         return merged | self.kl_control.update(merged, model.machine.reduce)
 
     def score(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Shape `rewards`, and remove responses that must not train from `loss_mask`; once per rollout batch."""
+        """Shape `rewards`, and remove excluded responses from `loss_mask`. Called once per rollout batch."""
         cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), data["rewards"], data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
         valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
@@ -285,7 +286,7 @@ class PPOActorInterface(ModelInterface):
         return data.with_sequences(rewards=scores_S).with_tokens(loss_mask=mask_T)
 
     def estimate_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Add normalized `advantages` [T] and, from an estimator that gives them, `returns` [T]."""
+        """Add normalized `advantages` [T], and `returns` [T] if the estimator computes them."""
         cu_seqlens, reduce = data.cu_seqlens(), model.machine.reduce
         valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], cu_seqlens) > 0)
         if (kept_S := self.advantage.keep(data)) is not None:
@@ -300,7 +301,7 @@ class PPOActorInterface(ModelInterface):
         return data.with_tokens(advantages=advantages_T, **returns)
 
     def _optimize(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> tuple[list[Stats], list[Stats]]:
-        """Take all optimizer steps of a rollout batch, or those until `early_stop`; their metrics, and further ones."""
+        """Take the optimizer steps of a rollout batch until `early_stop`. Returns their metrics and additional ones."""
         allowed = True
 
         def step_if(stats: Stats) -> bool:
@@ -312,7 +313,7 @@ class PPOActorInterface(ModelInterface):
             data = trained(data)
         reduce, rng = model.machine.reduce, np.random.default_rng(model.call_seed("minibatches"))
         steps, further = list[Stats](), list[Stats]()
-        # lazily, so that the passes after an early stop are not even permuted
+        # lazy, so that an early stop also skips the permutation of later epochs
         for part in (part for _ in range(self.epochs) for part in data.minibatches(self.n_minibatches, rng)):
             if self.credit_per_minibatch:
                 part = self.estimate_advantages(model, part)
@@ -328,7 +329,7 @@ class PPOActorInterface(ModelInterface):
         return steps, further
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:
-        """The objective, weighted by the correction, plus the other terms; a sum over the micro-batch."""
+        """Return the loss (objective times correction, plus other terms), summed over the micro-batch, and metrics."""
         weight_T, divisor_T = None, minibatch["loss_mask"]
         if self.correction is not None:
             weight_T, mask_T, divisor_T = self.correction.correct(minibatch)
@@ -355,12 +356,12 @@ class PPOActorInterface(ModelInterface):
         return loss, stats | {f"token/{name}": TokenValues(x_T.detach()) for name, x_T in trace.items()}
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
-        """What the engine divides the sum by, after every filter and the correction."""
+        """Return the divisor of the loss, after all filters and the correction."""
         divisor_T = data["loss_mask"] if self.correction is None else self.correction.correct(data).divisor_T
         return self.aggregation.weight(divisor_T, data.cu_seqlens())
 
     def batch_stats(self, model: Model, data: SequenceSample) -> Stats:
-        """Metrics of the rollout batch."""
+        """Compute the metrics of the rollout batch."""
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
         trained_S = segment_sum(mask_T, cu_seqlens) > 0
         surprise_S = segment_sum(torch.where(mask_T, -data["logprobs"], 0), cu_seqlens)
@@ -377,7 +378,7 @@ class PPOActorInterface(ModelInterface):
         return merge_stats(stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """The KL coefficient and the running moments of scores."""
+        """Return the KL coefficient and the running moments of the scores."""
         return {"kl_controller": self.kl_control.state_dict(), "reward": self.reward.state_of(self.reward_moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -392,7 +393,7 @@ LOSS_SETTINGS = "objective, correction, kl (place=loss), entropy_coef, value, pt
 
 
 def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
-    """The graph of PPO and its variants: sample, reward, score, train; which calls there are follows from settings."""
+    """Build the graph of PPO and its variants: sample, reward, score, train. The settings determine the calls."""
     return rl_graph(interfaces)
 
 

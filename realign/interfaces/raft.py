@@ -1,12 +1,11 @@
 """RAFT: fine-tune on the best of n samples (arXiv:2304.06767).
 
-Sample, judge, choose, and maximise the likelihood of what was chosen, over its sampled tokens. There is no ratio, so
-sampling may use any settings; the loss is at temperature 1 whatever the sampler's. A response whose reward is missing
-(NaN), or that has no sampled token, is never chosen, and a prompt without a chosen response takes no part in training,
-nor in its forward passes.
+Each step samples responses, scores them, selects the best, and maximizes the likelihood of their sampled tokens. There
+is no importance ratio, so any sampling settings are valid. The loss always uses temperature 1. A response without a
+reward (NaN) or without a sampled token is never selected. A prompt without a selected response is skipped in training.
 
-Generation writes `input_ids`, `prompt_mask`, `loss_mask` and `truncated`; training reads them with `rewards`. Differs
-from the paper in that no KL penalty enters the ranking, and from LMFlow also in that prompts are not learned.
+Generation writes `input_ids`, `prompt_mask`, `loss_mask` and `truncated`; training reads these keys and `rewards`.
+Differences: unlike the paper, the ranking has no KL penalty. Unlike LMFlow, prompts are not learned.
 """
 
 from __future__ import annotations
@@ -48,18 +47,19 @@ class RAFTActorInterface(SFTInterface):
     """The policy of RAFT: likelihood of the best responses of a batch."""
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=8))
-    """How responses are sampled, with any settings; `generation.n` is the K of best-of-K."""
+    """Sampling settings, without restrictions; `generation.n` is the K of best-of-K."""
     epochs: Count = 1
-    """Passes over the chosen responses."""
+    """Passes over the selected responses."""
     keep_best: Count | None = 1
-    """Responses kept per prompt, those with the highest rewards (of equal ones the first); null with `keep_share`."""
+    """Number of responses kept per prompt, those with the highest rewards; ties keep the first. Set null to use
+    `keep_share`."""
     keep_share: Annotated[float, Range(gt=0, le=1)] | None = None
-    """Share of all rewarded responses of the batch that is kept instead, whatever their prompts, rounded up; of equal
-    ones at random (LMFlow's `top_reward_percentage`)."""
+    """Fraction of the batch's rewarded responses to keep, over all prompts, rounded up (LMFlow's
+    `top_reward_percentage`). Ties are broken at random. null: use `keep_best`."""
     min_reward: Finite | None = None
-    """Responses with a lower reward are not kept, even if they are the best; null: no limit."""
+    """Minimum reward of a kept response; null: no limit."""
     skip_equal_rewards: bool = False
-    """Leave out prompts without two rewarded responses of different rewards: none of them is better than another."""
+    """Skip prompts whose rewarded responses all have the same reward, since none is better than another."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +89,7 @@ class RAFTActorInterface(SFTInterface):
         return sample_responses(model, data, self.generation)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Choose once, then take `epochs * n_minibatches` optimizer steps, shuffled anew in each pass."""
+        """Select responses, then take `epochs * n_minibatches` optimizer steps, in a new random order in each epoch."""
         chosen_S = self.choose(model, data)
         rng = np.random.default_rng(model.call_seed("minibatches"))
         chosen = data.take_sequences(np.flatnonzero(chosen_S.cpu().numpy()))
@@ -101,7 +101,7 @@ class RAFTActorInterface(SFTInterface):
         return merge_stats([stats, *fit(self, model, chosen, mb_spec, self.epochs, rng)])
 
     def choose(self, model: Model, data: SequenceSample) -> Tensor:
-        """[S] bool: the responses that train."""
+        """Return [S] bool: the responses that train."""
         rewards_S, group_S = data["rewards"], data.group_index()
         valid_S = trainable(data)
         if self.skip_equal_rewards:
@@ -114,19 +114,19 @@ class RAFTActorInterface(SFTInterface):
         return chosen_S if self.min_reward is None else chosen_S & (rewards_S >= self.min_reward)
 
     def _best_of_batch(self, model: Model, data: SequenceSample, valid_S: Tensor) -> Tensor:
-        """[S] bool: the highest rewards of the batch, equal ones in an order that is drawn anew for each prompt."""
+        """Return [S] bool: the responses with the highest rewards of the batch; ties use a random order of prompts."""
         assert self.keep_share is not None
         group_S, seed = data.group_index(), model.call_seed("ties")
         drawn = [derive_seed(seed, str(i)) for i in data.ids]
-        # Stable: the responses to one prompt stay in their order, so that no prompt's place in the batch matters.
+        # A stable sort keeps the order within a prompt, so a prompt's position in the batch does not matter.
         order_S = torch.tensor(drawn, device=group_S.device)[group_S].argsort(stable=True)
-        # 0.28 * 100 is a little more than 28, and would be rounded up to 29.
+        # In floating point, 0.28 * 100 is slightly above 28 and would be rounded up to 29.
         n_kept = math.ceil(self.keep_share * int(valid_S.sum()) - 1e-9)
         best_S = keep_best(data["rewards"][order_S], torch.zeros_like(order_S), valid_S[order_S], max(n_kept, 1))
         return torch.zeros_like(valid_S).index_put((order_S,), best_S)
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
+        """Return the rows of the launch table."""
         n = self.generation.n
         kept = f"the best {self.keep_best} of {n} of each prompt"
         if self.keep_share is not None:
@@ -137,12 +137,12 @@ class RAFTActorInterface(SFTInterface):
 
 
 def trainable(data: SequenceSample) -> Tensor:
-    """[S] bool: the response has a reward and a sampled token."""
+    """Return [S] bool: whether the response has a reward and a sampled token."""
     return data["rewards"].isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
 
 
 def sample_responses(model: Model, data: SequenceSample, generation: GenerationConfig) -> SequenceSample:
-    """Responses to the prompts of `data`, without what a ratio would need."""
+    """Sample responses to the prompts of `data`, without the keys that only importance ratios need."""
     out = model.sampler.generate(data, generation, seed=model.call_seed("generate"))
     return out.select(SAMPLED)
 
@@ -155,7 +155,7 @@ def fit(
     epochs: int,
     rng: np.random.Generator,
 ) -> Iterator[Stats]:
-    """Metrics of each optimizer step of `epochs` passes; as many mini-batches as asked for, or as there are prompts."""
+    """Take the optimizer steps of `epochs` passes and yield their metrics; at most one mini-batch per prompt."""
     n_minibatches = min(interface.n_minibatches, len(chosen))
     for _ in range(epochs if n_minibatches else 0):
         for part in chosen.minibatches(n_minibatches, rng):
@@ -163,7 +163,7 @@ def fit(
 
 
 def dataflow() -> DataflowGraph:
-    """Sample, judge, train on what is chosen."""
+    """Build the graph: sample, score, train on the selected responses."""
     read = ("input_ids", "prompt_mask")
     return DataflowGraph(
         (
@@ -177,14 +177,14 @@ def dataflow() -> DataflowGraph:
 
 
 def selection_keys(method: str) -> Keys:
-    """Return the keys of a policy that samples, and trains on some of the rewarded responses."""
+    """Return the keys of a policy that samples and trains on selected responses."""
     if method == "generate":
         return Keys(needs={"prompt_ids": ""}, writes=frozenset(SAMPLED))
     return Keys(needs=dict.fromkeys(("input_ids", "prompt_mask", "loss_mask", "rewards"), ""))
 
 
 def selection_plan(generation: GenerationConfig, epochs: int, n_minibatches: int) -> Plan:
-    """Return the plan of such a policy; it takes fewer optimizer steps if few responses are chosen."""
+    """Return the plan of such a policy; it takes fewer optimizer steps if few responses are selected."""
     return Plan(
         epochs=epochs,
         n_minibatches=n_minibatches,
@@ -197,7 +197,7 @@ def selection_plan(generation: GenerationConfig, epochs: int, n_minibatches: int
 
 
 def describe_selection(interface: SFTInterface, kept: str) -> dict[str, str]:
-    """Return rows of the launch table; `kept` names the chosen responses."""
+    """Return rows of the launch table; `kept` describes the selected responses."""
     return {
         "responses that train": kept,
         "loss": f"negative log-likelihood of sampled tokens, {interface.aggregation.describe()}",

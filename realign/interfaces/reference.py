@@ -13,10 +13,10 @@ from realign.settings import Range
 
 @dataclass
 class ReferenceInterface(ModelInterface):
-    """A frozen policy that only scores: `logprobs` of sampled tokens, at the sampler's temperature."""
+    """A frozen policy that computes `logprobs` of sampled tokens at the sampler's temperature."""
 
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
-    """Must be the sampler's; the launch compares them."""
+    """Sampling temperature, which divides the logits. Must equal the sampler's; this is checked at launch."""
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""
@@ -31,7 +31,7 @@ class ReferenceInterface(ModelInterface):
         return Plan(temperature=self.temperature, temperature_setting="temperature", weights=Weights.frozen)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`logprobs` [T] of the sampled tokens."""
+        """Compute `logprobs` [T] of the sampled tokens."""
         return score_logprobs(model, data, mb_spec, self.temperature)
 
 

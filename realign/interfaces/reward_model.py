@@ -1,12 +1,13 @@
-"""Reward models: a score of a whole response, learned from what people prefer.
+"""Reward models: a score of a whole response, learned from preference data.
 
-Training reads `input_ids`, `loss_mask` (the responses), `labels` and `margins` of preference data; inference reads
-`input_ids` and writes `rewards` [S], `gain * score + bias` with the score at the last token, found by lengths. With
-`dense` it also writes `dense_rewards` [T], that after each token of the response, and `rewards` are 0; with `dense` or
-`cut` it reads `prompt_mask` too. Losses:
-Bradley-Terry on pairs (arXiv:2203.02155, with margin arXiv:2307.09288), a softmax over n candidates (arXiv:1909.08593),
-squared errors of ratings and of their differences (openai/lm-human-preferences). Losses see the same `gain` and `bias`
-as inference. A response without tokens does not count, nor does a preference between equal labels.
+Training reads `input_ids`, `loss_mask` (the responses), `labels` and `margins`. Inference reads `input_ids` and writes
+`rewards` [S]: `gain * score + bias`, with the score at the last token of the sequence. With `dense` it also writes
+`dense_rewards` [T], the score after each response token, and `rewards` is 0. With `dense` or `cut` it also reads
+`prompt_mask`.
+
+Losses: Bradley-Terry on pairs (arXiv:2203.02155, with margin arXiv:2307.09288), a softmax over n candidates
+(arXiv:1909.08593), squared errors of ratings and of their differences (openai/lm-human-preferences). Losses use the
+same `gain` and `bias` as inference. Responses without tokens and pairs with equal labels are excluded.
 """
 
 from __future__ import annotations
@@ -52,39 +53,40 @@ from realign.settings import Count, Positive
 
 
 class RewardLoss(StrEnum):
-    """What the labels say, and with it the loss."""
+    """Loss of a reward model, which depends on the meaning of the labels."""
 
     pairwise = "pairwise"
-    """Neighbours are pairs; the one with the larger label is preferred, by `margins`."""
+    """Consecutive responses are pairs; the response with the larger label is preferred, by `margins`."""
     best_of_n = "best_of_n"
-    """Of the responses to a prompt, the one labelled 1 was chosen."""
+    """The response labeled 1 was chosen among the responses to a prompt."""
     scalar_rating = "scalar_rating"
-    """A label is the score that the response should have."""
+    """A label is the target score of the response."""
     scalar_compare = "scalar_compare"
-    """Neighbours are pairs; the difference of their labels is the one that their scores should have."""
+    """Consecutive responses are pairs; the difference of their labels is the target difference of their scores."""
 
 
 @dataclass
 class RewardModelInterface(ModelInterface):
-    """A reward model: trained on preferences, then asked for rewards. Needs a model with head=score."""
+    """A reward model, trained on preferences and then used to compute rewards. Needs a model with head=score."""
 
     kind: RewardLoss = RewardLoss.pairwise
-    """pairwise | best_of_n | scalar_rating | scalar_compare."""
+    """Loss: pairwise, best_of_n, scalar_rating or scalar_compare."""
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     use_margin: bool = False
-    """Ask that the chosen response scores higher by `margins` (kind=pairwise)."""
+    """Require the chosen response to score higher by `margins` (kind=pairwise)."""
     per_prompt_weighting: bool = False
-    """Each prompt weighs the same: its pairs, or rated responses, count 1 / their number (not kind=best_of_n)."""
+    """Give all prompts the same weight: each of a prompt's K pairs or rated responses has weight 1 / K (not with
+    kind=best_of_n)."""
     from_divergence: bool = False
-    """Score every token, and average the loss from the first one that differs to the end of the longer response, where
-    the shorter one keeps its last score (kind=pairwise). Inference looks at the last token as always."""
+    """Average the loss over the scores of all tokens from the first difference of a pair to the end of the longer
+    response (kind=pairwise). The shorter response keeps its last score. Inference still uses the last token."""
     clip: Positive | None = None
-    """Rewards, after gain and bias, are cut off beyond plus or minus this (inference only); null: off."""
+    """Bound on the absolute value of rewards, after gain and bias (inference only); null: off."""
     cut: ResponseCut | None = None
-    """Score a response only up to its first end mark (inference only); null: all of it."""
+    """Settings to score a response only up to its first end mark (inference only); null: score the whole response."""
     dense: bool = False
-    """Reward every token of a response with the score after it, instead of the last token (inference only)."""
+    """Reward every response token with the score after it, instead of the last token only (inference only)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,7 +130,7 @@ class RewardModelInterface(ModelInterface):
         return (Panel("accuracy on preferences", {"accuracy": "reward model, training batch"}),)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`rewards` [S]: the normalised, clipped score of each sequence, or the penalty of `cut`; `dense_rewards`."""
+        """Compute `rewards` [S], the normalized, clipped score or the penalty of `cut`; and `dense_rewards` [T]."""
         cut = cut_responses(self.cut, data, model.tokenizer)
         scores_S, after_T = self._score(model, cut.data, mb_spec)
         if after_T is None:
@@ -140,14 +142,14 @@ class RewardModelInterface(ModelInterface):
         return written.select(["rewards", "dense_rewards"])
 
     def scores(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Tensor:
-        """[S] the normalised scores at the end of each response, after `cut`, but without its penalty and without clip.
+        """Return [S] normalized scores at the end of each response, the input of `normalize`.
 
-        What `normalize` is given.
+        `cut` is applied without its penalty, and scores are not clipped.
         """
         return self._score(model, cut_responses(self.cut, data, model.tokenizer).data, mb_spec)[0]
 
     def _score(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> tuple[Tensor, Tensor | None]:
-        """[S] normalised scores, and [T] those after each token, if they are asked for."""
+        """Return [S] normalized scores, and with `dense` the [T] scores after each token."""
 
         def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
             scored = mb.with_sequences(scores=self._scaled(output.scores()))
@@ -157,7 +159,7 @@ class RewardModelInterface(ModelInterface):
         return scored["scores"], scored.get("after")
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Take `n_minibatches` optimizer steps over the batch, in a fresh order; groups are never parted.
+        """Take `n_minibatches` optimizer steps over the batch, in a new random order; groups stay together.
 
         Raises:
             ValueError: a prompt has an odd number of responses, and the loss is on pairs.
@@ -167,32 +169,32 @@ class RewardModelInterface(ModelInterface):
         return train_on_groups(model, data, mb_spec, self.n_minibatches, self.loss, self.loss_weight)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """The sum of the weighted losses of pairs, of groups or of responses."""
+        """Return the weighted sum of the losses of pairs, groups or responses, and metrics."""
         scores_S = self._scaled(output.scores())
         weight_N = self._weights(minibatch)
         loss_N, stats = self._losses(output, minibatch, scores_S)
         return torch.where(weight_N > 0, loss_N * weight_N.to(loss_N.dtype), 0).sum(), stats
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
-        """The number of pairs, groups or responses that count; of prompts, if they weigh the same."""
+        """Return the number of pairs, groups or responses in the loss; of prompts with `per_prompt_weighting`."""
         return self._weights(data).sum()
 
     def normalize(
         self, scores_S: Tensor, *, mean: float = 0.0, std: float = 1.0, reduce: Reduce = identity
     ) -> tuple[float, float]:
-        """Set gain and bias such that these rewards get this mean and deviation (arXiv:1909.08593, section 2.1).
+        """Set gain and bias to give these rewards this mean and standard deviation (arXiv:1909.08593, section 2.1).
 
         Args:
-            scores_S: [S] what `scores` gave to responses of the reference policy.
-            mean: wanted.
-            std: wanted; the deviation is the population's.
-            reduce: adds up over ranks.
+            scores_S: [S] result of `scores` for responses of the reference policy.
+            mean: target mean.
+            std: target population standard deviation.
+            reduce: sum over ranks.
 
         Returns:
-            The mean and the deviation that the scores had.
+            The mean and the standard deviation of the scores before normalization.
 
         Raises:
-            ValueError: there are fewer than two scores, not all are finite, or they are all the same.
+            ValueError: there are fewer than two scores, some are not finite, or all are equal.
         """
         found_mean, found_std = score_moments(scores_S, reduce)
         if not std > 0 or not math.isfinite(mean):
@@ -202,7 +204,7 @@ class RewardModelInterface(ModelInterface):
                 f"normalize needs at least two finite scores that differ, found {len(scores_S)} of mean "
                 f"{found_mean:g} and deviation {found_std:g}"
             )
-        # The scores already went through the present gain and bias; the new ones apply after them.
+        # The scores already include the current gain and bias, so the new ones are composed with them.
         factor = std / found_std
         self.gain, self.bias = self.gain * factor, (self.bias - found_mean) * factor + mean
         return found_mean, found_std
@@ -213,13 +215,14 @@ class RewardModelInterface(ModelInterface):
         return self.kind in (RewardLoss.scalar_rating, RewardLoss.scalar_compare)
 
     def label_scale(self, labels_S: Tensor) -> tuple[float, float]:
-        """The mean and deviation that rewards should have before training, as far as labels say it.
+        """Return the target mean and standard deviation of rewards before training, derived from the labels.
 
-        Source: openai/lm-human-preferences (`target_scales`). Ratings have both. Differences of two ratings say nothing
-        of the mean, which is then 0, and the deviation is half their root mean square. A choice says neither: (0, 1).
+        Source: openai/lm-human-preferences (`target_scales`). Ratings determine both. For differences of two ratings,
+        the mean is 0 and the standard deviation is half the root mean square of the differences. For choices, the
+        result is (0, 1).
 
         Args:
-            labels_S: [S] of the training data.
+            labels_S: [S] labels of the training data.
         """
         if self.kind is RewardLoss.scalar_rating:
             return score_moments(labels_S)
@@ -229,15 +232,15 @@ class RewardModelInterface(ModelInterface):
         return 0.0, 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Gain and bias."""
+        """Return gain and bias."""
         return {"gain": self.gain, "bias": self.bias}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back gain and bias."""
+        """Restore gain and bias."""
         self.gain, self.bias = float(state["gain"]), float(state["bias"])
 
     def adopt(self, saved: Mapping[str, Any]) -> None:
-        """Take over the gain and the bias that the weights were saved with; those of a policy or a critic have none."""
+        """Restore the gain and bias saved with the weights; weights of a policy or a critic have none."""
         if "gain" in saved:
             self.load_state_dict(saved)
 
@@ -260,7 +263,7 @@ class RewardModelInterface(ModelInterface):
         return rewards_N if self.clip is None else rewards_N.clamp(-self.clip, self.clip)
 
     def _weights(self, data: SequenceSample) -> Tensor:
-        """[N] weight of each pair, group or response; 0 for what does not count."""
+        """Return [N] weight of each pair, group or response; 0 if it is excluded from the loss."""
         group_S, answered_S = data.group_index(), answered(data)
         if self.kind is RewardLoss.best_of_n:
             return self._chosen_groups(data).float()
@@ -275,7 +278,7 @@ class RewardModelInterface(ModelInterface):
         return torch.where(counts_N, 1 / per_group_G[group_N], 0)
 
     def _chosen_groups(self, data: SequenceSample) -> Tensor:
-        """[G] bool: the chosen response, and another one, have tokens."""
+        """Return [G] bool: whether the chosen response and at least one other have tokens."""
         group_S, answered_S = data.group_index(), answered(data)
         zeros_G = torch.zeros(len(data), device=group_S.device)
         present_G = zeros_G.index_add(0, group_S, answered_S.float())
@@ -283,7 +286,7 @@ class RewardModelInterface(ModelInterface):
         return (present_G > 1) & (chosen_G > 0)
 
     def _losses(self, output: ModelOutput, data: SequenceSample, scores_S: Tensor) -> tuple[Tensor, Stats]:
-        """[N] loss of each pair, group or response, and metrics over those that count."""
+        """Return [N] loss of each pair, group or response, and metrics over those in the loss."""
         labels_S, answered_S = data["labels"].to(scores_S.dtype), answered(data)
         if self.kind is RewardLoss.scalar_rating:
             loss_S = rating_loss(scores_S, labels_S)
@@ -328,13 +331,13 @@ class RewardModelInterface(ModelInterface):
 
 
 def dataflow() -> DataflowGraph:
-    """One call: train on judged responses."""
+    """Build the graph: one call that trains on labeled responses."""
     train = RPC("reward_train", "reward", "train_step", inputs=("input_ids", "loss_mask", "labels", "margins"))
     return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask", "labels", "margins"))
 
 
 def scores_after(output: ModelOutput, data: SequenceSample) -> Tensor:
-    """[T] score after reading each token: the value before the next one, and at a last token that of the sequence."""
+    """Return [T] score after each token: the value before the next token, or at the last token the sequence's score."""
     cu_seqlens = data.cu_seqlens()
     after_T = output.values().roll(-1)
     last_S = last_true(torch.ones_like(data["input_ids"], dtype=torch.bool), cu_seqlens)

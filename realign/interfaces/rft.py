@@ -1,13 +1,13 @@
 """RFT: fine-tune on a growing pool of samples, above a rising threshold (trlX's `accelerate_rft_trainer.py`).
 
-Every step grows the pool of its own prompts, then improves on it `n_improve_steps` times: choose the distinct responses
-above a percentile of their prompt's rewards, which rises from one improvement to the next, and maximise their
-likelihood. (Grow and improve: ReST, arXiv:2308.08998. Distinct responses: arXiv:2308.01825.) The loss, and what never
-trains, are RAFT's. Generation writes what RAFT's does; training reads the same.
+Every step adds its samples to the pool, then runs `n_improve_steps` improvements on the prompts of its batch. An
+improvement selects the distinct responses above a percentile of their prompt's rewards, and maximizes their likelihood.
+The percentile rises from one improvement to the next. Sources: ReST, arXiv:2308.08998 (grow and improve);
+arXiv:2308.01825 (distinct responses). The loss, the excluded responses and the keys are those of RAFT.
 
-With all prompts in one batch a step is trlX's loop of one growth and its improvements. It differs in that the
-percentile reaches `end_percentile`, which trlX's stops short of; that a response sampled twice counts once in it; that
-prompts are not learned; and in how rewards of few values are treated (`above_percentile`).
+With all prompts in one batch, a step equals one iteration of trlX: one growth and its improvements. Differences: the
+last percentile is `end_percentile`, while trlX stops below it. A response sampled twice counts once in the percentile.
+Prompts are not learned. Rewards with few distinct values are treated differently (`above_percentile`).
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class RFTActorInterface(SFTInterface):
     """The policy of RFT: likelihood of pooled responses above a percentile of their prompt's rewards."""
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=32))
-    """How responses are sampled, with any settings; `generation.n` is how many a step adds per prompt, at most."""
+    """Sampling settings, without restrictions; a step adds at most `generation.n` responses per prompt to the pool."""
     epochs: Count = 1
-    """Passes over the chosen responses in each improvement."""
+    """Passes over the selected responses in each improvement."""
     n_improve_steps: Count = 4
-    """Improvements per step, each with a threshold of its own."""
+    """Improvements per step, each with its own threshold."""
     start_percentile: Fraction = 0.7
     """Percentile, as a fraction, of a prompt's pooled rewards that a response must reach in the first improvement."""
     end_percentile: Fraction = 0.95
-    """The same in the last one; between them it rises linearly."""
+    """Percentile, as a fraction, in the last improvement; it rises linearly in between."""
     min_reward: Finite | None = None
-    """Responses with a lower reward are not chosen, even above the threshold; null: no limit."""
+    """Minimum reward of a selected response; null: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +93,7 @@ class RFTActorInterface(SFTInterface):
         return sample_responses(model, data, self.generation)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Grow the pool, then improve `n_improve_steps` times on what it holds of this batch's prompts."""
+        """Add responses to the pool, then run `n_improve_steps` improvements on the pooled responses to this batch."""
         valid_S = trainable(data)
         n_new = self.pool.add(data, valid_S)
         pooled = self.pool.take(data)
@@ -121,19 +121,19 @@ class RFTActorInterface(SFTInterface):
         return merge_stats(stats)
 
     def percentiles(self) -> list[float]:
-        """The percentile of each improvement."""
+        """Return the percentile of each improvement, as a fraction."""
         return np.linspace(self.start_percentile, self.end_percentile, self.n_improve_steps).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """The pool, as lists."""
+        """Return the pool, as lists."""
         return {"pool": self.pool.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the pool."""
+        """Restore the pool."""
         self.pool.load_state_dict(state["pool"])
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Rows of the table that is shown at launch."""
+        """Return the rows of the launch table."""
         percentiles = ", ".join(f"{100 * p:g}" for p in self.percentiles())
         kept = f"pooled responses above percentile {percentiles} of their prompt"
         kept += "" if self.min_reward is None else f", with a reward of at least {self.min_reward:g}"
@@ -141,7 +141,7 @@ class RFTActorInterface(SFTInterface):
 
 
 class Pool:
-    """Distinct judged responses by prompt, both known by their tokens, so that a prompt is found again in any epoch."""
+    """Distinct scored responses by prompt. The keys are token ids, so a prompt is recognized in every epoch."""
 
     def __init__(self) -> None:
         self._prompts: dict[Tokens, dict[Tokens, tuple[Tokens, float]]] = {}
@@ -150,7 +150,7 @@ class Pool:
         return sum(map(len, self._prompts.values()))
 
     def add(self, data: SequenceSample, valid_S: Tensor) -> int:
-        """Add the responses of `valid_S`; one that is known takes its new reward. Returns how many were not known."""
+        """Add the responses of `valid_S`; a known response gets its new reward. Returns the number of new responses."""
         before, prompts = len(self), prompts_of(data)
         columns = (data.group_index(), valid_S, data["rewards"])
         per_sequence = zip(*(x.tolist() for x in columns), strict=True)
@@ -162,7 +162,7 @@ class Pool:
         return len(self) - before
 
     def take(self, data: SequenceSample) -> SequenceSample:
-        """All responses to the prompts of `data`, each prompt once: `input_ids`, `loss_mask` and `rewards`."""
+        """Return `input_ids`, `loss_mask` and `rewards` of the pooled responses to `data`, each prompt once."""
         found: dict[Tokens, Hashable] = {}
         for i, prompt in zip(data.ids, prompts_of(data), strict=True):
             if prompt in self._prompts:
@@ -180,7 +180,7 @@ class Pool:
         return sample.to(data["input_ids"].device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every response, as lists of whole numbers and its reward."""
+        """Return every response, as lists of integers and its reward."""
         return {
             "responses": [
                 [list(prompt), list(ids), list(mask), reward]
@@ -190,35 +190,35 @@ class Pool:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; what the pool held before is gone."""
+        """Restore what `state_dict` returned, replacing the current pool."""
         self._prompts = {}
         for prompt, ids, mask, reward in state["responses"]:
             self._prompts.setdefault(tuple(prompt), {})[tuple(ids)] = (tuple(mask), float(reward))
 
 
 def prompts_of(data: SequenceSample) -> list[Tokens]:
-    """The prompt of each id: the tokens that its first sequence begins with and that were given."""
+    """Return the prompt of each id: the leading prompt tokens of its first sequence."""
     firsts = data.lengths["input_ids"].sequence_starts[:-1].tolist()
     ids, given = data.sequences("input_ids"), data.sequences("prompt_mask")
     return [tuple(ids[s][given[s].int().cumprod(0).bool()].tolist()) for s in firsts]
 
 
 def above_percentile(pooled: SequenceSample, percentile: float) -> tuple[Tensor, Tensor]:
-    """The threshold of each response's prompt, and which responses reach it.
+    """Return the threshold of each response's prompt, and the responses that reach it.
 
-    The threshold is the linearly interpolated percentile of the prompt's rewards. As rewards often take few values, a
-    response must also be better than the worst of its prompt: where all are equal, none is chosen.
+    The threshold is the linearly interpolated percentile of the prompt's rewards. Since rewards often have few distinct
+    values, a response must also be better than the worst one of its prompt. If all are equal, none is selected.
 
     Args:
-        pooled: with `rewards` [S], all finite.
-        percentile: a fraction.
+        pooled: batch with `rewards` [S], all finite.
+        percentile: percentile, as a fraction.
 
     Returns:
         [S] thresholds, and [S] bool.
     """
     rewards_S = pooled["rewards"].double().cpu().numpy()
     groups = np.split(rewards_S, pooled.lengths["input_ids"].sequence_starts[1:-1])
-    # Interpolation must not round the threshold to above the best reward.
+    # Rounding in the interpolation must not raise the threshold above the best reward.
     threshold = [np.full(len(r), min(np.quantile(r, percentile), r.max())) for r in groups]
     worst = [np.full(len(r), r.min()) for r in groups]
     threshold_S = np.concatenate(threshold)

@@ -1,11 +1,12 @@
-"""Rewards computed by a Python function `(prompt, response, row) -> float | None`, in processes that may fail alone.
+"""Rewards computed by a Python function `(prompt, response, row) -> float | None`, in isolated worker processes.
 
-Reads `input_ids`, `prompt_mask` and `row`; writes `rewards` [S]. The response is the text of the tokens that were not
-given, without special tokens. A function that raises, hangs, crashes or returns nonsense gives NaN for that response
-(so does None): it leaves the loss and its group's statistics, and above `max_failed_fraction` the run stops.
+Reads `input_ids`, `prompt_mask` and `row`; writes `rewards` [S]. The function gets the text of the response tokens
+without special tokens. If it raises, hangs, crashes, or returns None or an invalid value, the response's reward is NaN.
+The response is then excluded from the loss and from its group's statistics. The run stops if more than
+`max_failed_fraction` of a batch fails.
 
-With `dense` the function is called as `(prompt, response, row, tokens)` and rewards every token of the response, so
-`dense_rewards` [T] are written too, and `rewards` only say whether there was a verdict: 0, or NaN.
+With `dense` the function is called as `(prompt, response, row, tokens)` and rewards every token of the response. Then
+`dense_rewards` [T] is written too, and `rewards` is 0 for scored responses and NaN for the others.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Posit
 
 @dataclass
 class RuleRewardInterface(ModelInterface):
-    """A verifiable reward; needs no network."""
+    """A reward computed by a function instead of a model."""
 
     function: str = "realign.rewards.arithmetic:exact_answer"
-    """Import path of the function, `package.module:name` or `path/to/file.py:name`, or a URL that is asked for each
-    response (`realign.rewards.pool.http`)."""
+    """Import path of the function, `package.module:name` or `path/to/file.py:name`, or the URL of a server that scores
+    responses (`realign.rewards.pool.http`)."""
     workers: NonNegativeInt = 2
-    """Processes; 0 calls the function in this process (a breakpoint works; a hang is not caught)."""
+    """Number of worker processes; 0 calls the function in this process (breakpoints work, hangs are not caught)."""
     timeout_s: Positive = 30.0
-    """Seconds that one call may take."""
+    """Time limit of one call in seconds."""
     patience_s: NonNegative = 120.0
-    """Seconds without any answer, of a function that hangs or a server that is gone, after which the rest of a batch is
-    given up. Until then responses that a server did not answer are asked for again: one that restarts costs none."""
+    """Seconds without any answer (function hangs, server is down) after which the rest of a batch fails. Until then,
+    responses that a server did not answer are retried, so a restart of the server loses no rewards."""
     memory_mb: Count | None = 4096
-    """Address space that a worker may use beyond its imports (MiB; Linux only); null sets no limit."""
+    """Address space in MiB that a worker may use beyond its imports (Linux only); null sets no limit."""
     cpu_s: Positive | None = 600.0
-    """CPU seconds, of all threads together, that one call may use, also in processes that outlive it (each of them
-    alone; not on Windows); null sets no limit."""
+    """CPU seconds that one call may use, over all its threads (not on Windows); null sets no limit. The limit also
+    applies to each process that the function starts."""
     open_files: OpenFiles | None = 1024
-    """File descriptors that a worker may hold (not on Windows); null leaves the system's limit."""
+    """Number of file descriptors of a worker (not on Windows); null keeps the system's limit."""
     keep_environment: list[str] = field(default_factory=list)
-    """Variables that workers inherit although they look like secrets, such as `[OPENAI_API_KEY]`; others whose names
-    say token, key, secret or password they do not have."""
+    """Environment variables that workers inherit although they look like secrets, such as `[OPENAI_API_KEY]`. Other
+    variables with token, key, secret or password in their name are removed."""
     max_failed_fraction: Fraction = 0.5
-    """The run stops when more than this fraction of a batch fails."""
+    """Fraction of a batch that may fail; the run stops above it."""
     shuffle: bool = False
-    """Deal the rewards of a batch out at random: the control under which nothing may be learned."""
+    """Randomly permute the rewards within a batch. This is a negative control: the policy should not improve."""
     cut: ResponseCut | None = None
-    """Judge a response only up to its first end mark; null: all of it."""
+    """Settings to score a response only up to its first end mark; null: score the whole response."""
     dense: bool = False
-    """Give the function also the text of each token of the response, special tokens too (a character that several
-    tokens make up shows as replacement characters), and take a list with one reward for each."""
+    """Pass the text of each response token to the function, and expect a list with one reward per token. The texts
+    include special tokens. A character that spans several tokens appears as replacement characters."""
 
     needs_engine: ClassVar[bool] = False
 
@@ -65,14 +66,14 @@ class RuleRewardInterface(ModelInterface):
         super().__post_init__()
         if self.shuffle and self.dense:
             raise ValueError("shuffle deals one reward out to each response, but dense rewards its tokens; choose one")
-        Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # checks the names
+        Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
         self._pool: RewardPool | None = None
 
     def open(self) -> None:
-        """Find the function and start the worker processes.
+        """Load the function and create the pool of worker processes.
 
         Raises:
-            ValueError: there is no such function, or a setting is out of range.
+            ValueError: the function does not exist, or a setting is out of range.
         """
         self._opened()
 
@@ -99,9 +100,9 @@ class RuleRewardInterface(ModelInterface):
         return Keys(needs=dict.fromkeys(("input_ids", "prompt_mask", "row"), ""), writes=reward_keys(self.dense))
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """`rewards` [S] fp32, NaN where there is none; with `dense` also `dense_rewards` [T]."""
+        """Compute `rewards` [S] fp32, NaN for responses without reward; with `dense` also `dense_rewards` [T]."""
         cut = cut_responses(self.cut, data, model.tokenizer)
-        asked = cut.judged_S.nonzero()[:, 0].tolist()  # who gets the penalty is not judged
+        asked = cut.judged_S.nonzero()[:, 0].tolist()  # responses with the penalty are not scored
         owners = data.group_index().tolist()
         prompts, responses = texts(model, cut.data)
         prompts, responses = [prompts[i] for i in asked], [responses[i] for i in asked]
@@ -135,7 +136,7 @@ class RuleRewardInterface(ModelInterface):
 
 
 def texts(model: Model, data: SequenceSample) -> tuple[list[str], list[str]]:
-    """The prompt and the response of every sequence as text, without special tokens."""
+    """Decode the prompt and the response of every sequence, without special tokens."""
     prompts, responses = [], []
     for ids, given in zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True):
         prompts.append(ids[given].tolist())
@@ -145,7 +146,7 @@ def texts(model: Model, data: SequenceSample) -> tuple[list[str], list[str]]:
 
 
 def token_texts(model: Model, data: SequenceSample) -> list[list[str]]:
-    """The text of each token of the response of every sequence, special tokens too."""
+    """Decode each response token of every sequence, including special tokens."""
     known = data["input_ids"].unique().tolist()
     decoded = model.tokenizer.batch_decode([[i] for i in known], skip_special_tokens=False)
     text = dict(zip(known, decoded, strict=True))

@@ -1,7 +1,7 @@
-"""SFT: maximum likelihood of given responses.
+"""SFT: supervised fine-tuning, the maximum likelihood of dataset responses.
 
-Reads `input_ids`, `loss_mask` (which tokens are learned; the dataset sets it). Writes nothing. The loss is the mean
-negative log-likelihood of those tokens over the whole batch, however it is cut.
+Reads `input_ids` and `loss_mask` (the tokens to learn, set by the dataset). Writes nothing. The loss is the mean
+negative log-likelihood of those tokens over the whole batch, independent of the micro-batch size.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class SFTInterface(ModelInterface):
         return (Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Take `n_minibatches` optimizer steps over the batch, in a fresh order."""
+        """Take `n_minibatches` optimizer steps over the batch, in a new random order."""
         parts = data.minibatches(self.n_minibatches, np.random.default_rng(model.call_seed("minibatches")))
         return merge_stats(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight) for part in parts)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """The aggregated sum of negative log-likelihoods (nats)."""
+        """Return the aggregated sum of negative log-likelihoods (nats), and metrics."""
         mask_T = minibatch["loss_mask"]
         nll_T = nll_loss(output.logprobs(where_T=mask_T), mask_T)
         return self.aggregation.total(nll_T, mask_T, minibatch.cu_seqlens()), {"nll": masked_mean(nll_T, mask_T)}
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
-        """What the engine divides the sum by."""
+        """Return the divisor of the loss."""
         return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
@@ -81,6 +81,6 @@ class SFTInterface(ModelInterface):
 
 
 def dataflow() -> DataflowGraph:
-    """One call: train on what the dataset gives."""
+    """Build the graph: one call that trains on the dataset."""
     train = RPC("actor_train", "actor", "train_step", inputs=("input_ids", "loss_mask"))
     return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask"))

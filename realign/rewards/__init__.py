@@ -1,4 +1,4 @@
-"""Reward functions, and the process pool that runs them. Imports no torch: a worker process starts with this."""
+"""Reward functions and the process pool that runs them. Does not import torch, so worker processes start fast."""
 
 from realign.rewards.arithmetic import exact_answer
 from realign.rewards.pool.functions import RewardFunction, load_function

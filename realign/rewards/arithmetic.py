@@ -1,4 +1,4 @@
-"""The verifiable reward of the arithmetic demo."""
+"""Verifiable reward of the arithmetic demo."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def exact_answer(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """1.0 if the response, stripped of surrounding blanks, is the text of `row["answer"]`, else 0.0."""
+    """Return 1.0 if the response, without surrounding whitespace, equals `str(row["answer"])`, else 0.0."""
     return 1.0 if response.strip() == str(row["answer"]) else 0.0

@@ -1,4 +1,4 @@
-"""A reward for the tone of a text, from a lexicon: VADER, of the extra `sentiment`."""
+"""Sentiment reward from the VADER lexicon (needs the extra `sentiment`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def compound(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """VADER's compound score of prompt and response together, from -1 to 1 (Hutto and Gilbert, ICWSM 2014).
+    """Return VADER's compound score of prompt and response together, from -1 to 1 (Hutto and Gilbert, ICWSM 2014).
 
     Raises:
         ImportError: vaderSentiment is not installed.

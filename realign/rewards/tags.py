@@ -1,4 +1,4 @@
-"""Responses in tags, `<think>...</think><answer>...</answer>` (arXiv:2501.12948): their form, and their answer."""
+"""Rewards for the format `<think>...</think><answer>...</answer>` (arXiv:2501.12948) and for the answer in it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def well_formed(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """1.0 if the response is one thought and one answer, each tag once and nothing around them, else 0.0.
+    """Return 1.0 if the response is one thought and one answer in their tags, without any other text, else 0.0.
 
-    A prompt that ends with `<think>` has opened the first tag.
+    Each tag must occur exactly once. If the prompt ends with `<think>`, the response must not repeat that tag.
     """
     return float(_answer(prompt, response) is not None)
 
 
 def tagged_answer(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """1.0 if the response is well formed and its answer, stripped of blanks, is the text of `row["answer"]`."""
+    """Return 1.0 if the response is well formed and its stripped answer equals `str(row["answer"])`, else 0.0."""
     return float(_answer(prompt, response) == str(row["answer"]))
 
 

@@ -1,4 +1,4 @@
-"""Text that a model may have written, on its way to a screen."""
+"""Escape model output before it is printed to a terminal."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import unicodedata
 
 
 def visible(text: str) -> str:
-    """The text without what a terminal would obey: control characters, but for tabs and line ends, are written out."""
+    """Escape control characters, except tabs and newlines, so that a terminal does not interpret them."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)

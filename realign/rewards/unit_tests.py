@@ -1,7 +1,8 @@
-"""Programs judged by tests: the code of a response runs in a process of its own, with the user's rights.
+"""Reward from unit tests: runs the code of a response in a separate process, with the permissions of the user.
 
-No sandbox: what a model writes can read and write what the user can, and reach the network. Run it where that does no
-harm. The limits of the reward workers hold for it too, and it inherits no variable that looks like a secret.
+This is no sandbox. The code can read and write the user's files and access the network, so run it only on a machine
+where this is harmless. The limits of the reward workers apply to it, and it inherits no variable that looks like a
+secret.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 from realign.rewards.pool.limits import without_secrets
 
 TIMEOUT_S = 10.0
-"""Seconds that a program and its tests may take; `timeout_s` of the reward workers must be larger."""
+"""Time limit of a program and its tests, in seconds. `timeout_s` of the reward workers must be larger."""
 
-# The word that says "done" is read before the program runs and stands in no file, so that ending early does not pay.
+# The runner reads a random token from stdin before the program runs, and prints it at the end. The token is in no file,
+# so a program that exits early cannot pass.
 _RUNNER = """\
 import sys
 done = sys.stdin.read()
@@ -33,10 +35,10 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def passes(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """1.0 if the last code block of the response, followed by `row["tests"]`, runs to its end; 0.0 if it does not.
+    """Return 1.0 if the last code block of the response, followed by `row["tests"]`, runs to its end, else 0.0.
 
-    `row["tests"]` is Python source, such as assertions. A response without a block is taken as code as a whole. A
-    program that takes longer than `TIMEOUT_S`, or ends early with success, has failed.
+    `row["tests"]` is Python source, such as assertions. If the response has no code block, all of it is run as code. A
+    program that takes longer than `TIMEOUT_S`, or exits early with code 0, fails.
     """
     blocks = _BLOCK.findall(response)
     code = blocks[-1] if blocks else response

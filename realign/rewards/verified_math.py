@@ -1,4 +1,4 @@
-"""Mathematical answers compared by value, not by text, with math-verify (extra `math`)."""
+"""Verifiable reward that compares mathematical answers by value, with math-verify (needs the extra `math`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def same_value(prompt: str, response: str, row: dict[str, Any]) -> float | None:
-    """1.0 if the last answer in the response (in a box, else in text) equals `row["answer"]`, else 0.0.
+    """Return 1.0 if the last answer in the response (in a box, else in the text) equals `row["answer"]`, else 0.0.
 
-    The answer may be a number, or LaTeX with or without dollars or a box. None, no verdict, if it cannot be read as
-    mathematics: then every response would be wrong.
+    `row["answer"]` may be a number, or LaTeX with or without dollar signs or a box. Returns None (no reward) if it
+    cannot be parsed as mathematics.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -19,7 +19,8 @@ def same_value(prompt: str, response: str, row: dict[str, Any]) -> float | None:
         from math_verify import parse, verify
     except ImportError as error:
         raise ImportError("realign.rewards.verified_math needs math-verify: pip install 'realign[math]'") from error
-    # Its own limits raise outside of main threads; the reward workers have a deadline, and it warns that it has none.
+    # math-verify's own timeouts raise outside the main thread, so they are disabled: the reward workers have a
+    # deadline. Its warnings about disabled timeouts are silenced.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     answer = str(row["answer"])

@@ -1,4 +1,4 @@
-"""What executes a graph: `run` in this process, with evaluation, metrics, learning curves and saved models."""
+"""Runtimes that execute a graph: `run`, with evaluation, metrics, learning curves and saved models."""
 
 from realign.api import ModelSpec
 from realign.runtime.checkpoint.exports import CheckpointSpec

@@ -1,4 +1,4 @@
-"""Open the runtime that an experiment asks for: in this process, or on a Ray cluster."""
+"""Open the runtime of an experiment: in this process, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from realign.runtime.step import LocalRuntime
 
 @contextmanager
 def cluster_for(experiment: Experiment) -> Iterator[None]:
-    """Inside this context there is what `open_runtime` needs: with runtime=ray a cluster, else nothing.
+    """Provide what `open_runtime` needs: a cluster connection with runtime=ray, otherwise nothing.
 
     Raises:
         ValueError: no cluster answers at `runtime.address`.
@@ -29,7 +29,7 @@ def cluster_for(experiment: Experiment) -> Iterator[None]:
 
 
 def open_runtime(experiment: Experiment) -> LocalRuntime:
-    """The loaded experiment, ready for its first step."""
+    """Load the experiment and return its runtime, ready for the first step."""
     if isinstance(experiment.runtime, Ray):
         from realign.runtime.ray import RayRuntime
 

@@ -1,4 +1,4 @@
-"""Fills in roles that an interface's settings ask for (`ModelInterface.roles`) and that the config does not define."""
+"""Add roles that an interface needs (`ModelInterface.roles`) and that the config does not define."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from realign.engines.shared_model import SharedModel
 
 @dataclass(frozen=True)
 class Roles:
-    """The interfaces and models of a run by role, and a description of each role that was filled in."""
+    """The interfaces and models of a run by role, with a description of each role that was added."""
 
     interfaces: dict[str, ModelInterface]
     models: dict[str, ModelSpec]
@@ -21,7 +21,7 @@ class Roles:
 def with_default_roles(
     graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], models: Mapping[str, ModelSpec]
 ) -> Roles:
-    """Return interfaces and models with the defaults of roles that the graph uses; the given ones are kept.
+    """Return interfaces and models, with defaults for undefined roles that the graph uses; existing ones are kept.
 
     Raises:
         ValueError: two roles declare different defaults for a role that the config does not define.
@@ -30,7 +30,7 @@ def with_default_roles(
     used = tuple(dict.fromkeys(rpc.model for rpc in graph.rpcs))
     asked: dict[str, tuple[str, Role]] = {}
     owners = [role for role in used if role in found.interfaces]
-    for owner in owners:  # a role that is filled in may ask for others
+    for owner in owners:  # an added role may itself need further roles
         for role, default in found.interfaces[owner].roles().items():
             if role not in used:
                 continue
@@ -61,7 +61,7 @@ def _fill(found: Roles, role: str, owner: str, default: Role) -> None:
 
 
 def _model(kind: RoleModel, owner: str, models: Mapping[str, ModelSpec]) -> ModelSpec | None:
-    """The spec of a role's default model; None if it has none, or if the owner has none."""
+    """Return the spec of a role's default model; None if the role or its owner has no model."""
     spec = models.get(owner)
     if isinstance(spec, SharedModel):
         owner, spec = spec.of, models.get(spec.of)

@@ -1,4 +1,4 @@
-"""Which metrics of a run are shown: on the progress line, and as charts of the learning curves."""
+"""Select the metrics that a run shows: on the progress line, and as charts of the learning curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GENERAL = (
 )
 """Metrics of any run, shown after those that the interfaces declare."""
 TIMES = ("time/", "step_s", "rollout_tokens_per_s", "train_tokens_per_s")
-"""Beginnings of the names of metrics that measure speed."""
+"""Name prefixes of metrics that measure speed."""
 EVALUATION = "eval/"
 HELD_OUT = "held out"
 
@@ -24,8 +24,8 @@ HELD_OUT = "held out"
 def headline(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> tuple[str, ...]:
     """Return the metrics of the progress line, most important first, each followed by its held-out value.
 
-    Those of the leading role come first, then those of other trained roles under their prefix, then general ones.
-    Empty if no trained role declares any.
+    The order is: metrics of the leading role, metrics of other trained roles with their prefix, general metrics.
+    Empty if no trained role declares any metric.
     """
     names = [f"{prefix}{name}" for prefix, own in _trained(graph, interfaces, lead) for name in own.headline()]
     if not names:
@@ -34,7 +34,7 @@ def headline(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lea
 
 
 def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
-    """Return the metrics to show for interfaces that declare none: the first reported ones that measure no speed."""
+    """Return the metrics to show for interfaces that declare none: the first reported ones except speed."""
     names = list(reported)
     return [name for name in names if not name.startswith(TIMES)][:most] or names[:most]
 
@@ -44,8 +44,8 @@ def panels(
 ) -> tuple[Panel, ...]:
     """Return the charts of the learning curves: general ones and those of all trained roles.
 
-    An interface without charts gets one for each metric of its headline, or of the first metrics in `reported` if it
-    has no headline. Charts of the same title are merged.
+    An interface without charts gets one chart for each metric of its headline. Without a headline, it gets charts for
+    the first metrics in `reported`. Charts with the same title are merged.
     """
     undeclared = [name for name in reported if not name.startswith(EVALUATION) and name not in GENERAL]
     declared = [Panel("reward per response", {"reward": "training batch (sampled)"})]
@@ -70,7 +70,10 @@ def panels(
 
 
 def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Panel, ...]:
-    """Return the charts with the held-out values that were reported: each beside its metric, others in a chart."""
+    """Return the charts with the reported held-out values added.
+
+    A held-out value is added to the chart of its training metric. The remaining ones share one extra chart.
+    """
     names = [name for name in dict.fromkeys(reported) if name.startswith(EVALUATION)]
     shown = {name for panel in charts for name in panel.metrics}
     found = []
@@ -89,7 +92,7 @@ def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Pan
 def _trained(
     graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str
 ) -> list[tuple[str, ModelInterface]]:
-    """The prefix of the metrics and the interface of each trained role, the leading role first."""
+    """Return the metric prefix and the interface of each trained role, the leading role first."""
     roles = dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step")
     ordered = sorted(roles, key=lambda role: role != lead)
     return [("" if role == lead else f"{role}/", interfaces[role]) for role in ordered]

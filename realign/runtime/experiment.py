@@ -1,4 +1,4 @@
-"""`Experiment`: everything a run needs, typed and checked, nothing loaded yet; a config makes one, or a script."""
+"""`Experiment`: the typed and validated settings of a run, built from a config or in a script; loads no model."""
 
 from __future__ import annotations
 
@@ -36,101 +36,105 @@ from realign.runtime.runtime_spec import Local, RuntimeSpec
 from realign.settings import Count, NonNegativeInt, Range, Settings
 
 AUTO = "auto"
-"""The value of `resume` that goes on with the newest checkpoint of `output_dir`."""
+"""Value of `resume` that continues from the newest checkpoint in `output_dir`."""
 CHECKPOINTS = "checkpoints"
-"""Where they lie in the folder of a run."""
+"""Name of the checkpoint folder inside `output_dir`."""
 
 
 class Part(StrEnum):
-    """What a resumed run may leave out of a checkpoint (`resume_skip`); the weights are always taken."""
+    """Parts of a checkpoint that a resumed run may skip (`resume_skip`); weights are always restored."""
 
     optimizer = "optimizer"
-    """Moments, the count of optimizer steps, and averaged weights, which start as the weights."""
+    """Optimizer moments, number of optimizer steps, and averaged weights, which restart as a copy of the weights."""
     data = "data"
     """The position in the dataset."""
     random = "random"
     """The states of the random number generators of Python, numpy and torch."""
     interfaces = "interfaces"
-    """What algorithms keep: a KL coefficient, running moments, a pool of responses."""
+    """State of the algorithms: KL coefficient, running reward statistics, response pool."""
     counters = "counters"
-    """Steps, versions and records: it is a new run, which starts at step 0 in a folder of its own."""
+    """Step, versions and records. Skipping them starts a new run at step 0, which needs a different `output_dir`."""
 
 
 @dataclass
 class Experiment(Settings):
-    """A run. Units are in the names: prompts, sequences, tokens, steps (one step = one pass over the graph)."""
+    """All settings of a run. One step is one pass over the graph.
+
+    Names contain the unit: prompts, sequences, tokens, steps.
+    """
 
     name: str
-    """For people and file names."""
+    """Name of the run, used in output, file names and trackers."""
     steps: Count
-    """Passes over the graph; each takes one batch of prompts."""
+    """Number of training steps; each step is one pass over the graph with one batch of prompts."""
     batch_prompts: Count
     """Prompts per step."""
     graph: DataflowGraph
-    """The RPCs of a step, and what `sync` adds."""
+    """RPCs of a step. Entries of `sync` are added to its weight syncs."""
     interfaces: Mapping[str, ModelInterface]
-    """The algorithm of each role."""
+    """Algorithm interface of each role."""
     models: Mapping[str, ModelSpec]
-    """How to load the model of each role that has one."""
+    """Model spec of each role that has a model."""
     data: DataSpec
-    """Where the batches come from."""
+    """Training data."""
     output_dir: Path = Path("runs")
-    """Gets metrics.jsonl, samples.jsonl, eval_samples.jsonl (held out), curves.png and model folders."""
+    """Output folder of metrics.jsonl, samples.jsonl, eval_samples.jsonl (held-out), curves.png and saved models."""
     seed: int = 0
-    """Root of every random choice of the run."""
+    """Root seed of all random numbers of the run."""
     microbatch: MicroBatchSpec = field(default_factory=lambda: MicroBatchSpec(max_tokens_per_microbatch=16384))
     """Token budget of a forward pass, for every role."""
     shuffle: bool = True
-    """Shuffle the rows anew in each epoch (a pure function of seed and epoch)."""
+    """Shuffle the rows in each epoch; the order depends only on seed and epoch."""
     sync: Mapping[str, Sync] = field(default_factory=dict)
-    """For a role that is not trained: what it takes of the weights of one that is, at the end of a step."""
+    """Weight sync of roles that are not trained: which trained role to copy or average weights from after a step."""
     dynamic_sampling: DynamicSampling | None = None
-    """Sample until `batch_prompts` prompts have passed a filter on their rewards; None takes every batch as it is."""
+    """Filter prompts by their rewards and sample until `batch_prompts` prompts have passed; null uses every batch
+    unfiltered."""
     evaluation: Evaluator | None = None
-    """Held-out rows, measured before, every n steps during, and after training."""
+    """Evaluation on held-out rows before training, every n steps and after training; null disables it."""
     calibration: RewardCalibration | None = None
-    """Gain and bias of a reward model, set before or after training."""
+    """Calibration of a reward model's gain and bias before or after training; null disables it."""
     save_every_steps: Count | None = None
-    """Write the trained models every n steps; they are written at the end in any case."""
+    """Save the trained models every n steps. They are always saved at the end; null saves only then."""
     keep_saves: Count | None = None
-    """How many of the folders that `save_every_steps` made stay, the latest ones; None keeps all."""
+    """Number of most recent `save_every_steps` folders to keep; null keeps all."""
     save_best: str | None = None
-    """Metric, such as eval/reward, at whose largest value so far the models are written to `best`; a `-` in front
-    (-eval/nll) takes the smallest."""
+    """Metric, such as eval/reward, whose highest value so far triggers saving the models to `best`. The prefix `-`
+    (-eval/nll) selects the lowest value; null disables it."""
     sample_prompts: NonNegativeInt = 1
-    """Prompts per step whose responses and rewards go to samples.jsonl (`batch_prompts`: those of all)."""
+    """Prompts per step whose responses and rewards are written to samples.jsonl; at `batch_prompts`, all of them."""
     print_samples_every_steps: Count | None = None
-    """Show three of a step's responses, with reward and KL, every n steps; None: never."""
+    """Print three responses of a step, with reward and KL, every n steps; null disables it."""
     trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)
-    """Where metrics go besides metrics.jsonl, by any name, such as `realign.runtime.TensorBoard`."""
+    """Metric trackers besides metrics.jsonl, under names of your choice, such as `realign.runtime.TensorBoard`."""
     runtime: RuntimeSpec = field(default_factory=Local)
-    """Where the models live, and who calls them."""
+    """Processes in which the models run: `Local` or `Ray`."""
     rollout: RolloutSpec = field(default_factory=SyncRollout)
-    """Whether responses are sampled within the step that trains on them, or ahead of it."""
+    """When responses are sampled: synchronously within their training step, or asynchronously ahead of it."""
     ratio_tolerance: Annotated[float, Range(ge=0)] = 1e-3
-    """Largest |log-prob difference| between sampler and trainer before the first update that passes silently (nats)."""
+    """Largest absolute log-prob difference (nats) between sampler and trainer before the first update. A larger one
+    warns."""
     strict_ratio: bool = False
-    """Stop, rather than warn, when it is larger."""
+    """Raise an error instead of a warning when the difference exceeds `ratio_tolerance`."""
     overwrite: bool = False
-    """Whether an earlier run in `output_dir` may be replaced."""
+    """Replace an earlier run in `output_dir`."""
     checkpoint: CheckpointSpec | None = field(default_factory=CheckpointSpec)
-    """When to write what the run needs to go on after whatever ends it; None: never."""
+    """When to write checkpoints, from which an interrupted run can resume; null disables them."""
     resume: str | None = None
-    """auto: go on from the newest good checkpoint in `output_dir`, or start if there is none; a path: from that
-    checkpoint, or from the newest of that run; None: start."""
+    """auto: continue from the newest valid checkpoint in `output_dir`, or start a new run if there is none. A path:
+    continue from that checkpoint, or from the newest one of that run. null: start a new run."""
     resume_allow: list[str] = field(default_factory=list)
-    """Keys of the config that may differ from the one that the checkpoint was written under (a key stands for all below
-    it)."""
+    """Config keys that may differ from the config stored in the checkpoint; a key includes all keys below it."""
     resume_skip: list[str] = field(default_factory=list)
-    """What not to take from the checkpoint, by the names of `Part`; all of them: nothing but weights."""
+    """Parts of the checkpoint to skip, by the names of `Part`; with all parts listed, only weights are restored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.output_dir = Path(self.output_dir)
         self.dropped: list[str] = []
-        """Keys of the config that a higher layer discarded, with their file."""
+        """Config keys that a higher layer discarded, with their file."""
         self.resolved: Mapping[str, Any] = {}
-        """The whole config as plain values, where this was made from one; a resumed run is compared with it."""
+        """The whole config as plain values; empty without one. Resuming compares it with the checkpoint's config."""
         self._check_resume()
         if self.keep_saves is not None and self.save_every_steps is None:
             raise ValueError(f"keep_saves={self.keep_saves} has no effect without save_every_steps")
@@ -141,7 +145,7 @@ class Experiment(Settings):
         roles = with_default_roles(self.graph, self.interfaces, self.models)
         self.interfaces, self.models = roles.interfaces, roles.models
         self.filled_roles: Mapping[str, str] = roles.filled
-        """Roles that the config does not define and that got defaults, with a description."""
+        """Description of each role that the config does not define and that was added with defaults."""
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
         if self.evaluation is not None:
             self.evaluation.check(self.graph, self.models)
@@ -168,7 +172,7 @@ class Experiment(Settings):
             )
 
     def _check_names(self) -> None:
-        """Names become files and folders."""
+        """Check names that become files and folders."""
         check_name("name", self.name)
         for key, names in (("models", self.models), ("interfaces", self.interfaces), ("trackers", self.trackers)):
             for name in names:
@@ -182,36 +186,36 @@ class Experiment(Settings):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that take part: those of the graph, the evaluated one, and the one that calibrates."""
+        """Roles used by the run: those of the graph, the evaluated role, and the calibration policy."""
         others = [self.evaluation.role] if self.evaluation is not None else []
         others += [self.calibration.policy] if self.calibration is not None else []
         return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *others]))
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts that are sampled together: `batch_prompts`, unless dynamic sampling says otherwise."""
+        """Prompts sampled together: `batch_prompts`, or `dynamic_sampling.generation_prompts` if set."""
         sampling = self.dynamic_sampling
         return self.batch_prompts if sampling is None else sampling.generation_prompts or self.batch_prompts
 
     @property
     def longest_response(self) -> int:
-        """Tokens that can follow a prompt in a rollout of the graph; 0 without sampling."""
+        """Longest response in tokens that a rollout of the graph can produce; 0 without sampling."""
         return self._longest.longest_response
 
     @property
     def length_setting(self) -> str:
-        """The setting that `longest_response` follows from, for messages."""
+        """Setting that determines `longest_response`, for messages."""
         return self._longest.length_setting
 
     @property
     def _longest(self) -> Plan:
-        """The plan of the role that generates the longest responses."""
+        """Plan of the role that generates the longest responses."""
         plans = [self.interfaces[rpc.model].plan() for rpc in self.graph.rpcs if rpc.method == "generate"]
         return max(plans, key=lambda plan: plan.longest_response, default=Plan())
 
     @property
     def temperatures(self) -> dict[str, float]:
-        """The temperature of each role of the graph that has one, by its config key."""
+        """Temperature of each role of the graph that has one, by config key."""
         return {
             f"interfaces.{role}.{plan.temperature_setting}": plan.temperature
             for role, plan in self._plans.items()
@@ -220,11 +224,11 @@ class Experiment(Settings):
 
     @property
     def _plans(self) -> dict[str, Plan]:
-        """The plan of each role of the graph."""
+        """Plan of each role of the graph."""
         return {role: self.interfaces[role].plan() for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)}
 
     def _check_minibatches(self, rpc: RPC) -> None:
-        """Mini-batches of a batch are of one size, so that every optimizer step weighs the same."""
+        """Check that mini-batches have equal sizes, so that every optimizer step has the same weight."""
         parts, prompts = self.interfaces[rpc.model].plan().n_minibatches, self.batch_prompts
         if rpc.method != "train_step" or parts < 2:
             return
@@ -240,7 +244,7 @@ class Experiment(Settings):
             raise ValueError(f"{what} without a rest of {prompts % parts}; set {multiples}, or n_minibatches={near}")
 
     def _check_sampler(self, rpc: RPC) -> None:
-        """Probability ratios assume that tokens are drawn from the distribution whose log-probs they have."""
+        """Reject sampling settings that change the token distribution, because probability ratios would be wrong."""
         plan = self.interfaces[rpc.model].plan()
         if rpc.method != "generate" or plan.exact_sampling:
             return
@@ -265,7 +269,7 @@ class Experiment(Settings):
                 )
 
     def _check_sync(self) -> None:
-        """Weights can only be taken by a model of its own, and not while calls are made with it."""
+        """Check that each synced role has separate weights, and that no call uses them while they change."""
         for role, sync in self.graph.sync.items():
             if isinstance(spec := self.models[role], SharedModel):
                 raise ValueError(
@@ -321,7 +325,7 @@ class Experiment(Settings):
                 )
 
     def refuse_earlier_run(self) -> None:
-        """Raise ValueError if `output_dir` holds a run that must not be overwritten, or links to elsewhere."""
+        """Raise ValueError if `output_dir` contains a run that must not be overwritten, or is a link."""
         check_run_folder(self.output_dir)
         record = self.output_dir / "metrics.jsonl"
         if self.overwrite or not record.exists() or not record.stat().st_size:  # empty: it failed before its first line
@@ -340,10 +344,10 @@ class Experiment(Settings):
             raise ValueError(f"{found}, and a run that starts from {self.resume!r} needs a folder of its own")
 
     def resume_folder(self) -> Path | None:
-        """The folder that `resume` names; None if it names none.
+        """Return the folder that `resume` names; None if it names none.
 
         Raises:
-            ValueError: there is no such folder.
+            ValueError: the folder does not exist.
         """
         if self.resume is None or self.resume == AUTO:
             return None
@@ -353,12 +357,12 @@ class Experiment(Settings):
         return path
 
     def owns(self, path: Path) -> bool:
-        """Whether this is `output_dir`, or a checkpoint in it."""
+        """Return whether `path` is `output_dir`, its checkpoint folder, or a checkpoint in it."""
         own, path = self.output_dir.resolve(), path.expanduser().resolve()
         return path in (own, own / CHECKPOINTS) or path.parent == own / CHECKPOINTS
 
     def clear_earlier_run(self) -> None:
-        """Remove what an earlier run left in `output_dir`, so that nothing of it can pass for this run's."""
+        """Remove the files of an earlier run from `output_dir`, so that they do not mix with this run's files."""
         for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png"):
             (self.output_dir / name).unlink(missing_ok=True)
         for folder in (*self._made_folders(), self.output_dir / "tensorboard", self.output_dir / CHECKPOINTS):
@@ -366,6 +370,6 @@ class Experiment(Settings):
                 shutil.rmtree(folder)
 
     def _made_folders(self) -> list[Path]:
-        """Folders with saved models."""
+        """Return the folders with saved models."""
         found = [self.output_dir / "final", self.output_dir / "best", *self.output_dir.glob("step_*")]
         return [folder for folder in found if folder.is_dir()]

@@ -1,4 +1,4 @@
-"""`run`: the loop around the steps of an experiment: records, evaluations, saved models, checkpoints, a clean stop."""
+"""`run`: execute the steps of an experiment, with records, evaluations, saved models, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from realign.runtime.step import LocalRuntime
 
 @dataclass
 class RunResult:
-    """What a run leaves behind."""
+    """Result of a run: its folder, metrics and held-out samples."""
 
     output_dir: Path
     history: list[dict[str, float]] = field(default_factory=list)
     """One record per step: `step` and its metrics (step 0: before training)."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Judged held-out responses after training: prompt, response, reward."""
+    """Held-out responses after training, with prompt, response and reward."""
 
     def series(self, metric: str) -> list[float]:
-        """The values of one metric, over the steps that have it."""
+        """Return the values of one metric, over the steps that have it."""
         return [record[metric] for record in self.history if metric in record]
 
 
@@ -57,29 +57,29 @@ def run(
     trackers: Iterable[Tracker] = (),
     watch: Watch | None = None,
 ) -> RunResult:
-    """Load everything, train for `experiment.steps`, evaluate, save; see `Experiment` for the knobs.
+    """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
 
-    In the main thread, Ctrl-C and SIGTERM let the step under way end and write a checkpoint first.
+    In the main thread, Ctrl-C and SIGTERM stop the run after the current step, once a checkpoint is written.
 
-    In the processes of a torch.distributed group each calls this with the same experiment. Rank 0 writes the files, and
-    decides whatever a clock, a disk or a signal decides. With runtime=ray, a run whose worker died goes on from its
-    last checkpoint.
+    In a torch.distributed group every rank calls this with the same experiment. Rank 0 writes the files. Rank 0 also
+    decides everything that depends on a clock, a disk or a signal. With runtime=ray, a run whose worker died
+    continues from its last checkpoint.
 
     Args:
-        experiment: what to do.
+        experiment: the settings of the run.
         console: where progress is shown; None shows nothing.
-        trackers: further receivers of the metrics; whoever made them closes them.
-        watch: is told what is under way, and of an error before anything is closed.
+        trackers: additional receivers of the metrics; the caller closes them.
+        watch: receives the current operation, and any error before resources are closed.
 
     Returns:
-        The history, and where the files are.
+        The metrics of all steps, the output folder and held-out samples.
 
     Raises:
-        ValueError: something in the experiment, its data or the checkpoint to resume from is wrong; named in the
-            message; or another run is under way in the same folder.
-        RuntimeError: training went wrong (a reward function that fails too often, no optimizer step in the whole run).
+        ValueError: the experiment, its data or the checkpoint is invalid (the message names the cause), or another
+            run is active in the same folder.
+        RuntimeError: training failed (a reward function that fails too often, no optimizer step in the whole run).
         FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
-        Interrupted: a signal stopped the run; the message says after which step.
+        Interrupted: a signal stopped the run; the message contains the last step.
     """
     ranks, watch, trackers = current(), watch or Watch(), tuple(trackers)
     _check_ranks(experiment, ranks)
@@ -87,8 +87,8 @@ def run(
     attempts = Attempts(experiment)
     while True:
         try:
-            # each attempt has a cluster of its own: what killed a worker may have taken that with it
-            with cluster_for(experiment), ExitStack() as stack, watch.telling():  # told before anything is closed
+            # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster too
+            with cluster_for(experiment), ExitStack() as stack, watch.telling():  # reports errors before closing
                 training = _opened(attempts.experiment, ranks, watch, console, trackers, stack)
                 attempts.began()
                 return training.run()
@@ -104,7 +104,7 @@ def _opened(
     trackers: Iterable[Tracker],
     stack: ExitStack,
 ) -> _Training:
-    """The run, loaded and restored, in its folder; `stack` closes it."""
+    """Lock the output folder, load the run and restore it; `stack` closes it."""
 
     def hold() -> None:
         stack.enter_context(alone_in(experiment.output_dir))
@@ -124,7 +124,7 @@ def _opened(
 
 
 def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
-    """Refuse what several processes cannot do together."""
+    """Raise ValueError for settings that several processes do not support."""
     if ranks.size == 1:
         return
     if experiment.runtime.starts_workers:
@@ -134,7 +134,7 @@ def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
 
 
 def _check_start(start: Start | None, ranks: Ranks) -> None:
-    """Refuse to start from different checkpoints."""
+    """Raise ValueError if the ranks found different checkpoints."""
     found = ranks.gather(None if start is None else str(start.checkpoint.path))
     for rank, path in enumerate(found):
         if path != found[0]:
@@ -145,7 +145,7 @@ def _check_start(start: Start | None, ranks: Ranks) -> None:
 
 
 class _Training:
-    """One run while it lasts."""
+    """A run in progress."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Training:
         trackers: Iterable[Tracker],
         stack: ExitStack,
     ) -> None:
-        """Restore what `start` holds, and open files and trackers, which `stack` closes."""
+        """Restore the checkpoint of `start`, and open files and trackers, which `stack` closes."""
         self.experiment, self.out = runtime.experiment, runtime.experiment.output_dir
         self.runtime, self.ranks = runtime, current()
         self.console = console if self.ranks.leader else None
@@ -172,7 +172,7 @@ class _Training:
                 self.saves.load_state_dict(start.state["saves"])
             self._say(f"resumed from {start.checkpoint.path}: step {self.first} of {e.steps} is next")
         if e.checkpoint is not None:
-            pack(interface_states(runtime), copy=False)  # what cannot be kept is told now, not in ten minutes
+            pack(interface_states(runtime), copy=False)  # fail at startup if the state is not serializable
         if start is None or not start.own:
             self.ranks.lead(e.clear_earlier_run)
         self.result = RunResult(self.out)
@@ -184,8 +184,8 @@ class _Training:
             self.result.history = self.ranks.lead(self.records.history)
 
     def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
-        """What only rank 0 has."""
-        stack.callback(_draw, self.experiment, self.result)  # an interrupted run leaves its curves too
+        """Open the files and trackers, on rank 0 only."""
+        stack.callback(_draw, self.experiment, self.result)  # also draw the curves of an interrupted run
         self.records = stack.enter_context(Records(self.out, start))
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
@@ -204,7 +204,7 @@ class _Training:
             yield Forgiving("display", stack.enter_context(display))
 
     def run(self) -> RunResult:
-        """All steps that are left."""
+        """Execute the remaining steps."""
         if self.fresh:
             before = self.runtime.calibrate("before") | self._evaluate(0)
             self._log(0, before)
@@ -238,8 +238,8 @@ class _Training:
                 values |= self._evaluate(step)
             if last:
                 values |= self._calibrate_after()
-            values = self.ranks.broadcast(values)  # times are not the same everywhere, and `save_best` may be one
-        finally:  # a step that was made is on record, also when the evaluation after it fails
+            values = self.ranks.broadcast(values)  # timings differ between ranks, and `save_best` may use one
+        finally:  # log a completed step even if its evaluation fails
             self._log(step, values)
         for record in self.runtime.readable(batch, self.experiment.sample_prompts):
             self.records.samples.write({"step": step, **record})
@@ -262,7 +262,7 @@ class _Training:
         if self.experiment.calibration is None or not self.experiment.calibration.after:
             return {}
         self.runtime.check_progress()
-        self.runtime.save(self.out / "final")  # a calibration that fails costs no training
+        self.runtime.save(self.out / "final")  # save before a calibration that may fail
         self.checkpoints.keep_interfaces()
         return self.runtime.calibrate("after")
 
@@ -281,7 +281,7 @@ class _Training:
 
 @contextmanager
 def _ended_by(signals: StopSignals) -> Iterator[None]:
-    """A signal that stops a run may have gone to its workers, too: their death is then no reason to go on."""
+    """Report lost workers as an interruption after a signal, because the signal may have killed them as well."""
     try:
         yield
     except WorkerLost as lost:
@@ -298,5 +298,5 @@ def _draw(experiment: Experiment, result: RunResult) -> None:
         charts = panels(experiment.graph, experiment.interfaces, lead_role(experiment), reported)
         path = result.output_dir / "curves.png"
         draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
-    except Exception as error:  # a picture neither ends a run nor hides what did
+    except Exception as error:  # a failed plot neither stops the run nor hides its error
         warnings.warn(f"curves.png was not drawn: {error}", stacklevel=2)

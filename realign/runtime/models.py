@@ -1,4 +1,4 @@
-"""The models of a run: loaded in an order that lets roles share weights, and saved with what their interfaces keep."""
+"""Load the models of a run, which may share weights, and save them with the state of their interfaces."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
 
 
 def load_own(specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
-    """Load the models of these roles, none of which shares that of another, into this process."""
+    """Load the models of these roles into this process; none of them shares a model."""
     return {role: spec.load(role, seed=seed) for role, spec in specs.items()}
 
 
 def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, Model]:
-    """The model of every role that takes part; a role without one gets the tokenizer of the leading role.
+    """Load the model of every role that is used; a role without one gets the tokenizer of the leading role.
 
-    Roles that share the model of another come after it. Each interface adopts what was saved with its model.
+    Roles that share a model are loaded after its owner. Each interface restores the state saved with its model.
 
     Args:
-        experiment: whose roles and specs are meant.
-        load: loads the models of roles that have one of their own, given their specs and the run's seed.
+        experiment: provides the roles and model specs.
+        load: loads the models of roles that do not share one, from their specs and the seed of the run.
 
     Raises:
-        ValueError: a model cannot be loaded or shared, one that is trained has no optimizer or the other way round, or
-            two have different vocabularies.
+        ValueError: a model cannot be loaded or shared, a trained model has no optimizer, an untrained one has an
+            optimizer, or two models have different vocabularies.
     """
     seed = experiment.seed
     used = {role: spec for role, spec in experiment.models.items() if role in experiment.roles}
     check_optimizers(experiment)
     models = load({role: spec for role, spec in used.items() if not isinstance(spec, SharedModel)}, seed)
-    with ExitStack() as opened:  # closes what was opened, if anything below raises
+    with ExitStack() as opened:  # closes the opened samplers if anything below raises
         for role, model in models.items():
             open_sampler(used[role], model)
             if model.external_sampler is not None:
@@ -51,7 +51,7 @@ def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, M
 
 
 def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: dict[str, Model]) -> dict[str, Model]:
-    """All models of a run, given those of roles that have one of their own."""
+    """Add the models that are shared and the roles without a model to the loaded models, and check all of them."""
     seed = experiment.seed
     for role, spec in used.items():
         if isinstance(spec, SharedModel):
@@ -66,13 +66,13 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
         model.lead = current().lead
-        if role in experiment.interfaces:  # an evaluated role may have none
+        if role in experiment.interfaces:  # an evaluated role may have no interface
             experiment.interfaces[role].adopt(model.saved)
     return models
 
 
 def open_sampler(spec: ModelSpec, model: Model) -> None:
-    """Give a model the external sampler that its spec configures, if any.
+    """Open the external sampler that a model's spec configures, if any.
 
     Raises:
         ValueError: the sampler cannot be constructed, or the run has several processes under torchrun.
@@ -88,12 +88,13 @@ def open_sampler(spec: ModelSpec, model: Model) -> None:
 
 
 def check_optimizers(experiment: Experiment) -> None:
-    """Refuse a model that is trained and has no optimizer, and the other way round, as far as the config tells.
+    """Reject a trained model without an optimizer, and an optimizer of a model that no RPC trains.
 
-    The graph never calls the optimizer of a separate critic with interfaces.actor.critic=shared, for instance.
+    Only the config is checked. With interfaces.actor.critic=shared, for example, no RPC uses the optimizer of a
+    separate critic.
 
     Raises:
-        ValueError: names the role, and what to do.
+        ValueError: the message contains the role and the fix.
     """
     trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
     for rpc in experiment.graph.rpcs:
@@ -114,7 +115,7 @@ def check_optimizers(experiment: Experiment) -> None:
 
 
 def untrainable(rpc: RPC, spec: ModelSpec) -> ValueError:
-    """The error about a call that trains a model which cannot be."""
+    """Return the error for an RPC that trains a model which cannot be trained."""
     cure = (
         f"shares the model of role {spec.of!r}: train that one"
         if isinstance(spec, SharedModel)
@@ -124,16 +125,16 @@ def untrainable(rpc: RPC, spec: ModelSpec) -> ValueError:
 
 
 def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface, owner: str | None = None) -> None:
-    """Compare what an interface asks of its model with what the model's head can give.
+    """Check that the model's head produces the outputs that an interface needs.
 
     Args:
-        role: of the interface.
-        outputs: see `PipelinableEngine.outputs`.
-        interface: what asks.
-        owner: the role whose model it is, if it is not that of `role`.
+        role: role of the interface.
+        outputs: outputs of the head, see `PipelinableEngine.outputs`.
+        interface: the interface to check.
+        owner: role that owns the model, if it is not `role`.
 
     Raises:
-        ValueError: names the role, what is lacking and what provides it.
+        ValueError: the message contains the role, the missing output and the head that provides it.
     """
     asked = interface.outputs()
     lacking = sorted(asked - outputs)
@@ -152,13 +153,13 @@ def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface,
 
 
 def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
-    """Roles exchange token ids and never text, so what is a token of two of them must have the same id in both.
+    """Check that a token of two roles has the same id in both, because roles exchange token ids and not text.
 
-    Further tokens that only one of them knows (a padding token, reserved ones) do no harm, but an id that is a word of
-    one and another word of the other does.
+    Additional tokens of one role (padding or reserved tokens) are harmless. An id that means different words in two
+    vocabularies is an error.
 
     Raises:
-        ValueError: names the role and the token.
+        ValueError: the message contains the role and the token.
     """
     tokenizers = {role: model.tokenizer for role, model in models.items() if hasattr(model.tokenizer, "get_vocab")}
     words = {role: _words(tokenizer) for role, tokenizer in tokenizers.items()}
@@ -180,19 +181,19 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
 
 
 def _words(tokenizer: Any) -> dict[int, str]:
-    """Ids and tokens of a vocabulary; not those that were added to it, such as padding and reserved ones."""
+    """Return the ids and tokens of a vocabulary, without added tokens such as padding and reserved ones."""
     added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
     return {i: token for token, i in tokenizer.get_vocab().items() if token not in added}
 
 
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:
-    """Write each trained model as a Hugging Face folder `folder/role`, and beside its weights the interfaces' state.
+    """Save each trained model as a Hugging Face folder `folder/role`, together with the state of its interface.
 
-    The state of a role that shares the model goes to the same folder, in a file of its own. An engine that averages its
-    weights has written a folder `folder/role_ema` as well, which gets the same states.
+    A role that shares the model stores its state in a separate file of the same folder. An engine with averaged
+    weights also writes `folder/role_ema`, which contains the same states.
 
     Raises:
-        ValueError: `folder`, or one in it, is a link.
+        ValueError: `folder`, or a folder in it, is a link.
     """
     refuse_link(folder)
     ranks = current()
@@ -214,7 +215,7 @@ def _write_states(folder: Path, role: str, model: Model, interfaces: Mapping[str
 
 
 def lead_role(experiment: Experiment) -> str:
-    """The role whose tokenizer reads the data and whose metrics have no prefix: "actor", or else the first model."""
+    """Return the role that tokenizes the data and has no metric prefix: "actor", or the first role with a model."""
     with_model = [role for role in experiment.roles if role in experiment.models]
     if not with_model:
         raise ValueError("no role of the experiment has a model; give the role that is trained one under models")

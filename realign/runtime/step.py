@@ -1,4 +1,4 @@
-"""The runtime of one process: walks the graph of RPCs, step after step. A breakpoint in an interface just works."""
+"""Single-process runtime: executes the graph of RPCs step by step, in this process, so that debuggers work."""
 
 from __future__ import annotations
 
@@ -44,45 +44,45 @@ from realign.runtime.rollout.spec import Async
 from realign.runtime.weight_sync import WeightSync
 
 REWARD_MEMORY = 0.9
-"""Weight of the past in `reward_ema`, a smoothed `reward` for people, as DeepSpeed-Chat shows it."""
+"""Weight of the previous value in `reward_ema`, a smoothed `reward` for display, as in DeepSpeed-Chat."""
 
 
 @dataclass
 class Counters:
-    """What a runtime remembers of the steps so far."""
+    """Counters of the steps so far."""
 
     optimizer_steps: float = 0.0
-    """Of all models."""
+    """Optimizer steps of all models."""
     rewards_seen: int = 0
-    """Responses that had one."""
+    """Responses with a reward."""
     reward_ema: float | None = None
-    """The metric of that name."""
+    """Latest value of the metric `reward_ema`."""
     ratio_checked: set[str] = field(default_factory=set)
-    """Training calls whose first log-probs were compared with the sampler's."""
+    """Training RPCs whose first log-probs were compared with the sampler's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the counters as plain values."""
         return vars(self) | {"ratio_checked": sorted(self.ratio_checked)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Counters:
-        """What `state_dict` was taken of."""
+        """Restore counters from a `state_dict`."""
         return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
 
 
 @dataclass(frozen=True)
 class Made:
-    """What one call of the graph gave."""
+    """Result of one RPC."""
 
     batch: SequenceSample
-    """What it was made on, with the keys that it wrote."""
+    """Input batch with the keys that the RPC wrote."""
     stats: dict[str, float]
     """Metrics of a train_step."""
     seconds: float
 
 
 class LocalRuntime:
-    """The loaded experiment: models, data, and the walk over the graph."""
+    """The loaded experiment: models, data, and the execution of the graph."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
@@ -91,12 +91,12 @@ class LocalRuntime:
         self.counters = Counters()
         self.models: dict[str, Model] = {}
         self.ahead: RolloutAhead | None = None
-        """Samples and judges for the next steps, with rollout=async."""
+        """Samples and scores prompts for later steps, with rollout=async."""
         self.watch = Watch()
-        """Is told which call is under way."""
+        """Receives the current call."""
         self.batches_ahead = 0
-        """Batches of prompts drawn before the first step, less the steps before it: not 0 only in a run that was
-        resumed with another batch size, or at another place in its data."""
+        """Batches of prompts drawn before the first step, minus the steps before it. Nonzero only after resuming with
+        another batch size or another data position."""
         check_ready(experiment)
         try:
             open_interfaces(experiment)
@@ -131,45 +131,47 @@ class LocalRuntime:
             raise
 
     def _background_sampler(self, rollout: Async, role: str) -> Sampler:
-        """What samples ahead for a role whose model is trained meanwhile: its external sampler, or else a copy."""
+        """Return the sampler for asynchronous rollout: the external sampler, or one with a copy of the model."""
         return self.models[role].external_sampler or background_sampler(self.experiment, rollout, role)
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
-        """Make a call ahead of its step; from any thread."""
+        """Execute an RPC ahead of its step; can be called from any thread."""
         return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)[0]
 
     def _load_models(self) -> dict[str, Model]:
-        """The model of every role; a runtime that keeps them elsewhere gives stand-ins."""
+        """Load the model of every role; a runtime with remote models returns proxies."""
         return load_models(self.experiment)
 
     @property
     def graph(self) -> DataflowGraph:
-        """The calls of a step."""
+        """RPCs of a step."""
         return self.experiment.graph
 
     @property
     def microbatch(self) -> MicroBatchSpec:
-        """The token budget of a pass."""
+        """Token budget of a forward pass."""
         return self.experiment.microbatch
 
     @cached_property
     def data_sha256(self) -> str | None:
-        """Of what the dataset holds, see `content_hash`."""
+        """Hash of the dataset's content, see `content_hash`."""
         return content_hash(self.dataset)
 
     def batch(self, number: int) -> SequenceSample:
-        """The prompts drawn as number 1, 2, ...: a pure function of seed and number, which is the step's.
+        """Return batch `number` of the prompts (counted from 1), which depends only on seed and number.
 
-        Under dynamic sampling a step may draw several, and these are they before rows that it has used are left out.
+        Without dynamic sampling this is the batch of step `number`. With dynamic sampling a step may draw several
+        batches, and rows that the step has already used are not yet removed here.
         """
         return self.dataset.sample(self.prompts.rows(number - 1))
 
     def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
-        """One pass over the graph, on the next prompts.
+        """Execute the graph once, on the next prompts.
 
-        Of the metrics, `rollout_tokens` are sampled tokens (no prompts), `rollout_tokens_per_s` those per second of the
-        generate call, and `train_tokens_per_s` are packed tokens (with prompts, once per epoch) per second of the
-        train_step call. Under dynamic sampling the first two are of all that was sampled, trained on or not.
+        `rollout_tokens` counts sampled tokens (no prompt tokens). `rollout_tokens_per_s` divides them by the seconds
+        of the generate RPC. `train_tokens_per_s` is packed tokens (with prompts, once per epoch) per second of the
+        train_step RPC. With dynamic sampling the rollout metrics cover all sampled tokens, including those that are
+        not trained on.
 
         Returns:
             The metrics of the step, and the batch with every key that was produced.
@@ -200,7 +202,7 @@ class LocalRuntime:
         return values, batch
 
     def _draws(self, leading: Sequence[RPC], values: dict[str, float]) -> Draw:
-        """For one step: what samples and judges one batch of prompts after another, no row of the dataset twice."""
+        """Return a function that samples and scores new prompts at each call; no row repeats within the step."""
         used: set[int] = set()
 
         def draw(number: int) -> SequenceSample | None:
@@ -212,10 +214,10 @@ class LocalRuntime:
     def _calls(
         self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
     ) -> SequenceSample:
-        """Make these calls on `batch`, and add their metrics to `values`; returns it with the keys they wrote.
+        """Execute these RPCs on `batch` and add their metrics to `values`; return the batch with the keys they wrote.
 
-        `draw` numbers the batches of one step. Each has random numbers of its own, the first those of a step without
-        dynamic sampling.
+        `draw` numbers the batches of one step. Each batch uses separate random numbers; batch 0 uses those of a step
+        without dynamic sampling.
         """
         for rpc in rpcs:
             made = self._call(rpc, batch, draw)
@@ -224,7 +226,7 @@ class LocalRuntime:
         return batch
 
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> Made:
-        """Make one call on `batch`, see `_calls` for `draw`."""
+        """Execute one RPC on `batch`; see `_calls` for `draw`."""
         started = time.perf_counter()
         model = self.models[rpc.model]
         if draw:
@@ -234,7 +236,7 @@ class LocalRuntime:
         return Made(batch, stats, time.perf_counter() - started)
 
     def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
-        """Add the metrics of a call to those of its step."""
+        """Add the metrics of an RPC to those of its step."""
         total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + made.seconds
         prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"
         values |= {f"{prefix}{name}": value for name, value in made.stats.items()}
@@ -249,12 +251,12 @@ class LocalRuntime:
             values["rollout_tokens_per_s"] = values["rollout_tokens"] / total
 
     def evaluation_due(self, step: int) -> bool:
-        """Whether held-out prompts are answered after this step."""
+        """Return whether to evaluate after this step."""
         evaluation = self.experiment.evaluation
         return evaluation is not None and step % evaluation.every_steps == 0
 
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics `eval/...` and readable samples; both empty when no evaluation is asked for."""
+        """Run the evaluation; return metrics `eval/...` and readable samples, both empty if it is not configured."""
         evaluation = self.experiment.evaluation
         if evaluation is None or self.held_out is None:
             return {}, []
@@ -264,7 +266,7 @@ class LocalRuntime:
         return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(judged, 8)
 
     def calibrate(self, when: str) -> dict[str, float]:
-        """Metrics of the calibration "before" or "after" training; empty when none is asked for then."""
+        """Run the calibration "before" or "after" training and return its metrics; empty if it is not configured."""
         calibration = self.experiment.calibration
         if calibration is None or not calibration.due(when):
             return {}
@@ -284,19 +286,19 @@ class LocalRuntime:
         return values | {"time/calibration_s": time.perf_counter() - started}
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
-        """The first prompts of a batch with responses and rewards as text, see `samples.readable`."""
+        """Return the first prompts of a batch with responses and rewards as text, see `samples.readable`."""
         return readable(batch, prompts, self.models[lead_role(self.experiment)].tokenizer.decode)
 
     def save(self, folder: Path) -> None:
-        """Write each trained model, see `save_models`; of several processes rank 0 writes into `folder`.
+        """Save each trained model, see `save_models`; rank 0 writes into `folder`.
 
-        The others take part, since each may have a shard only; what they would write themselves is not kept.
+        All ranks must call this, because each may have only a shard. Files of other ranks are discarded.
         """
         with self.watch.doing("saving the models"), _own_or_scratch(folder) as where:
             save_models(where, self.models, self.interfaces)
 
     def check_progress(self) -> None:
-        """Refuse to call a run done in which nothing was trained."""
+        """Raise an error if no optimizer step was made in the whole run."""
         if self.counters.optimizer_steps:
             return
         why = "every gradient was zero or non-finite (rewards that are all equal teach nothing)"
@@ -307,8 +309,8 @@ class LocalRuntime:
         )
 
     def close(self) -> None:
-        """End the calls that are made ahead, and release what the interfaces hold."""
-        with ExitStack() as stack:  # one that fails to close keeps no other from it
+        """Stop asynchronous rollout, and close the interfaces and external samplers."""
+        with ExitStack() as stack:  # closes the rest even if one of them fails to close
             if self.ahead is not None:
                 stack.callback(self.ahead.join)
             for interface in used_interfaces(self.experiment).values():
@@ -319,14 +321,14 @@ class LocalRuntime:
                 stack.callback(self.ahead.stop)
 
     def _external_samplers(self) -> list[Sampler]:
-        """Each once, although roles may share one; none if loading failed."""
+        """Return each external sampler once, even if roles share it; empty if loading failed."""
         found = [m.external_sampler for m in self.models.values() if m.external_sampler is not None]
         return list({id(sampler): sampler for sampler in found}.values())
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
-        """Before its first update the policy is the sampler: their log-probs must agree.
+        """Check that sampler and trainer log-probs agree before the first update, when both use the same policy.
 
-        Checked once, on the first step in which anything of the first mini-batch trains.
+        Checked once per RPC, on the first step whose first mini-batch has trained tokens.
         """
         found = stats.get("first_logprob_diff_max")
         if found is None or rpc.name in self.counters.ratio_checked:
@@ -358,9 +360,9 @@ def _own_or_scratch(folder: Path) -> Iterator[Path]:
 def call(
     rpc: RPC, model: Model, interface: ModelInterface, batch: SequenceSample, mb_spec: MicroBatchSpec
 ) -> tuple[SequenceSample, dict[str, float]]:
-    """Make one RPC: hand over exactly the declared keys, take back exactly the declared keys.
+    """Execute one RPC: pass only the declared inputs and accept only the declared outputs.
 
-    Of several processes rank 0 alone calls an interface that needs no model, and the others are told what it gave.
+    With several ranks, rank 0 alone calls an interface that needs no model, and broadcasts the result.
 
     Returns:
         The batch with the outputs merged in, and the metrics (of a train_step).
@@ -380,18 +382,18 @@ def call(
 
 
 def is_stale(batch: SequenceSample, version: int) -> bool:
-    """Whether an older policy than that of `version` sampled some of its tokens."""
+    """Return whether any token of the batch was sampled by a policy older than `version`."""
     return "versions" in batch and bool(((batch["versions"] >= 0) & (batch["versions"] < version)).any())
 
 
 def inputs_of(rpc: RPC, batch: SequenceSample) -> SequenceSample:
-    """What a call is given of a batch: exactly the declared keys, by the interface's names."""
+    """Return the inputs of an RPC: only the declared keys, under the interface's names."""
     known = {theirs: ours for ours, theirs in rpc.rename.items() if theirs in rpc.inputs}
     return batch.select(rpc.inputs).rename(known)
 
 
 def batch_metrics(batch: SequenceSample) -> dict[str, float]:
-    """Metrics of a batch of sequences: rewards and lengths, before anything is masked."""
+    """Return metrics of a batch of sequences: rewards and lengths, before masking."""
     return stat_values(sequence_stats(batch))
 
 

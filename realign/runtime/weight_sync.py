@@ -1,4 +1,4 @@
-"""Weights that a role takes from a trained one at the end of a step (`Sync`), whatever engines the two have."""
+"""Copy or average weights from a trained role into another one at the end of a step (`Sync`), across engines."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from realign.engines.files.weights import check_weights, shapes_of
 from realign.runtime.checkpoint.serialize import hash_of
 
 VERIFIED = 2
-"""How many of the first copies are compared, for each role, in each process."""
+"""Number of first copies to verify, per role and process."""
 
 
 class WeightSync:
-    """The syncs of a run.
+    """The weight syncs of a run.
 
-    A copy (weight 1) is verified the first times: the sha256 of all weights of both roles must be the same. Of a
-    mixture there is nothing to compare with.
+    The first copies (weight 1) are verified: the sha256 over all weights of both roles must match. Weighted averages
+    are not verified, because there is no reference to compare with.
     """
 
     def __init__(self, syncs: Mapping[str, Sync], models: Mapping[str, Model]) -> None:
-        """Compare the weights of the roles, which are loaded.
+        """Compare the weight names and shapes of the loaded roles.
 
         Raises:
-            ValueError: names the roles and the weight, if they have others.
+            ValueError: the weights of two roles differ; the message contains the roles and the weight.
         """
         self.syncs = syncs
         self._models = models
@@ -39,13 +39,13 @@ class WeightSync:
                 raise ValueError(f"sync.{role}.of={sync.of}: {error}; both must be of one architecture") from error
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Make the syncs that are due when the calls of a step are made.
+        """Run the syncs that are due after this step.
 
         Returns:
-            `time/sync_<role>_s` of each role that has new weights, and the version of them, `sync/<role>_version`.
+            For each role with new weights: `time/sync_<role>_s`, and the weight version `sync/<role>_version`.
 
         Raises:
-            RuntimeError: a copy differs from what was copied; names the role.
+            RuntimeError: a copy differs from its source; the message contains the role.
         """
         values = {}
         for role, sync in self.syncs.items():
@@ -59,7 +59,7 @@ class WeightSync:
             if sync.weight == 1 and self._verified[role] < VERIFIED:
                 self._verified[role] += 1
                 given = _digest(weights)
-                del weights  # where ranks have parts they are a whole copy, and so are the others
+                del weights  # with sharded ranks, `weights` is a gathered full copy, and so is the target's
                 taken = _digest(target.machine.weights())
                 if given != taken:
                     raise RuntimeError(

@@ -1,1 +1,1 @@
-"""Ranks, sharded weights, whole copies and offloading."""
+"""Distributed training: ranks, sharded weights, full copies and offloading."""

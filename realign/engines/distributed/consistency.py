@@ -1,4 +1,4 @@
-"""What is sent between ranks to see that they were given the same batch: a few bytes for each key."""
+"""Batch fingerprints that ranks exchange to verify that they have the same batch; a few bytes per key."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from realign.api.sample import SequenceSample
 
 ROUNDING = 1e-4
-"""Of the sum of magnitudes: ranks on other processors may compute fractions that differ in their last bits."""
+"""Tolerance relative to the sum of magnitudes; different processors may round differently."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a batch and the call it is for."""
+    """Fingerprint of a batch and its call."""
 
     shape: str
-    """Digest of the call, ids, keys and lengths."""
+    """Digest of the method, ids, keys and lengths."""
     exact: dict[str, str]
-    """Digest of each key of whole numbers or truth values."""
+    """Digest of each integer or boolean key."""
     sums: dict[str, tuple[float, float]]
-    """Of each key of fractions: the sum of its values, each weighted by its place, and of their magnitudes."""
+    """For each floating-point key: the position-weighted sum of its values, and the sum of their magnitudes."""
 
     def difference(self, other: Facts) -> str:
-        """In what another rank's batch differs; empty if it does not."""
+        """Describe how another rank's batch differs; empty if it does not."""
         if self.shape != other.shape:
             return "other ids or lengths"
         for key, digest in self.exact.items():
@@ -40,7 +40,7 @@ class Facts:
 
 
 def facts_of(method: str, data: SequenceSample) -> Facts:
-    """The facts of a call of `method` with `data`."""
+    """Compute the fingerprint of a call of `method` with `data`."""
     shape = hashlib.sha256(repr((method, data.ids)).encode())
     for key, lengths in sorted(data.lengths.items()):
         shape.update(key.encode() + lengths.counts.tobytes() + lengths.flat.tobytes())
@@ -57,7 +57,7 @@ def _digest(x: Tensor) -> str:
 
 
 def _sums(x: Tensor) -> tuple[float, float]:
-    """Of finite values; one that is not counts as 0, or as the largest there is in the place of an infinite one."""
+    """Return the position-weighted sum and the sum of magnitudes; NaN counts as 0, infinities as +-1e30."""
     values = x.detach().double().nan_to_num(posinf=1e30, neginf=-1e30).flatten()
     places = torch.linspace(1, 2, len(values), dtype=torch.float64, device=values.device)
     total, size = torch.stack(((values * places).sum(), values.abs().sum())).tolist()

@@ -1,7 +1,7 @@
-"""`ShardedEngine`: runs and trains one transformers model in several processes that divide weights and batches.
+"""`ShardedEngine`: runs and trains one transformers model with weights and batches sharded over several processes.
 
-Every rank calls every method, with the same whole batch; it computes the prompts that are its part, and returns what
-one process would. The methods whose names end in `_part`, and `accumulate`, are given the part itself.
+Every rank calls every method with the same whole batch. It computes its own part of the prompts, and returns the
+single-process result. `accumulate` and the methods whose names end in `_part` receive only the rank's part.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from realign.engines.training.stepper import Stepper, step_weight
 class ShardedEngine(TransformersEngine):
     """Implements `realign.api.PipelinableEngine` on all ranks of torch's default process group (FSDP2).
 
-    Results do not depend on the number of ranks: a batch is cut by prompt, balanced by tokens; a loss is divided by the
-    weight of the whole batch; metrics are merged before anybody sees them. `max_tokens_per_microbatch` is of each rank.
+    Results do not depend on the number of ranks. A batch is split by prompt, balanced by tokens. A loss is divided by
+    the weight of the whole batch. Metrics are merged before they are returned. `max_tokens_per_microbatch` applies
+    per rank.
     """
 
     network: ShardedNetwork
 
     def __init__(self, name: str, module: Any, tokenizer: Any, *, sharding: Sharding, **settings: Any) -> None:
-        """Keep a slice of a model that every rank has loaded alike; other arguments as in `TransformersEngine`.
+        """Shard a model that every rank has loaded identically; other arguments as in `TransformersEngine`.
 
         Raises:
-            ValueError: the model family cannot run packed or sharded, or a setting does not go with it.
+            ValueError: the model family cannot run packed or sharded, or a setting is incompatible with sharding.
         """
         self.sharding = sharding
         self._ranks = current()
         device = next(module.parameters()).device
         if sharding.offload and device.type == "cpu":
             raise ValueError(f"models.{name}.sharding.offload moves weights off an accelerator; this model is on a CPU")
-        settings["parallel_passes"] = ParallelPasses.off  # ranks meet in every pass: it cannot run beside another
+        settings["parallel_passes"] = ParallelPasses.off  # every pass is a collective: passes cannot run concurrently
         super().__init__(name, module, tokenizer, **settings)
 
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
@@ -67,12 +68,12 @@ class ShardedEngine(TransformersEngine):
 
     @property
     def data_ranks(self) -> int:
-        """Parts into which a batch is cut."""
+        """Number of data-parallel parts of a batch."""
         return self.network.grid.data_ranks
 
     @property
     def data_rank(self) -> int:
-        """Which of them is this rank's; ranks of one tensor-parallel group have the same."""
+        """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -81,11 +82,11 @@ class ShardedEngine(TransformersEngine):
         return self._restored(parts, self.forward_part(parts[self.data_rank], mb_spec, post_hook))
 
     def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """`forward` on the prompts of this rank; of no prompts, a sample without keys."""
+        """Run `forward` on the prompts of this rank; without prompts, return a sample without keys."""
         return self._forward_part(part, mb_spec, post_hook, self.network.run)
 
     def reference(self, layers: int | None = None) -> Forward:
-        """See `TransformersEngine.reference`; of a model with LoRA only.
+        """See `TransformersEngine.reference`. Requires LoRA.
 
         Raises:
             ValueError: the model has no adapters.
@@ -127,7 +128,7 @@ class ShardedEngine(TransformersEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """See `TransformersEngine.train_batch`; `n_microbatches` is the mean over ranks."""
+        """See `TransformersEngine.train_batch`. `n_microbatches` is the mean over ranks."""
         parts = self._cut("train_batch", data, TOKENS)
         weight = step_weight(data, loss_weight_fn).to(self.device)
         if float(weight) == 0:
@@ -137,7 +138,7 @@ class ShardedEngine(TransformersEngine):
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
 
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
-        """See `TransformersEngine.accumulate`; of this rank's part, with the gradient of all parts."""
+        """See `TransformersEngine.accumulate`. Runs on this rank's part; the gradient is the sum over all parts."""
         self._trained()
         weight = weight.to(self.device)
         self.network.forget_gradients()
@@ -167,9 +168,10 @@ class ShardedEngine(TransformersEngine):
         return stats
 
     def _idle_rounds(self, passes: Passes) -> range:
-        """Passes that others will make and this rank has no micro-batch for; to be agreed on before the first pass.
+        """Return the number of passes, as a range, that other ranks run after this rank has no micro-batch left.
 
-        Layers are gathered by all ranks together, so that all must make as many passes.
+        The ranks must agree on it before the first pass. All ranks gather layers together, so all must run the same
+        number of passes.
         """
         own = len(passes.batches)
         return range(self.network.grid.most(own) - own)
@@ -178,7 +180,10 @@ class ShardedEngine(TransformersEngine):
         return self.network.grid.sum(super()._total_loss(losses))
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
-        """The prompts of micro-batches with such a loss; a gradient is not traced, which would take passes of all."""
+        """Name the prompts in micro-batches with a non-finite loss.
+
+        A non-finite gradient is not traced to prompts, since that would need extra passes on all ranks.
+        """
         if (name := self._nonfinite_weight()) is not None:
             return f"the model itself: weight {name!r} is not finite"
         pairs = zip(done.passes, done.losses, strict=True)
@@ -193,7 +198,7 @@ class ShardedEngine(TransformersEngine):
         return self._ranks.first(next(own, None))
 
     def dropout_seed(self) -> int:
-        """See `TransformersEngine.dropout_seed`; of each part of a batch another."""
+        """See `TransformersEngine.dropout_seed`. Each data-parallel rank has a different seed."""
         steps = self._trained().optimizer_steps
         return derive_seed(self._seed, self.name, "dropout", steps, self.data_rank)
 
@@ -203,7 +208,10 @@ class ShardedEngine(TransformersEngine):
         return self._restored(parts, self.generate_part(parts[self.data_rank], config, seed=seed))
 
     def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """`generate` for the prompts of this rank, with a whole copy of the weights; of none, a sample without keys."""
+        """Run `generate` for the prompts of this rank, with a full copy of the weights.
+
+        Without prompts, it returns a sample without keys.
+        """
         try:
             if not len(part):
                 self._sampler()
@@ -217,10 +225,12 @@ class ShardedEngine(TransformersEngine):
         return self.network.sampler(), self.network.fusion
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
-        """The parts of the ranks; refuses a batch that is not the same on all of them, for which they would wait.
+        """Split the batch into the parts of the ranks, after checking that all ranks have the same batch.
+
+        Different batches would make ranks wait for each other forever.
 
         Raises:
-            ValueError: names a rank that differs, and how.
+            ValueError: a rank's batch or call differs; the message names the rank and the difference.
         """
         found = self._ranks.gather(facts_of(method, data))
         for rank, facts in enumerate(found):
@@ -235,7 +245,7 @@ class ShardedEngine(TransformersEngine):
         return parts.restore(self.network.grid.gather(own))
 
     def save(self, path: Path) -> None:
-        """See `TransformersEngine.save`; rank 0 gathers the weights on the host and writes.
+        """See `TransformersEngine.save`. Rank 0 gathers the weights on the host and writes them.
 
         Raises:
             ValueError: a weight is not finite.
@@ -264,7 +274,7 @@ class ShardedEngine(TransformersEngine):
             self.network.gathered.empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TransformersEngine.state_dict`. Tensors are this rank's parts (`DTensor`), whole in no place."""
+        """See `TransformersEngine.state_dict`. Tensors are this rank's shards (`DTensor`), never full tensors."""
         state = super().state_dict()
         if self._stepper is not None:
             moments = state["optimizer"]["optimizer"]["state"]
@@ -279,12 +289,12 @@ class ShardedEngine(TransformersEngine):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """See `TransformersEngine.load_state_dict`; of any number of ranks.
+        """See `TransformersEngine.load_state_dict`. The state may come from any number of ranks.
 
-        Tensors may be whole, or `Saved` in files, of which only this rank's part is read.
+        Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
         if state.get("fused") and self.network.fusion is not None:
-            self.network.sampler()  # with the weights that the run began with, see `Fusion.compare`
+            self.network.sampler()  # with the run's initial weights, see `Fusion.compare`
         reader = _Reader()
         state = self._own_parts(state, reader)
         reader.read()
@@ -294,7 +304,7 @@ class ShardedEngine(TransformersEngine):
             self.network.gathered.empty()
 
     def _places(self) -> dict[int, int]:
-        """From the number that the optimizer's state has for a parameter to its place among those of the network."""
+        """Map parameter indices in the optimizer's state to indices in `ShardedNetwork.owned`."""
         at = {id(p): place for place, p in enumerate(self.network.owned())}
         groups = self._trained().optimizer.param_groups
         return dict(enumerate(at[id(p)] for group in groups for p in group["params"]))
@@ -303,7 +313,10 @@ class ShardedEngine(TransformersEngine):
         return x if x.ndim == 0 else self.network.like(x, place)
 
     def _own_parts(self, state: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-        """The state with this rank's slices in place of tensors: of weights as `DTensor`, of moments plain."""
+        """Replace the tensors of a state by this rank's shards.
+
+        Weights become `DTensor`s. Optimizer moments and averages become plain tensors.
+        """
         own = dict(state)
         for name, network in (("module", self.module), ("value_head", self.value_head)):
             if network is not None and state[name] is not None:
@@ -325,7 +338,7 @@ class ShardedEngine(TransformersEngine):
         return own
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TransformersEngine.weights`: whole, on every rank."""
+        """See `TransformersEngine.weights`. Returns full tensors on every rank."""
         return {name: whole(x) for name, x in named_weights(self.module, self.value_head).items()}
 
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
@@ -338,25 +351,25 @@ class ShardedEngine(TransformersEngine):
 
 
 class _ShardedStepper(Stepper):
-    """A stepper over the slices of one rank; the norm of a gradient is that of all ranks."""
+    """A stepper over the shards of one rank. The gradient norm is taken over all ranks."""
 
     def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork) -> None:
         super().__init__(name, spec, network.owned())
         self._network = network
 
     def gradient_norm(self) -> Tensor:
-        """Of the whole gradient."""
+        """Return the norm of the whole gradient."""
         return self._network.gradient_norm()
 
 
 class _Reader:
-    """Collects what is to be read from the files of several ranks, so that each file is opened once."""
+    """Collects the tensors to read from the files of several ranks, so that each file is opened once."""
 
     def __init__(self) -> None:
         self._wanted: dict[Path, dict[str, Any]] = {}
 
     def part(self, x: Tensor | Saved, like: Tensor) -> Tensor:
-        """The same tensor cut as `like` is; of one in files, filled by `read`."""
+        """Return the tensor sharded like `like`; `read` fills a tensor that comes from files."""
         if not isinstance(x, Saved):
             if x.shape != like.shape:
                 raise ValueError(f"a saved tensor has shape {list(x.shape)}, and this model's {list(like.shape)}")
@@ -368,16 +381,16 @@ class _Reader:
         return found
 
     def plain(self, x: Tensor | Saved, like: Any) -> Tensor:
-        """This rank's slice of the tensor, cut as `like` is."""
+        """Return this rank's shard of the tensor as a plain tensor, sharded like `like`."""
         if not isinstance(x, Saved) and x.ndim == 0:
             return x
         part: Any = self.part(x, like)
         slice_: Tensor = part.to_local()
-        # of a whole: dense, as fused optimizers read moments, and without what the other ranks have
+        # shard of a full tensor: copy it, since fused optimizers need dense moments, and to free the full tensor
         return slice_ if isinstance(x, Saved) else slice_.clone(memory_format=torch.contiguous_format)
 
     def read(self) -> None:
-        """Fill what was asked for."""
+        """Fill the collected tensors from their files."""
         for folder, wanted in self._wanted.items():
             read_parts(folder, wanted)
 
@@ -387,5 +400,5 @@ def _slice(x: Tensor, like: Any) -> Tensor:
 
 
 def _moved(stats: Stats, device: torch.device | str) -> Stats:
-    """The same metrics on another device: on the host they can go to another process."""
+    """Move metrics to another device; metrics on the host can be sent to another process."""
     return {name: type(stat)(*(x.to(device) for x in stat)) for name, stat in stats.items()}

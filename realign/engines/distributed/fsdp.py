@@ -1,6 +1,6 @@
-"""How the weights of one network are divided among ranks: FSDP2 over parts of a batch, tensor parallel in layers.
+"""Sharding of one network over ranks: FSDP2 for data parallelism, tensor parallelism within layers.
 
-A rank keeps a slice of every weight, and of what an optimizer keeps with it. A layer is whole only while it computes.
+A rank stores a slice of every weight and of its optimizer state. A layer is gathered only while it computes.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from realign.engines.network.shared_prefix import Layout
 from realign.engines.sampling.weight_fusion import Fusion
 
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
-"""A micro-batch of no tokens: a pass over it takes part in what the ranks exchange, and changes nothing."""
+"""A micro-batch without tokens. A pass over it runs the collectives of a normal pass, and changes nothing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The ranks of a run by what they have of a network: dimension `dp` of a batch, dimension `tp` of each layer."""
+    """Device mesh of a run: dimension `dp` splits the batch, dimension `tp` splits each layer."""
 
     mesh: DeviceMesh
     device: torch.device
 
     @classmethod
     def of(cls, sharding: Sharding, device: torch.device) -> Grid:
-        """All ranks of the default process group.
+        """Build the mesh over all ranks of the default process group.
 
         Raises:
-            ValueError: their number is no multiple of `tensor_parallel`.
+            ValueError: the number of ranks is not a multiple of `tensor_parallel`.
         """
         size, tp = dist.get_world_size(), sharding.tensor_parallel
         if size % tp:
@@ -51,46 +51,46 @@ class Grid:
 
     @property
     def data_ranks(self) -> int:
-        """Parts into which a batch is cut."""
+        """Number of data-parallel parts of a batch."""
         return self.mesh["dp"].size()
 
     @property
     def data_rank(self) -> int:
-        """Which of them is this rank's; ranks that divide a layer have the same."""
+        """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.mesh["dp"].get_local_rank()
 
     def sum(self, x: Tensor, over: str = "dp") -> Tensor:
-        """The sum over the ranks of dimension `over`."""
+        """Return the sum over the ranks of dimension `over`."""
         x = x.to(self.device, copy=True)
         dist.all_reduce(x, group=self.mesh[over].get_group())
         return x
 
     def most(self, n: int) -> int:
-        """The largest number that a rank has."""
+        """Return the maximum over all ranks."""
         x = torch.tensor(n, device=self.device)
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return int(x)
 
     def gather(self, x: Any) -> list[Any]:
-        """What the data-parallel ranks have, in their order."""
+        """Return the values of the data-parallel ranks, in rank order."""
         found: list[Any] = [None] * self.data_ranks
         dist.all_gather_object(found, x, group=self.mesh["dp"].get_group())
         return found
 
 
 class ShardedNetwork(Network):
-    """A network of which each rank keeps a slice. Its methods are collectives: all ranks call them alike.
+    """A network of which each rank stores a slice. Its methods are collectives: all ranks must call them.
 
-    The network itself is the root that FSDP gathers before a pass: embeddings, final norm and heads, which losses use
-    after the pass, too. So they stay gathered until `rest` or the end of the backward pass.
+    The network itself is the FSDP root. Before a pass the root gathers embeddings, final norm and heads. Losses also
+    use them after the pass, so they stay gathered until `rest` or the end of the backward pass.
     """
 
     def __init__(self, name: str, module: Any, *, sharding: Sharding, dtype: torch.dtype, **settings: Any) -> None:
-        """Probe the model, which is whole on every rank, and keep a slice; the rest as in `Network`.
+        """Probe the model, which is complete on every rank, and keep a slice; other arguments as in `Network`.
 
         Raises:
-            ValueError: the family cannot run packed, its layers are not found, tensor parallel does not know it, or
-                torch is too old.
+            ValueError: the family cannot run packed, its layers are not found, its tensor-parallel plan is not
+                supported, or torch is too old.
         """
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ValueError(f"models.{name}: several processes need torch 2.13 or later, found {torch.__version__}")
@@ -111,12 +111,12 @@ class ShardedNetwork(Network):
         self._heads = [name for name, p in self.sharded.items() if id(p) not in trunk and p.requires_grad]
         self._reached: set[str] = set()
         self._summed = summed
-        """Weights that ranks of a tensor-parallel group apply to heads of their own; their gradients are parts."""
+        """Weights that ranks of a tensor-parallel group apply to different heads; gradients are partial sums."""
         self._owned = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
 
     def _shard(self, layers: nn.ModuleList, sharding: Sharding, dtype: torch.dtype) -> None:
-        # layers are gathered in the dtype of their products; their inputs stay fp32, as under autocast, and so does the
-        # root with its heads: log-probs, values and scores are computed in fp32
+        # Layers are gathered in the dtype of their products. Their inputs stay in fp32, as under autocast. The root
+        # and its heads also stay in fp32, so log-probs, values and scores are computed in fp32.
         low = dtype if dtype == torch.bfloat16 else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
@@ -131,21 +131,21 @@ class ShardedNetwork(Network):
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # the loss is divided once, by the weight of the whole batch
                 part.set_force_sum_reduction_for_comms(True)
-        # where the loss of one rank reaches a head and that of another does not, both must reduce the same tensors
+        # the losses of some ranks may not reach a head, but all ranks must reduce the same tensors
         root.set_reduce_scatter_unused_params(True)
 
     def owned(self) -> list[nn.Parameter]:
-        """This rank's slices as plain tensors: what an optimizer does element by element needs no other rank."""
+        """Return this rank's slices as plain tensors, for optimizers that work element by element."""
         return self._owned
 
     def like(self, own: Tensor, place: int) -> DTensor:
-        """A tensor of this rank's slice of the parameter at `place` of `owned`, as a part of the whole."""
+        """Wrap a tensor shaped like this rank's slice of `owned()[place]` as a shard of the full tensor."""
         return from_slice(own, list(self.sharded.values())[place])
 
     def forward(self, **inputs: Any) -> Tensor:
         """See `Network.forward`."""
         hidden = super().forward(**inputs)
-        return hidden.clone() if hidden._is_view() else hidden  # FSDP hangs its hooks on what is no view
+        return hidden.clone() if hidden._is_view() else hidden  # FSDP needs a tensor that is not a view for its hooks
 
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
         if layout.pieces.any():
@@ -154,20 +154,24 @@ class ShardedNetwork(Network):
         return super()._hidden(token, Layout.plain(token.lengths[TOKENS]))[:0]
 
     def idle(self, *, training: bool = False) -> Tensor:
-        """A pass without tokens, for a rank that has no micro-batch left while others have: its [0, H] states."""
+        """Run a pass without tokens while other ranks still have micro-batches; return its hidden states [0, H]."""
         moved = NOTHING.to(self.device)
         return self.run(NOTHING, moved, Layout.plain(moved.lengths[TOKENS]), training=training).hidden_RH
 
     def rest(self) -> None:
-        """Free what stayed gathered after a pass without gradient: the next pass must see the weights of then."""
+        """Free the weights that stay gathered after a pass without gradient.
+
+        The next pass then gathers the current weights.
+        """
         root: Any = self
         root.reshard()
 
     def differentiate(self, hidden_RH: Tensor, loss: Tensor | None) -> None:
-        """Add the gradient of `loss` to that of this rank's slices, summed over the ranks.
+        """Add the gradient of `loss`, summed over the ranks, to the gradient of this rank's slices.
 
-        The ranks reduce gradients after every micro-batch: keeping them whole until the last one would take as much
-        memory as the weights. A loss that does not reach the layers, or is none, takes part with a gradient of zero.
+        The ranks reduce gradients after every micro-batch. Keeping them unreduced until the last micro-batch would
+        take as much memory as the weights. If `loss` is None or does not reach the layers, this rank contributes a
+        zero gradient.
         """
         hooks = [self._listen(name) for name in self._heads]
         try:
@@ -180,17 +184,17 @@ class ShardedNetwork(Network):
                 hook.remove()
 
     def _listen(self, name: str) -> Any:
-        """Note whether the gradient reaches a weight of a head, which is gathered now."""
+        """Register a hook that records whether the gradient reaches a head's weight. The weight must be gathered."""
         return self.get_parameter(name).register_post_accumulate_grad_hook(lambda _: self._reached.add(name))
 
     def forget_gradients(self) -> None:
-        """Begin a new gradient."""
+        """Discard all gradients."""
         self._reached.clear()
         for p, own in zip(self.sharded.values(), self._owned, strict=True):
             p.grad = own.grad = None
 
     def take_gradients(self) -> None:
-        """Move what `differentiate` accumulated to `owned`; a head that no rank's loss reached has no gradient."""
+        """Move the accumulated gradients to `owned`. A head that no rank's loss reached gets no gradient."""
         reached = torch.tensor([float(name in self._reached) for name in self._heads], device=self.device)
         counts = dict(zip(self._heads, self.grid.sum(reached).tolist(), strict=True)) if self._heads else {}
         for (name, p), own in zip(self.sharded.items(), self._owned, strict=True):
@@ -200,7 +204,7 @@ class ShardedNetwork(Network):
             p.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """Of the whole gradient; the same on every rank."""
+        """Return the norm of the whole gradient, the same on every rank."""
         tp = self.grid.mesh["tp"].size()
         squares = [torch.zeros((), device=self.device)]
         for p, own in zip(self.sharded.values(), self._owned, strict=True):
@@ -211,16 +215,16 @@ class ShardedNetwork(Network):
         return (total if tp == 1 else self.grid.sum(total, "tp")).sqrt()
 
     def gather(self, device: torch.device | None) -> GatheredCopy:
-        """A whole copy on `device`; None: take part only."""
+        """Gather a full copy on `device`. With None, the rank only participates."""
         self.gathered.fill(self.sharded, dict(self.named_buffers()), device)
         return self.gathered
 
     def sampler(self) -> Any:
-        """The model, whole, with the weights of now, on this rank's device."""
+        """Return the full model with the current weights on this rank's device."""
         return self.gathered.current(self.sharded, dict(self.named_buffers()))
 
 
 def _divided(p: DTensor, over: str) -> bool:
-    """Whether the ranks of a dimension have different slices of a tensor."""
+    """Return whether a tensor is sharded over a mesh dimension."""
     names = p.device_mesh.mesh_dim_names or ()
     return over in names and p.placements[names.index(over)].is_shard()

@@ -1,4 +1,4 @@
-"""A whole copy of a sharded network: what rollouts run, and what is written to a folder."""
+"""Full copy of a sharded network, for rollouts and for saving."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from realign.engines.network.value_head import ValueNetwork
 
 
 class GatheredCopy:
-    """Modules of the same classes, without weights until they are gathered; ordinary ones, that no rank shares.
+    """Unsharded modules of the same classes as a sharded network. They are empty until weights are gathered.
 
     Attributes:
         module: a transformers model.
-        value_head: beside it, where there is one.
+        value_head: its separate value network, or None.
     """
 
     def __init__(self, module: Any, value_head: ValueNetwork | None) -> None:
-        """Copy the modules, whose parameters are still whole, but not their weights."""
+        """Copy the modules without their weights. The modules must not be sharded yet."""
         parts = {"module": module} if value_head is None else {"module": module, "value_head": value_head}
         self._device = next(module.parameters()).device
         memo: dict[int, Any] = {}
@@ -36,11 +36,11 @@ class GatheredCopy:
         self._current = False
 
     def current(self, sharded: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Any:
-        """The model with the weights of now on its device; gathered anew only after `outdate`. A collective.
+        """Return the model with the current weights on its device; collective. Gathers only if the copy is outdated.
 
         Args:
-            sharded: the parts of the weights by name.
-            buffers: by name.
+            sharded: this rank's shards of the weights, by name.
+            buffers: buffers, by name.
         """
         if not self._current:
             self.fill(sharded, buffers, self._device)
@@ -48,12 +48,12 @@ class GatheredCopy:
         return self.module
 
     def outdate(self) -> None:
-        """The weights have changed: what was gathered before must not be used."""
+        """Mark the gathered weights as outdated, after the weights have changed."""
         self._current = False
 
     @torch.no_grad()
     def fill(self, sharded: Mapping[str, Tensor], buffers: Mapping[str, Tensor], device: torch.device | None) -> None:
-        """Gather the weights of now on `device`, one after the other; None: take part only. A collective."""
+        """Gather the current weights on `device`, one by one; collective. With None, the rank only participates."""
         self.outdate()
         own = dict(self._all.named_parameters())
         for name, part in sharded.items():
@@ -64,7 +64,7 @@ class GatheredCopy:
             buffer.copy_(buffers[name])
 
     def empty(self) -> None:
-        """Free the weights."""
+        """Free the gathered weights."""
         self.outdate()
         for p in self._all.parameters():
             p.data = torch.empty(0, device=self._device)

@@ -1,4 +1,4 @@
-"""What an engine keeps on its device waits on the host while the device works for another one."""
+"""Offload an engine's tensors to the host while the device runs another engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Offload:
-    """Moves tensors to the host and back. They stay the same objects, so whoever holds one sees it move.
+    """Moves tensors to the host and back in place, so existing references remain valid.
 
-    Between `leave` and `come_back` nothing may compute with them. On a CPU both do nothing.
+    No computation may use them between `leave` and `come_back`. On a CPU both methods do nothing.
     """
 
     def __init__(self, resident: Callable[[], Iterable[Tensor]]) -> None:
-        """Move what `resident` gives at the time, such as `TransformersEngine.resident`."""
+        """Set the function that lists the tensors to move at each `leave`, such as `TransformersEngine.resident`."""
         self._resident = resident
         self._away: list[tuple[Tensor, torch.device]] = []
 
@@ -24,13 +24,13 @@ class Offload:
         for x in {id(x): x for x in self._resident()}.values():
             if x.device.type != "cpu":
                 self._away.append((x, x.device))
-                host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)  # torch keeps such memory for reuse
+                host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)  # torch caches pinned memory
                 x.data = host.copy_(x.detach())
 
     def come_back(self) -> None:
-        """Move them to where they were."""
+        """Move the tensors back to their devices."""
         for x, device in self._away:
             x.data = x.detach().to(device, non_blocking=True)
         if any(device.type == "cuda" for _, device in self._away):
-            torch.cuda.synchronize()  # the memory on the host may be given away
+            torch.cuda.synchronize()  # the host memory may be reused after this
         self._away.clear()

@@ -1,4 +1,4 @@
-"""`Ranks`: the processes that make one run together, and what they tell each other."""
+"""`Ranks`: the processes of one distributed run, and the collectives on Python objects that they use."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a launcher such as torchrun gives each process of a run."""
+"""Environment variables that a launcher such as torchrun sets for each process of a run."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of its group. Where there are several, each method is a collective: all must call it.
+    """One process and its group. With several processes each method is a collective: all ranks must call it.
 
-    Objects travel as pickles, between processes of one run only.
+    Objects are sent as pickles, only between processes of one run.
     """
 
     rank: int = 0
-    """Number of this process, from 0."""
+    """Index of this process, from 0."""
     size: int = 1
     """Number of processes."""
 
     @property
     def leader(self) -> bool:
-        """Whether this is the process that judges, writes files and shows progress."""
+        """Whether this process is rank 0, which computes rewards, writes files and shows progress."""
         return self.rank == 0
 
     def broadcast(self, x: T) -> T:
-        """What rank 0 has; `x` of the others is ignored."""
+        """Return the value of rank 0; `x` on other ranks is ignored."""
         if self.size == 1:
             return x
         import torch.distributed as dist
@@ -44,7 +44,7 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def gather(self, x: T) -> list[T]:
-        """What every rank has, in their order."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [x]
         import torch.distributed as dist
@@ -54,18 +54,18 @@ class Ranks:
         return found
 
     def first(self, x: T | None) -> T | None:
-        """What the first rank that has something has; None if none has."""
+        """Return the first value across ranks that is not None; None if there is none."""
         return next((found for found in self.gather(x) if found is not None), None)
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         self.gather(None)
 
     def lead(self, action: Callable[[], T]) -> T:
-        """What `action` gives on rank 0, which alone calls it; an exception of it is raised on every rank.
+        """Call `action` on rank 0 only, and return its result, or raise its exception, on every rank.
 
-        For what only one process may do or should decide: judging, writing files, reading a clock. `action` must call
-        no method of `Ranks`.
+        Use it for work that only one process may do or decide: computing rewards, writing files, reading a clock.
+        `action` must not call methods of `Ranks`.
         """
         if self.size == 1:
             return action()
@@ -77,15 +77,15 @@ class Ranks:
                 error = raised
         result, told = self.broadcast((result, error and _sendable(error)))
         if error is not None:
-            raise error  # with its traceback
+            raise error  # the original error, with its traceback
         if told is not None:
             raise _marked(told)
         return result  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
-        """What `action` gives on this rank; every rank calls it, and if it raises on one, all raise.
+        """Call `action` on every rank and return this rank's result; if it raises on one rank, raise on all ranks.
 
-        So ranks go on together where an error is met by some of them only, such as a full disk.
+        This keeps ranks in step if an error occurs on some of them only, such as a full disk.
         """
         if self.size == 1:
             return action()
@@ -107,7 +107,7 @@ _EVERYWHERE = ("builtins", "realign", "torch")
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Whether `lead` or `together` raised it here because another rank met it."""
+    """Return whether `lead` or `together` raised the error on this rank because another rank raised it."""
     return _MARK in vars(error)
 
 
@@ -117,21 +117,21 @@ def _marked(error: Exception) -> Exception:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or its text where another process could not make it again: from a pickle, of a class it knows."""
+    """Return the error, or a RuntimeError with its text if another process could not unpickle it."""
     if type(error).__module__.partition(".")[0] not in _EVERYWHERE:
         return RuntimeError(f"{type(error).__name__}: {error}")
     try:
-        pickle.dumps(copy.copy(error))  # a copy is made as an unpickled one is: by calling its class
+        pickle.dumps(copy.copy(error))  # copying calls the class, as unpickling does
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def launched() -> Ranks:
-    """The ranks that a launcher says there are (`LAUNCHED`), whether or not they have joined; else one rank.
+    """Return the ranks that a launcher has configured (`LAUNCHED`), whether or not they have joined; else one rank.
 
     Raises:
-        ValueError: the variables hold no numbers.
+        ValueError: the variables are not numbers.
     """
     if any(not os.environ.get(name) for name in LAUNCHED):
         return Ranks()
@@ -143,7 +143,7 @@ def launched() -> Ranks:
 
 
 def current() -> Ranks:
-    """The ranks of torch's default process group, if there is one; else one rank."""
+    """Return the ranks of torch's default process group; one rank if there is no group."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return Ranks()

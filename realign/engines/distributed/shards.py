@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a part: the whole, a rank's slice, and files that hold the parts of all ranks."""
+"""Sharded tensors: full tensors, a rank's shard, and files that contain the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 def is_part(x: Tensor) -> TypeGuard[DTensor]:
-    """Whether `x` is this rank's part of a tensor (a `DTensor`)."""
+    """Return whether `x` is this rank's shard of a tensor (a `DTensor`)."""
     return hasattr(x, "full_tensor")
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a tensor; of one of which each rank has a part, a collective."""
+    """Return the full tensor; for a sharded tensor this is a collective."""
     if not is_part(x):
         return x
     from torch.distributed.tensor import Replicate
 
     part: Any = x
-    if part.device.type != part.device_mesh.device_type:  # parts that wait on the host travel by the accelerator
+    if part.device.type != part.device_mesh.device_type:  # offloaded shards communicate through the accelerator
         part = part.to(part.device_mesh.device_type)
-    for dim in range(part.device_mesh.ndim):  # what FSDP cut last comes together first
+    for dim in range(part.device_mesh.ndim):  # gather FSDP first, since it splits last
         kept = part.placements[dim + 1 :]
         part = part.redistribute(placements=[*[Replicate()] * (dim + 1), *kept])
     found: Tensor = part.to_local()
@@ -41,13 +41,13 @@ def whole(x: Tensor) -> Tensor:
 
 
 def part_of(x: Tensor, like: DTensor) -> Tensor:
-    """This rank's slice of a whole tensor, cut as `like` is: a view.
+    """Return this rank's slice of a full tensor, sharded like `like`, as a view.
 
-    Tensor parallel, the last dimension of a mesh, cuts first, and FSDP cuts what it leaves.
+    Tensor parallelism, the last dimension of a mesh, splits first. FSDP then splits the result.
     """
     for dim in reversed(range(like.device_mesh.ndim)):
         placement: Any = like.placements[dim]
-        if not placement.is_replicate():  # what tensor parallel has cut, FSDP cuts by another class of placement
+        if not placement.is_replicate():  # FSDP uses a different placement class on top of tensor parallelism
             chunks = x.chunk(like.device_mesh.size(dim), placement.dim)
             rank = like.device_mesh.get_local_rank(dim)
             x = chunks[rank] if rank < len(chunks) else x.narrow(placement.dim, 0, 0)
@@ -55,7 +55,7 @@ def part_of(x: Tensor, like: DTensor) -> Tensor:
 
 
 def from_slice(own: Tensor, like: DTensor) -> DTensor:
-    """A rank's slice as its part of a whole that is cut as `like` is."""
+    """Wrap a rank's slice as its shard of a full tensor that is sharded like `like`."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements = like.device_mesh, like.placements
@@ -63,24 +63,24 @@ def from_slice(own: Tensor, like: DTensor) -> DTensor:
 
 
 def memory_of(x: DTensor) -> tuple[Hashable, ...]:
-    """What two parts have in common if they are the same memory; so too where this rank's part has no elements."""
+    """Return a key that is equal for two shards in the same memory, including shards without elements."""
     own = x.to_local()
     return (own.untyped_storage()._cdata, own.storage_offset(), x.shape, x.dtype)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor in a folder of files that several ranks wrote."""
+    """Reference to a tensor in a folder of files that several ranks wrote."""
 
     folder: Path
     name: str
 
 
 def write_parts(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
-    """Write what each rank has of some tensors into safetensors files of a folder; a collective.
+    """Write this rank's shards of some tensors to safetensors files in a folder; collective.
 
-    The format is that of torch.distributed.checkpoint for Hugging Face files: each file says in its header where in the
-    whole its parts belong, and nothing is pickled.
+    The format is that of torch.distributed.checkpoint for Hugging Face files. Each file's header contains the offsets
+    of its shards in the full tensors. Nothing is pickled.
 
     Returns:
         The files that this rank wrote.
@@ -92,27 +92,30 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
     try:
         with _quiet():
             dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except dcp.CheckpointException as error:  # it is no Exception
+    except dcp.CheckpointException as error:  # not a subclass of Exception
         raise OSError(f"{folder.name}: {_cause(error)}") from error
     return sorted(folder.glob(f"shard-{current().rank + 1:05d}-*.safetensors"))
 
 
 def read_parts(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors, or this rank's parts of them, from files that any number of ranks wrote; no collective.
+    """Fill tensors, or this rank's shards of them, from files that any number of ranks wrote; not a collective.
 
     Raises:
-        ValueError: a tensor is not in the files, or has another shape there.
+        ValueError: a tensor is not in the files, or has a different shape there.
     """
     dcp = _library()
     try:
         with _quiet():
             dcp.load(dict(into), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-    except dcp.CheckpointException as error:  # it is no Exception
+    except dcp.CheckpointException as error:  # not a subclass of Exception
         raise ValueError(f"{folder}: {_cause(error)}") from error
 
 
 def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
-    """All tensors of such a folder by name: whole in one process, and to be read in parts where there are several."""
+    """Return all tensors of such a folder by name.
+
+    A single process loads full tensors. With several ranks, the result contains `Saved` references.
+    """
     dcp = _library()
     found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     if current().size > 1:
@@ -123,12 +126,12 @@ def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
 
 
 def _cause(error: Any) -> object:
-    """What a rank met, of an exception of the library."""
+    """Return the error of the first failed rank in an exception of torch.distributed.checkpoint."""
     return next(iter(error.failures.values()))[0]
 
 
 def _library() -> Any:
-    """Imported only where there are such files; it declares no types."""
+    """Import torch.distributed.checkpoint, only when such files exist. The module has no type annotations."""
     from torch.distributed import checkpoint
 
     return checkpoint
@@ -136,14 +139,14 @@ def _library() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the notes that the library writes about every call."""
+    """Suppress the messages that torch.distributed.checkpoint logs on every call."""
     loggers = [logging.getLogger(f"torch.distributed.checkpoint.{name}") for name in ("hf_storage", "filesystem")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process reads alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # not a collective
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -1,4 +1,4 @@
-"""What an experiment says about dividing a network among ranks; imports no torch.distributed."""
+"""Settings for sharding a network over ranks; does not import torch.distributed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass
 class Sharding:
-    """How several processes divide the weights of one model; without effect in one process.
+    """Sharding of one model's weights over several processes; ignored in a single-process run.
 
     Attributes:
-        tensor_parallel: ranks that compute each layer together, each with some of its heads and neurons; the others
-            divide the batch. Must divide the number of ranks, and the numbers of heads and neurons.
-        offload: keep weights, gradients and moments in the memory of the host between their uses (CUDA only).
+        tensor_parallel: number of ranks that compute each layer together, each with some of its heads and neurons.
+            The batch is split over the resulting groups of ranks. Must divide the number of ranks, and the numbers of
+            heads and neurons.
+        offload: keep weights, gradients and optimizer moments in host memory between uses (CUDA only).
         reshard: free the gathered weights of a layer after its forward pass, and gather them again for its backward
-            pass; false keeps them in between: faster, for the memory of all layers.
-        keep_rollout: keep the whole copy of the weights from which responses are sampled between rollouts; false frees
-            it after each.
+            pass. false keeps them between the passes, which is faster but needs memory for all layers.
+        keep_rollout: keep the full copy of the weights, from which responses are sampled, in memory between rollouts.
+            false frees it after each rollout.
     """
 
     tensor_parallel: int = 1

@@ -1,4 +1,4 @@
-"""Tensor parallel: the ranks of a mesh divide the heads and neurons of every layer of a transformers model."""
+"""Tensor parallelism: the ranks of a mesh divide the heads and neurons of every layer of a transformers model."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-"""What a plan of transformers calls the two ways to divide a linear layer."""
+"""The ways to split a linear layer, by their names in a transformers plan."""
 
 COPIED = "replicated_with_grad_allreduce"
-"""What it calls a part that every rank has whole and applies to its own heads."""
+"""Name, in a transformers plan, of a part that every rank stores in full and applies to its own heads."""
 
 
 def split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> set[str]:
-    """Divide the linear layers in `layers` as the plan says that transformers has for the model's family.
+    """Split the linear layers in `layers` by the tensor-parallel plan that transformers has for the model family.
 
-    Embeddings, norms and heads stay whole on every rank. Packed attention sees the heads that a rank has, and needs to
-    know nothing of the others.
+    Embeddings, norms and heads are replicated on every rank. Packed attention runs on the local heads only.
 
     Returns:
-        Names, in `layers`, of parameters that every rank has whole and whose gradient is summed over ranks.
+        Names, in `layers`, of replicated parameters whose gradient is summed over ranks.
 
     Raises:
-        ValueError: there is no such plan, it asks for something else, or the heads cannot be divided evenly.
+        ValueError: the family has no plan, the plan has an unsupported style, or the heads do not divide evenly.
     """
     family = f"models.{role}: model family {module.config.model_type!r}"
     plan = getattr(module.config, "base_model_tp_plan", None)
@@ -54,7 +53,7 @@ def split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh
 
 
 def _matches(path: str, name: str) -> bool:
-    """Whether a path of a plan, such as `layers.*.mlp.up_proj`, is that of a part of the list of layers."""
+    """Return whether a plan path, such as `layers.*.mlp.up_proj`, matches a part's name in the list of layers."""
     pattern = re.escape(path.partition(".")[2]).replace(r"\*", r"\d+")
     return re.fullmatch(pattern, name) is not None
 

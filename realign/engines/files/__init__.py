@@ -1,1 +1,1 @@
-"""Folders of models: names, weights, tokenizers and what is known about them before loading."""
+"""Model folders: paths, weights and tokenizers, and checks before loading."""

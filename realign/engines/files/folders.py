@@ -1,4 +1,4 @@
-"""Folders of models: names and paths, ordinary Hugging Face folders, and what lies in them beside the weights."""
+"""Model folders in Hugging Face format: checks of names and paths, saving, and the state files inside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 AVERAGED = "_ema"
-"""What the folder of averaged weights is called behind the name of the model's own."""
+"""Suffix of the folder with averaged weights, after the name of the model folder."""
 
 
 RUN_FILES = (
@@ -23,14 +23,14 @@ RUN_FILES = (
     *("final", "final/*", "best", "best/*", "step_*", "step_*/*", "checkpoints", "checkpoints/step_*"),
     "tensorboard",
 )
-"""What a run may write into its folder, as patterns."""
+"""Glob patterns of the files and folders that a run writes into its output folder."""
 
 
 def warn_if_misread(what: str, tokenizer: Any, path: str) -> None:
-    """Warn when a tokenizer cuts text otherwise than the `tokenizer.json` that it was read from.
+    """Warn if a loaded tokenizer tokenizes text differently from its `tokenizer.json`.
 
-    transformers chooses the class by the model's family, and may rebuild a tokenizer of another kind as that family's
-    own, without a word: a word-level vocabulary beside a qwen2 model is then read as characters.
+    transformers selects the class by the model's family, and may silently rebuild another kind of tokenizer as that
+    class. For example, it reads a word-level vocabulary in the folder of a qwen2 model as characters.
     """
     file = Path(path, "tokenizer.json")
     if not file.is_file():
@@ -52,19 +52,20 @@ def warn_if_misread(what: str, tokenizer: Any, path: str) -> None:
 
 
 def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
-    """The path of an existing folder, or a hub name; nothing here asks the network.
+    """Return the path of an existing folder, or a hub name. It does not access the network.
 
-    Hub names are `name` or `owner/name`; whatever cannot be one, or starts in an existing folder, is meant as local.
+    Hub names are `name` or `owner/name`. A path is local if it exists, if its first component is an existing folder,
+    or if it is not a valid hub name.
 
     Args:
         what: name of the setting, for messages.
-        path: its value.
-        patterns: files of which the folder must hold one.
+        path: value of the setting.
+        patterns: glob patterns of files; the folder must contain at least one match.
 
     Raises:
-        ValueError: names the setting and the path, if it is meant for a local folder and is none.
+        ValueError: a local path is not a model folder. The message names the setting and the path.
     """
-    folder = Path(os.path.expanduser(path))  # which leaves a ~name that nobody has
+    folder = Path(os.path.expanduser(path))  # keeps ~name if there is no such user
     if folder.is_dir():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}{_inside(folder, patterns)}")
@@ -77,13 +78,13 @@ def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",
 
 
 def _inside(folder: Path, patterns: tuple[str, ...]) -> str:
-    """The end of a message about a folder that holds no model: a model further down, as a run leaves it."""
+    """Return a suggestion for an error message: a model in a subfolder, as a run saves it."""
     found = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
     return f"; did you mean {str(found[0])!r}?" if found else ""
 
 
 def _near_folder(folder: Path) -> str:
-    """The end of a message about a folder that is not there: the nearest name where the path leaves the disk."""
+    """Return a suggestion for an error message: the closest existing name for the first missing path component."""
     there = next(parent for parent in folder.absolute().parents if parent.is_dir())
     parts = folder.absolute().relative_to(there).parts
     near = difflib.get_close_matches(parts[0], [p.name for p in there.iterdir() if p.is_dir()], n=1)
@@ -93,10 +94,11 @@ def _near_folder(folder: Path) -> str:
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuse what cannot be the name of one file or folder, since it becomes one (of a role, a run, a tracker).
+    """Check that a name (of a role, a run or a tracker) is valid as the name of one file or folder.
 
     Raises:
-        ValueError: the name is empty or long, starts with a dot or dash, or holds a separator or a control character.
+        ValueError: the name is empty, longer than 100 bytes, starts with a dot or dash, starts or ends with a blank,
+            or contains a separator or control character.
     """
     fits = 0 < len(name.encode(errors="replace")) <= 100 and name.isprintable() and name == name.strip()
     if not fits or name[0] in ".-" or "/" in name or "\\" in name:
@@ -107,12 +109,12 @@ def check_name(what: str, name: str) -> None:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuse links among what a run writes into its folder: it would write, or remove, what lies elsewhere.
+    """Check that a run's files contain no links, since the run would write or remove files outside its folder.
 
-    The folder itself may be a link, to a larger disk, say.
+    The folder itself may be a link, for example to a larger disk.
 
     Raises:
-        ValueError: names the link and what it leads to.
+        ValueError: there is a link. The message names the link and its target.
     """
     for pattern in RUN_FILES:
         for path in folder.glob(pattern):
@@ -120,7 +122,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise ValueError if `path`, a file or folder of a run, is a link."""
+    """Raise ValueError if `path`, a file or folder of a run, is a symbolic link."""
     if path.is_symlink():
         raise ValueError(
             f"{str(path)!r} is a link to {str(path.readlink())!r}, and a run writes only into its own folder; remove "
@@ -129,11 +131,11 @@ def refuse_link(path: Path) -> None:
 
 
 def save_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` make a folder beside `path` and rename it, so that `path` never holds half a model.
+    """Call `write` with a temporary folder and rename it to `path`, so that `path` never contains a partial model.
 
     Raises:
         ValueError: `path` is a link.
-        OSError: the disk is full, or does not let us write; what stood at `path` stands there as before.
+        OSError: the disk is full or not writable; `path` is unchanged.
     """
     refuse_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
         new = Path(scratch, "new")
         try:
             write(new)
-        except (OSError, SafetensorError) as error:  # the second is no OSError, also where the disk is full
+        except (OSError, SafetensorError) as error:  # a full disk can also raise SafetensorError
             raise OSError(f"{path} was not saved: {error.__cause__ or error}") from error
         if path.exists():
             path.rename(Path(scratch, "old"))
@@ -149,12 +151,12 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def state_file(role: str | None = None) -> str:
-    """Name of the file with the state of the interface that a model was saved with; `role`: of a view of the model."""
+    """Return the name of the file with the interface state saved with a model; `role` names a view of the model."""
     return "interface_state.json" if role is None else f"interface_state_{role}.json"
 
 
 def write_state(folder: Path, state: Mapping[str, Any], role: str | None = None) -> None:
-    """Put the `state_dict` of an interface into the folder of its model, as JSON; nothing if it is empty."""
+    """Write the `state_dict` of an interface as JSON to its model folder; write nothing if it is empty."""
     if not state:
         return
     new = folder / f".{state_file(role)}"
@@ -163,12 +165,14 @@ def write_state(folder: Path, state: Mapping[str, Any], role: str | None = None)
 
 
 def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """What `write_state` put into a local folder: for the model's own role, and for each role that shared it.
+    """Read the interface states that `write_state` saved in a local model folder.
 
-    Both are empty where nothing was put, and for a hub name.
+    Returns:
+        The state of the model's own role, and the states of the roles that share the model. Both are empty if the
+        folder has no state files, and for a hub name.
 
     Raises:
-        ValueError: a file holds no JSON object.
+        ValueError: a file does not contain a JSON object.
     """
     prefix, suffix = state_file("").split(".")
     files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}

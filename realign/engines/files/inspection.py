@@ -1,6 +1,7 @@
-"""What can be said of a model before its weights are read: by their names, and by whether the hub may be asked.
+"""Checks of a model before its weights are read: names of weights, hub access and device.
 
-A run with several models reads gigabytes of the first before it comes to a mistake about the last.
+Without them, a run with several models would read gigabytes before it reports a configuration error of the last
+model.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ LANGUAGE_HEADS = ("lm_head.", "embed_out.")
 
 
 def weight_names(folder: Path) -> frozenset[str] | None:
-    """Names of the weights in a model folder, from their index or the head of the file; None without either.
+    """Return the names of the weights in a model folder, from the index or safetensors header; None without either.
 
     Raises:
-        ValueError: names the file that cannot be read.
+        ValueError: a file cannot be read. The message names the file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -41,17 +42,18 @@ def weight_names(folder: Path) -> frozenset[str] | None:
 
 
 def check_head(what: str, path: str, names: Collection[str], head: Head, *, random_head: bool) -> None:
-    """Compare the head that is asked for with the weights that a folder has.
+    """Check that the configured head matches the weights in a folder.
 
     Args:
         what: key of the model, for messages.
-        path: of the folder, for messages.
-        names: of its weights.
-        head: that is asked for.
-        random_head: whether a new scalar head is allowed: it trains, or `Head.replaces`.
+        path: path of the folder, for messages.
+        names: names of its weights.
+        head: the configured head.
+        random_head: whether a new scalar head is allowed, because the model trains or `Head.replaces` is true.
 
     Raises:
-        ValueError: the folder holds a reward model or a critic and head is causal, or the other way round.
+        ValueError: `head` is causal but the folder contains a reward model or critic, or the folder lacks the scalar
+            head.
     """
     scalar = sorted(name for name in names if name.startswith(SCALAR_HEADS))
     if head.is_scalar and not scalar and not random_head:
@@ -64,7 +66,7 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
 
 
 def no_trained_head(what: str, path: str, head: Head, lacks: str) -> ValueError:
-    """The error about a scalar head that would be drawn at random, and that nothing trains."""
+    """Return the error for a scalar head that is randomly initialized and never trained."""
     return ValueError(
         f"{what}: {path!r} has no trained head for head={head} (it lacks {lacks}), and this role is not trained: "
         "what it says would be random; give a folder with that head, such as final/reward of a run of "
@@ -73,15 +75,15 @@ def no_trained_head(what: str, path: str, head: Head, lacks: str) -> ValueError:
 
 
 def check_hub(what: str, name: str, file: str = "config.json") -> None:
-    """Refuse a hub name whose files are not here when the hub may not be asked.
+    """Check that the files of a hub name are in the local cache if HF_HUB_OFFLINE=1.
 
     Args:
-        what: key of the name, for messages.
-        name: on the hub.
-        file: that would be in the cache if the hub had been asked before.
+        what: key of the setting, for messages.
+        name: name on the hub.
+        file: a file that is in the cache if the model was downloaded.
 
     Raises:
-        ValueError: names the setting and HF_HUB_OFFLINE.
+        ValueError: the file is not in the cache. The message names the setting and HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -93,10 +95,10 @@ def check_hub(what: str, name: str, file: str = "config.json") -> None:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device of that name; `auto` is CUDA where there is one.
+    """Return the torch device of this name; `auto` selects CUDA if it is available.
 
     Raises:
-        ValueError: torch knows no such device, or CUDA is asked for and there is none.
+        ValueError: the device is unknown to torch, or CUDA is requested but not available.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

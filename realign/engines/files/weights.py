@@ -1,4 +1,4 @@
-"""Weights of a network by name: what leaves an engine, and how they come into another one."""
+"""Weights of a network by name, and copying or mixing them into another network."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 VALUE_HEAD = "value_head."
-"""Before the names of a value head's weights; the others have those of the transformers model."""
+"""Prefix of the names of a value head's weights; other weights have their names in the transformers model."""
 
 
 def named_weights(module: nn.Module, value_head: nn.Module | None) -> dict[str, Tensor]:
-    """Each weight and persistent buffer once, by its first name: tied weights are one, so that no mix counts twice."""
+    """Return each weight and persistent buffer once, by its first name; tied weights appear once to be mixed once."""
     found = module.state_dict(keep_vars=True)
     if value_head is not None:
         found = {**found, **{f"{VALUE_HEAD}{name}": x for name, x in value_head.state_dict(keep_vars=True).items()}}
@@ -21,17 +21,17 @@ def named_weights(module: nn.Module, value_head: nn.Module | None) -> dict[str, 
 
 
 def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[str, Iterable[int]], mix: float) -> None:
-    """Compare what is given with what there is.
+    """Check that the given weights fit the weights of a role.
 
     Args:
-        role: whose weights they shall become.
-        own: the shape of each of its weights.
-        given: the shape of each that is given.
-        mix: the part of the mixture that is given.
+        role: the role that receives the weights.
+        own: shape of each weight of the role.
+        given: shape of each given weight.
+        mix: fraction of the given weights in the mixture.
 
     Raises:
-        ValueError: names the role and the weight, for one that is missing, unknown or of another shape, or `mix`
-            outside of (0, 1].
+        ValueError: a weight is missing, unknown or of another shape, or `mix` is outside (0, 1]. The message names
+            the role and the weight.
     """
     if not 0 < mix <= 1:
         raise ValueError(f"model {role!r}: the mix must be above 0 and at most 1, found {mix}")
@@ -44,13 +44,13 @@ def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[st
 
 
 def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """The shape of each."""
+    """Return the shape of each weight."""
     return {name: x.shape for name, x in weights.items()}
 
 
 @torch.no_grad()
 def mix_into(own: Mapping[str, Tensor], given: Mapping[str, Tensor], mix: float) -> None:
-    """Make `own` in place (1 - mix) * own + mix * given; with `mix` 1, and where values are no fractions, a copy."""
+    """Set `own` in place to (1 - mix) * own + mix * given; copy if `mix` is 1 or a tensor is not floating point."""
     for name, x in own.items():
         new = given[name].to(x.device, x.dtype)
         if mix == 1 or not x.is_floating_point():

@@ -1,1 +1,1 @@
-"""One transformers model on packed rows: attention, heads, adapters, branches and outputs."""
+"""A transformers model on packed sequences: attention, heads, LoRA adapters, branches and outputs."""

@@ -1,11 +1,11 @@
-"""The one attention function of realign: registered with transformers, told what to do by the caller's context.
+"""The attention function that realign registers with transformers.
 
-A model loaded with `attn_implementation=ATTENTION` calls `_dispatch` in every layer. The keyword `realign_context` of
-the model call reaches it, and says how tokens see each other: packed sequences here, prefill and decoding in
-`generation`.
-Importing this module registers the name in transformers' own table; no model class or instance is patched.
+A model loaded with `attn_implementation=ATTENTION` calls `_dispatch` in every layer. The caller passes the keyword
+`realign_context` to the model. This context determines which tokens attend to each other: packed sequences in this
+module, prefill and decoding in `realign.engines.sampling.kv_cache`. Importing this module registers the name with
+transformers. No model class or instance is patched.
 
-Shapes: T packed tokens, Hq query heads, Hk key-value heads, D size of a head.
+Shapes: T packed tokens, Hq query heads, Hk key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["ATTENTION", "CONTEXT", "AttentionArgs", "AttentionContext", "Backend
 ATTENTION = "realign"
 CONTEXT = "realign_context"
 
-# Keywords of a model call that reach the attention function and do not change what it computes.
+# Keywords of a model call that reach the attention function and do not change its result.
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep", "return_dict"})
 
 
 class AttentionContext(Protocol):
-    """Who sees whom in one call of a model."""
+    """Which tokens attend to each other in one call of a model."""
 
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Attend from q [1, Hq, T, D] to k, v [1, Hk, T, D] of layer `layer`; return [1, T, Hq, D]."""
@@ -49,12 +49,12 @@ class AttentionContext(Protocol):
 
 
 def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor, positions_T: Tensor | None = None) -> dict[str, Any]:
-    """Keywords with which a transformers model reads packed sequences; add `realign_context=PackedContext(...)`.
+    """Return the keywords to run a transformers model on packed sequences, except `realign_context`.
 
     Args:
         input_ids_T: the tokens.
-        cu_seqlens: boundaries; may be on the host, where finding positions makes nobody wait.
-        positions_T: the place of each token in its sequence, where sequences do not start at 0; may be on the host.
+        cu_seqlens: sequence boundaries; on the host, computing positions needs no device sync.
+        positions_T: position of each token in its sequence, if sequences do not start at 0; may be on the host.
     """
     positions_T = position_ids(cu_seqlens) if positions_T is None else positions_T
     return {
@@ -66,9 +66,9 @@ def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor, positions_T: Tensor |
 
 
 def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict[str, Any]:
-    """Keywords, context included, with which a transformers model computes the rows of a layout of these tokens.
+    """Return the keywords, including `realign_context`, to run a transformers model on the rows of a layout.
 
-    What is found on the host is moved to the device of the tokens, and nobody waits for it.
+    Tensors on the host are copied to the device of the tokens without a sync.
     """
     ids_R = input_ids_T if layout.token_R is None else input_ids_T[layout.token_R]
     cu_seqlens = layout.cu_seqlens
@@ -80,14 +80,14 @@ def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict
 
 @dataclass(eq=False)
 class PackedContext:
-    """Causal attention inside each packed sequence, and none between them.
+    """Causal attention within each packed sequence, with no attention across sequences.
 
     Attributes:
         cu_seqlens: int32 [S + 1] boundaries with a leading 0, on the device of the model.
-        backend: the kernel; `auto` is resolved for each call by device, dtype and what the layer asks for.
+        backend: the kernel; `auto` is resolved for each call from the device, the dtype and the layer's arguments.
         lengths: lengths of the sequences on the host; None reads them from `cu_seqlens` (on CUDA: one host sync).
-        after: for each sequence, the index of the one that it continues and sees, too, or -1. Only `Backend.sdpa`
-            can do that. None: each stands alone.
+        after: for each sequence, the index of the sequence that it continues and also attends to, or -1. Requires
+            `Backend.sdpa`. None means that no sequence continues another.
     """
 
     cu_seqlens: Tensor
@@ -110,7 +110,7 @@ class PackedContext:
 
     @cached_property
     def _span(self) -> int:
-        """Tokens of the longest sequence with what it continues."""
+        """Largest number of tokens of a sequence plus the sequence that it continues."""
         before = (0 if i < 0 else self._lengths[i] for i in self._after)
         return max(map(sum, zip(self._lengths, before, strict=True)), default=0)
 
@@ -118,7 +118,7 @@ class PackedContext:
         """See `AttentionContext.attend`.
 
         Raises:
-            ValueError: the backend that was asked for cannot compute this layer.
+            ValueError: the requested backend cannot compute this layer.
         """
         match choose_backend(Backend(self.backend), q, v, args):
             case Backend.flash:
@@ -139,7 +139,7 @@ class PackedContext:
         return torch.cat(out, 1) if out else q.new_empty(1, 0, q.shape[1], v.shape[-1])
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-        """One sequence, whose last tokens are the queries."""
+        """Attend within one sequence; the queries are its last tokens."""
         length = k.shape[2]
         window = args.sliding_window if args.sliding_window is not None and args.sliding_window < length else None
         if args.softcap is not None or args.sinks_H is not None:
@@ -157,9 +157,9 @@ class PackedContext:
         )
 
     def _mask(self, q: Tensor, length: int, window: int | None) -> Tensor:
-        """[queries, length]: 0 where one of the last queries of a sequence sees a key, else -inf.
+        """Return the mask [queries, length]: 0 where a query attends to a key, else -inf.
 
-        A view of one mask that serves all sequences and layers: what autograd keeps of it takes no memory.
+        It is a view of one mask for all sequences and layers, so autograd saves no copies of it.
         """
         key = (window or 0, q.dtype)
         if key not in self._masks:
@@ -170,7 +170,7 @@ class PackedContext:
 
 
 def _joined(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
-    """[1, Hk, L, D] of a piece, behind those of the piece that it continues."""
+    """Return the keys or values [1, Hk, L, D] of a piece, after those of the piece that it continues."""
     return pieces[own] if before < 0 else torch.cat([pieces[before], pieces[own]], 2)
 
 
@@ -188,13 +188,13 @@ def _dispatch(
     realign_context: AttentionContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: refuse what would change the result unseen, and hand on the rest to the context."""
+    """Reject arguments that would silently change the result, and call `attend` of the context."""
     if realign_context is None:
         raise ValueError(
             f"{_family(module)} was called without {CONTEXT}=..., which says how its tokens see each other"
         )
     _refuse_unknown(module, attention_mask, sliding_window, others)
-    if torch.is_autocast_enabled(query.device.type):  # query and key may be fp32 where a norm follows the projection
+    if torch.is_autocast_enabled(query.device.type):  # query and key may be fp32 if a norm follows the projection
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -218,7 +218,7 @@ def _refuse_unknown(module: nn.Module, mask: Tensor | None, window: int | None, 
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     kind = types[module.layer_idx] if types else None
-    # A family that expresses locality by its mask alone would lose it here, since a registered function gets no mask.
+    # A registered function receives no mask, so a family that implements its window only by the mask would lose it.
     if kind not in (None, "full_attention", "attention", "sliding_attention") or (
         kind == "sliding_attention" and window is None
     ):

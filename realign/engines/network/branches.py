@@ -1,7 +1,8 @@
-"""Branches off a model's trunk: own copies of its top layers, run on what the trunk gave to those layers.
+"""Branches of a model's trunk: copies of its top layers that run on the inputs of the trunk's top layers.
 
-A branch attends as the trunk does: each copy is called with the very arguments of the layer that it copies (positions,
-window, attention context), but for the hidden states. `probe.probe_branch` compares a fresh branch with its trunk.
+Each copy is called with the arguments of the layer that it copies (positions, window, attention context), except the
+hidden states. A branch therefore attends as the trunk does. `probe.probe_branch` compares a new branch with its
+trunk.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from realign.engines.network.heads import read_head
 from realign.functional.logprobs import LMHead
 
 Heard: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
-"""Arguments and keywords with which the trunk called each of its top layers, in their order."""
+"""Positional and keyword arguments of the trunk's calls to its top layers, in layer order."""
 
 _LAYERS = ("layers", "h")
 _AFTER = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out")
 
 
 class Stack(NamedTuple):
-    """The layers of a model, and the modules that turn the last one's output into its last hidden states."""
+    """The layers of a model, and the modules that map the output of the last layer to the last hidden states."""
 
     layers: nn.ModuleList
     after: tuple[nn.Module, ...]
 
     def top(self, n: int) -> list[nn.Module]:
-        """The top `n` layers and what comes after them."""
+        """Return the top `n` layers and the modules after them."""
         return [*self.layers[len(self.layers) - n :], *self.after]
 
 
 def read_stack(module: Any) -> Stack:
-    """Where the layers of a transformers model stand.
+    """Find the layers of a transformers model.
 
     Raises:
-        ValueError: names the family, if they are not found.
+        ValueError: the layers are not found. The message names the model family.
     """
-    base = getattr(module.base_model, "decoder", module.base_model)  # opt has its layers one level deeper
+    base = getattr(module.base_model, "decoder", module.base_model)  # opt nests its layers one level deeper
     layers = next((x for name in _LAYERS if isinstance(x := getattr(base, name, None), nn.ModuleList)), None)
     after = tuple(x for name in _AFTER if isinstance(x := getattr(base, name, None), nn.Module))
     if layers is None or not after:
@@ -53,25 +54,25 @@ def read_stack(module: Any) -> Stack:
 
 
 def check_layers(what: str, n: int, stack: Stack) -> None:
-    """Raise ValueError, with the name of the setting `what`, if the model has no `n` layers."""
+    """Raise ValueError with the name of the setting `what`, unless 1 <= n <= number of layers."""
     if not 1 <= n <= len(stack.layers):
         raise ValueError(f"{what} must be from 1 to {len(stack.layers)}, the model's number of layers, found {n}")
 
 
 class Branch(nn.Module):
-    """Own copies of a trunk's top layers and final norm."""
+    """Copies of a trunk's top layers and final norm, with separate weights."""
 
     def __init__(self, module: Any, layers: int) -> None:
         super().__init__()
         stack = read_stack(module)
-        self._sources = tuple(stack.layers[len(stack.layers) - layers :])  # a tuple: they are no modules of the branch
+        self._sources = tuple(stack.layers[len(stack.layers) - layers :])  # tuple: not registered as submodules
         own_config = {id(module.config): module.config}
         self.layers = copy.deepcopy(nn.ModuleList(self._sources), own_config)
         self.after = copy.deepcopy(nn.ModuleList(stack.after), own_config)
 
     @contextmanager
     def listening(self) -> Iterator[Heard]:
-        """While the trunk runs: collect what its top layers are called with."""
+        """Record the arguments of the trunk's top layers while the trunk runs."""
         heard: Heard = []
 
         def keep(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -85,7 +86,7 @@ class Branch(nn.Module):
                 hook.remove()
 
     def forward(self, heard: Heard) -> Tensor:
-        """[T, H] last hidden states of the branch, from what `listening` collected; gradients reach the trunk."""
+        """Return the branch's last hidden states [T, H] from the recorded arguments; gradients flow to the trunk."""
         assert len(heard) == len(self.layers)
         hidden = heard[0][0][0] if heard[0][0] else heard[0][1]["hidden_states"]
         for layer, (args, keywords) in zip(self.layers, heard, strict=True):
@@ -98,7 +99,7 @@ class Branch(nn.Module):
 
 
 class ReferenceBranch(nn.Module):
-    """The policy as it was when this was made: frozen copies of all that trains, over the trunk that does not."""
+    """A frozen policy: copies of the weights that train, at construction time, over the trunk that does not train."""
 
     head: LMHead
 
@@ -111,12 +112,12 @@ class ReferenceBranch(nn.Module):
 
 
 def _frozen(x: Any) -> Any:
-    """A copy of what trains; what does not is shared."""
+    """Return a copy of a tensor that trains; return anything else unchanged."""
     return x.detach().clone() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def train_top(module: Any, layers: int) -> None:
-    """Freeze all but the top `layers` layers, the final norm and the head; a head tied to the embeddings is frozen."""
+    """Freeze all weights except the top `layers` layers, the final norm and a head not tied to the embeddings."""
     module.requires_grad_(False)
     for part in read_stack(module).top(layers):
         part.requires_grad_(True)
@@ -125,10 +126,10 @@ def train_top(module: Any, layers: int) -> None:
 
 
 def layers_that_train(module: Any) -> int | None:
-    """The smallest number of top layers such that nothing below them requires a gradient; None: something always does.
+    """Return the smallest number of top layers (at least 1) with no trained weight below them.
 
-    At least 1. Embeddings are below every layer, also those that the head is tied to; the final norm and any other head
-    are above.
+    Returns None if a weight below all layers trains, such as the embeddings. Embeddings are below all layers even if
+    the head is tied to them. The final norm and an untied head are above all layers.
     """
     stack = read_stack(module)
     above = {id(p) for part in stack.top(0) for p in part.parameters()} | {id(p) for p in _head_parameters(module)}

@@ -1,9 +1,8 @@
-"""How the cores of a CPU share the work: passes side by side, and one core for what is too small to share.
+"""Concurrent passes on a CPU: each lane (thread) runs a micro-batch with a part of the cores.
 
-Threads that compute one operator together have to meet at its end. That takes microseconds where they wait awake, and
-up to a fifth of a millisecond where they sleep (`OMP_WAIT_POLICY=PASSIVE`, virtual machines): longer than most
-operators of a model that trains on a CPU. Micro-batches have nothing to tell one another until their gradients are
-added.
+Threads that compute one operator together must synchronize at its end. That takes microseconds if they spin, and up
+to 0.2 ms if they sleep (`OMP_WAIT_POLICY=PASSIVE`, virtual machines). The latter is longer than most operators of a
+model that trains on a CPU. Micro-batches need no synchronization until their gradients are added.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MIN_ROWS = 128
-"""Rows of a pass below which it is not parted: two passes over half of them would take as long."""
+"""Minimum number of rows per lane. Splitting a smaller pass into two saves no time."""
 
 
 class ParallelPasses(StrEnum):
-    """Whether the micro-batches of a batch are computed side by side on a CPU."""
+    """Whether the micro-batches of a batch are computed concurrently on a CPU."""
 
     auto = "auto"
     off = "off"
 
 
 def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) -> tuple[int, MicroBatchSpec]:
-    """How many passes to run at a time, and micro-batches that divide the budget and the rows among them.
+    """Choose the number of concurrent passes (lanes), and divide the budget and the rows among them.
 
     Args:
-        lengths: of the batch.
-        rows: of all its passes together.
-        spec: the budget of all passes that run at a time.
-        threads: of this process, at most one lane each.
+        lengths: sequence lengths of the batch.
+        rows: number of rows of all its passes together.
+        spec: the budget for all concurrent passes together.
+        threads: maximum number of lanes.
 
     Returns:
-        The number of lanes; 1 and `spec` itself where there is too little to part, or where the budget has no room for
-        two of the longest sequences (with `whole_groups`: groups).
+        The number of lanes and the spec of one lane. They are 1 and `spec` if the batch is too small to split, or if
+        the budget does not fit two of the longest sequences (with `whole_groups`: groups).
     """
     limit = spec.max_tokens_per_microbatch
     longest = int((lengths.per_prompt if spec.whole_groups else lengths.flat).max(initial=1))
@@ -61,17 +60,20 @@ def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) ->
 
 
 def rewrites_rope(module: nn.Module) -> bool:
-    """Whether every pass rewrites the frequencies of the rotary positions, for its longest text: two would collide."""
+    """Return whether each pass modifies the rotary frequencies for its longest sequence.
+
+    Such passes cannot run concurrently.
+    """
     found = (getattr(part, "rope_type", None) for part in module.modules())
     kinds = {kind for x in found for kind in (x.values() if isinstance(x, Mapping) else [x])}
     return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
-    """What `work` makes of each item, in their order; `lanes` of them are worked on at a time, in threads.
+    """Yield `work(item)` for each item, in order; `lanes` threads run concurrently.
 
-    Each thread has its part of the cores. No more than `lanes` + 1 results exist that were not taken. What torch keeps
-    for each thread (grad mode, autocast) is at its default in `work`. An exception ends the rest.
+    The lanes divide the threads of torch among them. At most `lanes` + 1 results are pending. Inside `work`,
+    thread-local state of torch (grad mode, autocast) has its default. An exception cancels the remaining items.
     """
     if lanes == 1:
         yield from map(work, items)
@@ -96,4 +98,4 @@ def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: i
                 for future in waiting:
                     future.cancel()
     finally:
-        torch.set_num_threads(threads)  # MKL has one number for all threads, which the lanes have lowered
+        torch.set_num_threads(threads)  # the lanes lowered MKL's process-wide thread count

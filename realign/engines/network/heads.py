@@ -1,4 +1,4 @@
-"""The last layer of a model (config node `models.ROLE.head`): what it computes, how it is read, and how it starts."""
+"""The last layer of a model (config node `models.ROLE.head`): its output, how to read it, and its initialization."""
 
 from __future__ import annotations
 
@@ -17,76 +17,76 @@ from realign.settings import Count, NonNegativeInt, Settings
 
 
 class HeadInit(StrEnum):
-    """How the last layer of a new scalar head starts."""
+    """Initialization of the last layer of a new scalar head."""
 
     normal = "normal"
-    """Weights drawn with standard deviation 1 / sqrt(hidden size + 1), bias 0 (arXiv:1909.08593)."""
+    """Normal weights with standard deviation 1 / sqrt(hidden size + 1), bias 0 (arXiv:1909.08593)."""
     zero = "zero"
-    """Weights and bias 0: a critic that starts with the value 0 everywhere."""
+    """Weights and bias 0, so that a new critic predicts the value 0 everywhere."""
 
 
 class ValueHidden(StrEnum):
-    """What a value head computes from a hidden state."""
+    """Architecture of a value head."""
 
     linear = "linear"
     """One linear layer."""
     mlp = "mlp"
-    """Twice the hidden size, ReLU, one number (as trlX does)."""
+    """Two linear layers with ReLU between them; the inner size is twice the hidden size (as in trlX)."""
 
 
 @dataclass
 class ValueHead(Settings):
-    """A value of the state before each token, from the trunk of a language model or a branch off its top."""
+    """Head for the value of the state before each token, on the trunk of a language model or a branch of its top."""
 
     layers: NonNegativeInt = 0
-    """Number of top layers that the head copies, with the final norm. The copies start as the trunk's and are not
-    recomputed under gradient_checkpointing. With 0 the head reads the trunk's last hidden states."""
+    """Number of top layers that the head copies, with the final norm. The copies start with the trunk's weights.
+    gradient_checkpointing does not recompute them. With 0 the head reads the trunk's last hidden states."""
     hidden: ValueHidden = ValueHidden.linear
-    """linear | mlp."""
+    """Architecture of the head: linear | mlp."""
     init: HeadInit = HeadInit.zero
-    """Start of the last layer if the model's folder has no `value_head.safetensors`: zero | normal."""
+    """Initialization of the last layer if the model folder has no `value_head.safetensors`: zero | normal."""
 
 
 class Head(Settings, ABC):
-    """What a model computes for tokens; `Causal`, `Score` and `Value` are the choices."""
+    """Output of a model: `Causal`, `Score` or `Value`."""
 
     def __str__(self) -> str:
-        """Return the word for this head in a config."""
+        """Return the name of this head in a config."""
         return type(self).__name__.lower()
 
     @property
     @abstractmethod
     def outputs(self) -> frozenset[str]:
-        """What an engine with this head computes, see `PipelinableEngine.outputs`."""
+        """Outputs of an engine with this head; see `PipelinableEngine.outputs`."""
 
     @property
     @abstractmethod
     def is_scalar(self) -> bool:
-        """Whether the last layer gives one number, and not one per token of the vocabulary."""
+        """Whether the last layer returns one number instead of one per token of the vocabulary."""
 
     @property
     def replaces(self) -> bool:
-        """Whether the head of the folder is replaced by a new one."""
+        """Whether a new head replaces the head in the model folder."""
         return False
 
     @abstractmethod
     def auto_class(self) -> Any:
-        """Return the class of transformers that loads such models."""
+        """Return the class of transformers that loads models with this head."""
 
     def start(self, module: Any, *, seed: int) -> None:
-        """Replace the head of a transformers model in place, if this says so."""
+        """Replace the head of a transformers model in place, if `replaces` is true."""
 
 
 @dataclass
 class Causal(Head):
-    """A language model: logits of the next token, and values if it has a value head."""
+    """A language model: logits of the next token, and optionally values."""
 
     value_head: ValueHead | None = None
-    """Values beside the log-probs, from the same forward pass. They are saved in the folder of the model and read from
-    there. null: none."""
+    """Head that computes values in the same forward pass as the log-probs. It is saved in the model folder and loaded
+    from there. null means no value head."""
     vocabulary: Count | None = None
-    """Number of tokens that are text, the first ones: padding tokens and spare rows of the embedding behind them are
-    neither sampled nor in the softmax. The reference needs the same number. null: all."""
+    """Number of tokens in the softmax, counted from token id 0. Higher ids, such as padding tokens and unused rows of
+    the embedding, are never sampled. The reference model needs the same number. null means all tokens."""
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -107,11 +107,12 @@ class Causal(Head):
 
 @dataclass
 class _ScalarHead(Head):
-    """A head that gives one number."""
+    """A head that returns one number."""
 
     init: HeadInit | None = None
-    """Start of the head: normal | zero replace the one of the folder, and are drawn from the run's seed. null keeps the
-    one of the folder; if it has none, transformers initializes one, which only a model that trains may have."""
+    """Initialization of the head. normal | zero replace the head in the folder, seeded by the run. null keeps the
+    head in the folder. If the folder has none, transformers initializes one, which is only valid for a model that
+    trains."""
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -157,14 +158,14 @@ class Value(_ScalarHead):
 
 
 def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
-    """What the last layer of a transformers model computes, as a value that shares its parameters.
+    """Return the last layer of a transformers model as a head that shares its parameters.
 
     Args:
         module: the model.
-        dropout: keep the dropout that transformers puts before the head of a token classifier.
+        dropout: whether to keep the dropout of transformers before the head of a token classifier.
 
     Raises:
-        ValueError: names the family, if no such layer is found.
+        ValueError: no such layer is found. The message names the model family.
     """
     config = module.config.get_text_config()
     scalar: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
@@ -180,14 +181,14 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
 
 
 def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[str, str] | None:
-    """How to find a scalar head under its other name: some families call that of a critic other than a reward model's.
+    """Return the renaming to load a scalar head whose name differs between critic and reward model.
 
     Args:
         missing: names of weights that the model has and its folder lacks.
         unexpected: names of weights that the folder has and the model lacks.
 
     Returns:
-        The `key_mapping` of `from_pretrained`; None if no scalar head is under another name.
+        The `key_mapping` of `from_pretrained`; None if no scalar head needs renaming.
     """
     for ours, theirs in (("score", "classifier"), ("classifier", "score")):
         if f"{ours}.weight" in missing and f"{theirs}.weight" in unexpected:
@@ -197,14 +198,14 @@ def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[
 
 @torch.no_grad()
 def init_head(module: Any, init: HeadInit, *, seed: int) -> None:
-    """Replace the scalar head of a transformers model in place."""
+    """Reinitialize the scalar head of a transformers model in place."""
     head: Any = read_head(module)
     init_linear(head.weight_1H, head.bias_1, init, seed=seed)
 
 
 @torch.no_grad()
 def init_linear(weight_1H: torch.Tensor, bias_1: torch.Tensor | None, init: HeadInit, *, seed: int) -> None:
-    """Fill the last layer of a scalar head as `init` says, in place."""
+    """Initialize the last layer of a scalar head in place."""
     deviation = 0.0 if init is HeadInit.zero else (weight_1H.shape[1] + 1) ** -0.5
     drawn_1H = torch.randn(weight_1H.shape, generator=torch.Generator().manual_seed(seed))
     weight_1H.copy_(deviation * drawn_1H)

@@ -1,6 +1,6 @@
-"""Kernels of packed causal attention: which one can compute a layer, and how each is called.
+"""Kernels for packed causal attention: selection of a kernel for a layer, and one function per kernel.
 
-Shapes: T packed tokens, L tokens of one sequence, Hq query heads, Hk key-value heads, D size of a head.
+Shapes: T packed tokens, L tokens of one sequence, Hq query heads, Hk key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Backend(StrEnum):
-    """Which kernel computes packed attention; `auto` takes the fastest one that computes the same."""
+    """Which kernel computes packed attention; `auto` selects the fastest kernel that supports the layer."""
 
     auto = "auto"
     sdpa = "sdpa"
@@ -25,25 +25,25 @@ class Backend(StrEnum):
 
 
 class AttentionArgs(NamedTuple):
-    """What a layer's attention computes, apart from who sees whom."""
+    """Attention settings of a layer, except which tokens attend to each other."""
 
     scaling: float
-    """Factor of the scores, before anything else."""
+    """Factor that multiplies the scores q k^T first."""
     dropout: float
-    """Probability of dropping an attention weight; 0 outside training."""
+    """Dropout probability of attention weights; 0 outside training."""
     sliding_window: int | None
-    """Keys that a query sees, itself included; None means all before it."""
+    """Number of keys that a query attends to, including its own; None means all previous keys and its own."""
     softcap: float | None
-    """Scores x become softcap * tanh(x / softcap)."""
+    """Replaces scores x by softcap * tanh(x / softcap); None disables it."""
     sinks_H: Tensor | None
-    """[Hq] a score per head that takes part in the softmax and has no value (gpt_oss)."""
+    """[Hq] attention sinks (gpt_oss): one extra score per head in the softmax, without a value; None for no sinks."""
 
 
 def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> Backend:
-    """The kernel for a layer: `backend` itself, or under `auto` the fastest that can compute the layer.
+    """Return the kernel for a layer: `backend`, or with `auto` the fastest kernel that supports the layer.
 
     Raises:
-        ValueError: names the backend and why it cannot compute the layer.
+        ValueError: the backend does not support the layer. The message names the backend and the reason.
     """
     if backend is Backend.auto:
         able = (b for b in (Backend.flash, Backend.varlen) if _obstacle(b, q, v, args) is None)
@@ -54,7 +54,7 @@ def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) 
 
 
 def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> str | None:
-    """Why the kernel cannot compute this layer, or None."""
+    """Return why the kernel cannot compute this layer, or None if it can."""
     if backend is Backend.sdpa:
         return None
     if q.device.type != "cuda":
@@ -78,9 +78,9 @@ def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> st
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mask: Tensor) -> Tensor:
-    """Attention of one sequence written out, for what no fused kernel has: soft caps and sinks. [1, Hq, L, D].
+    """Compute attention of one sequence with plain operators, for soft caps and sinks. Returns [1, Hq, L, D].
 
-    `mask` is added to the scores: 0 where a query sees a key, else -inf.
+    `mask` is added to the scores: 0 where a query attends to a key, else -inf.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -97,7 +97,7 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mas
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """The kernel of the flash-attn package. q [1, Hq, T, D], k, v [1, Hk, T, D]; returns [1, T, Hq, D]."""
+    """Run the kernel of the flash-attn package. q [1, Hq, T, D], k, v [1, Hk, T, D]; returns [1, T, Hq, D]."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     out: Tensor = flash_attn_varlen_func(
@@ -116,7 +116,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seq
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """The kernel of torch itself. Its keywords grew from version to version: what one lacks is done before the call."""
+    """Run the kernel of torch; apply scaling and GQA before the call if this torch version lacks the keywords."""
     from torch.nn.attention.varlen import varlen_attn
 
     accepted = _varlen_parameters() or frozenset()
@@ -141,7 +141,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_se
 
 
 def _varlen_parameters() -> frozenset[str] | None:
-    """Keywords of `torch.nn.attention.varlen.varlen_attn`; None where torch has no such function."""
+    """Return the keywords of `torch.nn.attention.varlen.varlen_attn`, or None if torch lacks this function."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

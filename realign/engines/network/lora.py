@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685) through peft: small trained matrices beside the linear layers of a frozen model."""
+"""LoRA (arXiv:2106.09685) with peft: low-rank trained updates of the linear layers of a frozen model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ADAPTER = "default"
 
 
 SCALAR_HEADS = ("score", "classifier")
-"""Names that families of transformers give to a scalar head; it trains whole, beside the adapters."""
+"""Names of scalar heads in model families of transformers. All weights of a scalar head train with the adapters."""
 
 
 def require_peft(what: str) -> None:
-    """Raise ValueError, with the name of the setting `what` and of the extra, if peft is not installed."""
+    """Raise ValueError with the name of the setting `what` and the extra, if peft is not installed."""
     if find_spec("peft") is None:
         raise ValueError(f"{what} needs peft, which is not installed: pip install 'realign[peft]'")
 
@@ -31,19 +31,19 @@ def require_peft(what: str) -> None:
 def add_adapters(
     module: Any, *, rank: int, alpha: int, target_modules: str | list[str], dropout: float, path: str, seed: int
 ) -> None:
-    """Put adapters into a transformers model, in place, and let only them and a scalar head require gradients.
+    """Add adapters to a transformers model in place. Only the adapters and a scalar head then require gradients.
 
     Args:
         module: the model.
         rank: rank of an update.
-        alpha: weight of an update, which is alpha / rank.
-        target_modules: names of the layers, or ends of names; or all-linear.
+        alpha: LoRA alpha; an update is multiplied by alpha / rank.
+        target_modules: names or name suffixes of the adapted layers, or all-linear.
         dropout: dropout probability on the input of A.
-        path: where the base model came from; noted in the config of the adapters.
-        seed: of the A matrices.
+        path: folder or hub name of the base model; saved in the config of the adapters.
+        seed: seed of the A matrices.
 
     Raises:
-        ValueError: the target modules are not there or cannot be adapted.
+        ValueError: the target modules do not exist or cannot be adapted.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
@@ -73,7 +73,7 @@ def add_adapters(
 
 @contextmanager
 def adapters_off(module: Any) -> Iterator[None]:
-    """For a while the model is its frozen base."""
+    """Disable the adapters, so that the model is its frozen base model within the context."""
     layers = list(_adapted(module).values())
     for layer in layers:
         layer.enable_adapters(False)
@@ -86,7 +86,7 @@ def adapters_off(module: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_state(module: Any) -> dict[str, Tensor]:
-    """The state of the same model without adapters that computes the same; the module stays as it is."""
+    """Return the state dict of an equivalent model with merged adapters; the module is not changed."""
     own: set[int] = set()
     deltas: dict[int, Tensor] = {}
     for layer in _adapted(module).values():
@@ -102,7 +102,7 @@ def merged_state(module: Any) -> dict[str, Tensor]:
 
 
 def save_adapters(module: Any, folder: Path) -> None:
-    """Write adapters and scalar head as a folder that `peft.PeftModel.from_pretrained` reads over the same base."""
+    """Write adapters and scalar head to a folder for `peft.PeftModel.from_pretrained` with the same base model."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

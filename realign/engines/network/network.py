@@ -1,4 +1,4 @@
-"""`Network`: the weights of a role, how packed sequences go through them, and what of them is written to a folder."""
+"""`Network`: the weights of a role, its forward pass over packed sequences, and saving to a folder."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from realign.engines.sampling.weight_fusion import Fusion
 from realign.functional.logprobs import LMHead
 
 Run: TypeAlias = Callable[[SequenceSample, SequenceSample, Layout], PackedOutput]
-"""From a micro-batch where it is, the same one on the device of the model, and the layout of its rows, to the output of
-a forward pass."""
+"""A forward pass. The arguments are a micro-batch on its current device, the same micro-batch on the model's device,
+and the layout of its rows."""
 
 
 class Network(nn.Module):
-    """A transformers model in eval mode, and beside it a value head where there is one."""
+    """A transformers model in eval mode, with an optional value head."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Network(nn.Module):
         fused_rollout: bool,
         parallel_passes: ParallelPasses,
     ) -> None:
-        """Probe the model; the arguments are those of `TransformersEngine`.
+        """Probe the model; see `TransformersEngine` for the arguments.
 
         Raises:
             ValueError: the model family cannot run packed.
@@ -65,7 +65,7 @@ class Network(nn.Module):
         self._dropout = dropout
         self._draws = dropout or bool(trains.dropouts(module))
         self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
-        # what a branch hears of the trunk's layers comes by hooks, which do not know the pass that they are called in
+        # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
         alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
         self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
         self.fusion = Fusion(module) if fused_rollout and isinstance(self.head, LMHead) else None
@@ -82,31 +82,32 @@ class Network(nn.Module):
 
     @property
     def head(self) -> LMHead | ScalarHead:
-        """The last layer, with the parameters that it has now: a sharded network has others while it runs."""
+        """The last layer with its current parameters; a sharded network has other parameters while it runs."""
         return read_head(self.module)
 
     def owned(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer of this process may change in place."""
+        """Return the parameters that an optimizer of this process may change in place."""
         return list(self.parameters())
 
     def forward(self, **inputs: Any) -> Tensor:
-        """[1, R, H] last hidden states, from the keywords of `layout_inputs`."""
+        """Return the last hidden states [1, R, H], given the keywords of `layout_inputs`."""
         hidden: Tensor = self.module.base_model(**inputs).last_hidden_state
         return hidden
 
     def passes(
         self, data: SequenceSample, mb_spec: MicroBatchSpec, *, parallel: bool = False, training: bool = False
     ) -> Passes:
-        """The micro-batches of a batch, the rows of each, and how many of them run at a time.
+        """Return the micro-batches of a batch, the layout of each, and how many of them run concurrently.
 
-        Nothing is shared on an accelerator, since its kernels know no shared keys, and in training under dropout, which
-        draws for each sequence, and from one source of random numbers for all threads.
+        Prompts are not shared on an accelerator, since its kernels do not support shared keys. A training pass with
+        dropout neither shares prompts nor runs concurrently. Its random numbers differ for each sequence and come
+        from one generator for all threads.
 
         Args:
             data: the batch.
-            mb_spec: the budget.
-            parallel: they may run at the same time.
-            training: they are differentiated.
+            mb_spec: the token budget.
+            parallel: whether the passes may run concurrently.
+            training: whether the passes are differentiated.
         """
         draws = training and self._draws
         share = self._shares and data[TOKENS].device.type == "cpu" and not draws
@@ -122,14 +123,14 @@ class Network(nn.Module):
         training: bool = False,
         with_values: bool = True,
     ) -> PackedOutput:
-        """The packed forward pass of a micro-batch.
+        """Run the packed forward pass of a micro-batch.
 
         Args:
-            part: where it is, usually on the host, so that asking for lengths makes nobody wait.
-            moved: the same on the network's device.
-            layout: its rows; None: one for each token.
-            training: keep the dropout before a scalar head.
-            with_values: give the output its value head, where there is one.
+            part: the micro-batch on its current device; on the host, reading its lengths needs no device sync.
+            moved: the same micro-batch on the network's device.
+            layout: the layout of its rows; None means one row per token.
+            training: whether to apply the dropout before a scalar head.
+            with_values: whether the output includes the value head, if the network has one.
         """
         value = self.value_head if with_values else None
         layout = layout or Layout.plain(part.lengths[TOKENS])
@@ -144,14 +145,14 @@ class Network(nn.Module):
         return PackedOutput(hidden_RH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch, layout.row_T)
 
     def reference(self, layers: int | None = None) -> Run:
-        """`run` of the policy as it is now, whatever is trained later; without values.
+        """Return a `run` of the current policy that later training does not change. It computes no values.
 
-        With LoRA it is the base model. Otherwise the model's lower layers must be frozen: a frozen copy of the top
-        `layers` layers, by default of all that train, stands beside the trained ones and shares what is below. A call
-        runs the trained ones, too.
+        With LoRA the reference is the base model. Otherwise it is a frozen copy of the top `layers` layers over the
+        shared lower layers, which must be frozen. By default all layers that train are copied. Each call also runs
+        the trained layers.
 
         Raises:
-            ValueError: the model has a scalar head, or more of it is trained than is copied.
+            ValueError: the model has a scalar head, or `layers` does not include all layers that train.
         """
         if not isinstance(self.head, LMHead):
             raise ValueError(f"model {self.name!r} has a scalar head; branch=reference is of a language model")
@@ -189,11 +190,11 @@ class Network(nn.Module):
         return PackedOutput(hidden_RH, head, moved[TOKENS], part.cu_seqlens(), self.autocast, row_T=layout.row_T)
 
     def limited(self, head: LMHead) -> LMHead:
-        """The head, for those tokens that can follow a text."""
+        """Return the head restricted to the tokens of `head.vocabulary`."""
         return head if self._vocabulary is None else head.first(self._vocabulary)
 
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
-        """[R, H] last hidden states; the model is not called where there is no token."""
+        """Return the last hidden states [R, H]; skip the model if the layout has no tokens."""
         if not layout.pieces.any():
             head = self.head
             weight = head.weight_VH if isinstance(head, LMHead) else head.weight_1H
@@ -203,19 +204,19 @@ class Network(nn.Module):
         return hidden[0]
 
     def fixed_names(self) -> set[str]:
-        """Names, in the state of the module, of the weights that do not train."""
+        """Return the names, in the module's state dict, of the weights that do not train."""
         return {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
     def module_state(self, *, fixed: bool) -> dict[str, Tensor]:
-        """Those of the module's weights that do not train (`fixed`), or all the others and its buffers."""
+        """Return the module's frozen weights (`fixed`), or its trained weights and buffers."""
         names = self.fixed_names()
         return {name: x for name, x in self.module.state_dict().items() if (name in names) == fixed}
 
     def load_module_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `module_state(fixed=False)` gave.
+        """Restore the result of `module_state(fixed=False)`.
 
         Raises:
-            ValueError: it is of a module of which other weights train.
+            ValueError: the state belongs to a module with other trained weights.
         """
         found = self.module.load_state_dict(state, strict=False)
         if wrong := [*found.unexpected_keys, *sorted(set(found.missing_keys) ^ self.fixed_names())]:
@@ -225,7 +226,7 @@ class Network(nn.Module):
             )
 
     def nonfinite_weight(self) -> str | None:
-        """The name of a weight that is not finite, None if all are."""
+        """Return the name of a non-finite weight, or None."""
         return nonfinite_weight(self.module, self.value_head)
 
     def save(self, folder: Path) -> None:
@@ -234,7 +235,7 @@ class Network(nn.Module):
 
 
 def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | None:
-    """The name of a weight of a model or of its value head that is not finite, None if all are."""
+    """Return the name of a non-finite weight of a model or its value head, or None."""
     for network in (module, *([] if value_head is None else [value_head])):
         for name, x in network.state_dict().items():
             if x.is_floating_point() and not bool(x.isfinite().all()):
@@ -243,13 +244,13 @@ def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | N
 
 
 def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> None:
-    """Raise ValueError, with the name of the weight, if one is not finite and would be saved as the model of `role`."""
+    """Raise ValueError with the name of a non-finite weight, if the model of `role` has one."""
     if (name := nonfinite_weight(module, value_head)) is not None:
         raise ValueError(f"model {role!r} is not saved: weight {name!r} is not finite")
 
 
 def write_network(folder: Path, module: Any, value_head: ValueNetwork | None, trains: Trained) -> None:
-    """Write the folder of a model, see `Trained.save`, and the value head into it."""
+    """Write a model folder (see `Trained.save`), including the value head."""
     trains.save(module, folder)
     if value_head is not None:
         value_head.save(folder)

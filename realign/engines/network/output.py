@@ -1,7 +1,7 @@
-"""What a loss or a post-hook sees of one packed forward pass: hidden states, turned into numbers on demand.
+"""Output of one packed forward pass for losses and post-hooks, computed from hidden states on demand.
 
-Shapes: T packed tokens, R rows of the pass (fewer where tokens share them), S sequences, N chosen tokens, H hidden
-size, V vocabulary.
+Shapes: T packed tokens, R rows of the pass (fewer than T if tokens share rows), S sequences, N selected tokens, H
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from realign.functional.packed import position_ids
 
 @dataclass(frozen=True, eq=False)
 class ScalarHead:
-    """The last layer of a reward model or a critic: one number per hidden state, computed in fp32."""
+    """Last layer of a reward model or critic: one number per hidden state, computed in fp32."""
 
     weight_1H: Tensor
     bias_1: Tensor | None = None
     dropout: float = 0.0
-    """Probability of dropping an entry of the hidden state."""
+    """Dropout probability of the entries of the hidden state."""
 
     def __call__(self, hidden_NH: Tensor) -> Tensor:
-        """[N] fp32."""
+        """Return one number per hidden state, [N] fp32."""
         bias_1 = None if self.bias_1 is None else self.bias_1.float()
         with torch.autocast(hidden_NH.device.type, enabled=False):
             kept_NH = F.dropout(hidden_NH.float(), self.dropout)
@@ -39,12 +39,12 @@ class ScalarHead:
 
 @dataclass(frozen=True, eq=False)
 class ScalarBranch:
-    """A scalar head beside a language-model head."""
+    """A scalar head of a model that also has a language-model head."""
 
     hidden: Callable[[], Tensor]
-    """Gives the [R, H] that the head reads; called once, if anybody asks for a scalar."""
+    """Returns the input [R, H] of the head; called at most once, when values or scores are needed."""
     head: Callable[[Tensor], Tensor]
-    """[N, H] to [N] fp32."""
+    """Maps hidden states [N, H] to numbers [N] fp32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,13 @@ class PackedOutput:
     """Implements `realign.api.ModelOutput` over the hidden states of a packed forward pass.
 
     Attributes:
-        hidden_RH: last hidden states, after the model's final norm, of the R rows that were computed.
-        head: what turns them into logits (`LMHead`) or into one number (`ScalarHead`).
-        input_ids_T: the tokens that were read.
-        cu_seqlens: int32 [S + 1] boundaries of the sequences; best on the host, where they make nobody wait.
-        autocast: gives the context in which branches and the language-model head compute; what follows is in fp32.
-        branch: gives values and scores of a language model that has a value head.
-        row_T: the row that stands for each token, where tokens share rows; None: each has its own, in their order.
+        hidden_RH: last hidden states of the R computed rows, after the model's final norm.
+        head: maps hidden states to logits (`LMHead`) or to one number (`ScalarHead`).
+        input_ids_T: the input tokens.
+        cu_seqlens: int32 [S + 1] boundaries of the sequences; on the host they need no device sync.
+        autocast: returns the context for branches and the language-model head; later computations use fp32.
+        branch: computes the values and scores of a language model with a value head.
+        row_T: the row of each token, if tokens share rows; None means that token t has row t.
     """
 
     hidden_RH: Tensor
@@ -75,14 +75,14 @@ class PackedOutput:
         return self._spread(self.hidden_RH)
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
-        """See `ModelOutput.logprobs`. Only the tokens of `where_T` cost anything.
+        """See `ModelOutput.logprobs`. The head is computed only for the tokens in `where_T`.
 
-        Finding the tokens of a `where_T` that is on a CUDA device waits for the device, once.
+        A `where_T` on a CUDA device causes one device sync.
         """
         return self._token_values(temperature, where_T, with_entropy=False)[0]
 
     def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `ModelOutput.logprobs_and_entropy`; 0 at first tokens and off `where_T`, both of them."""
+        """See `ModelOutput.logprobs_and_entropy`; both are 0 at first tokens and outside `where_T`."""
         logprobs_T, entropy_T = self._token_values(temperature, where_T, with_entropy=True)
         assert entropy_T is not None
         return logprobs_T, entropy_T
@@ -102,7 +102,7 @@ class PackedOutput:
         return after_T.roll(1).masked_fill(self._here(self._first_T), 0.0)
 
     def scores(self) -> Tensor:
-        """See `ModelOutput.scores`. The last token is found by lengths, never by looking for a token id."""
+        """See `ModelOutput.scores`. The last token is determined by sequence lengths, not by token ids."""
         read_RH, head = self._scalar("scores")
         empty_S = self._here(self.cu_seqlens.diff() == 0)
         if not len(read_RH):
@@ -114,11 +114,11 @@ class PackedOutput:
         return x.to(self.hidden_RH.device, non_blocking=True)
 
     def _rows(self, tokens_N: Tensor) -> Tensor:
-        """The rows that stand for some tokens."""
+        """Return the rows of the given tokens."""
         return tokens_N if self.row_T is None else self.row_T[tokens_N]
 
     def _spread(self, x_R: Tensor) -> Tensor:
-        """From one entry for each row to one for each token."""
+        """Expand one entry per row to one entry per token."""
         return x_R if self.row_T is None else x_R[self.row_T]
 
     @cached_property
@@ -128,7 +128,7 @@ class PackedOutput:
     def _token_values(
         self, temperature: float, where_T: Tensor | None, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [T] and entropies [T]: the head is applied one position before each token that is asked for."""
+        """Return log-probs [T] and entropies [T]; the head is applied one position before each requested token."""
         head = self._language_head("logprobs")
         asked_T = ~self._first_T
         if where_T is not None:
@@ -159,7 +159,7 @@ class PackedOutput:
         return self.head
 
     def _scalar(self, asked: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What a scalar head reads [R, H], and the head."""
+        """Return the input [R, H] of the scalar head, and the head."""
         if isinstance(self.head, ScalarHead):
             return self.hidden_RH, self.head
         if self.branch is None:

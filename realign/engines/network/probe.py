@@ -1,7 +1,8 @@
-"""The test that a model passes when it is loaded: packed sequences give what each sequence gives alone.
+"""Probe of a loaded model: packed sequences must give the same results as each sequence alone.
 
-A family can ignore the registered attention function without an error (bloom adds alibi biases in its own attention),
-or change its logits in a way that its config does not say. Both are found here by comparing numbers, and refused.
+A model family can ignore the registered attention function without an error, as bloom does, which adds alibi biases
+in its own attention. A family can also change its logits in a way that its config does not contain. The probe detects
+both by comparing results, and raises an error.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from realign.functional.logprobs import LMHead
 GROUPS = ((9,), (1,), (14, 5))
 LENGTHS = tuple(n for group in GROUPS for n in group)
 PREFIX = 3
-"""Tokens with which the sequences of the last group begin alike."""
+"""Length of the common prefix of the last group's sequences, in tokens."""
 
-# Largest error, as a part of the largest number, that is rounding. Families that are wrong are off by percents.
+# Largest rounding error, relative to the largest absolute value. Incompatible families differ by percents.
 _TOLERANCE_FP32 = 2e-4
-# In bfloat16 single tokens may be far off where a mixture of experts routes them elsewhere: the median is compared.
+# Applies to the median, since in bfloat16 a mixture of experts may route single tokens to other experts.
 _TOLERANCE_BF16 = 3e-2
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -42,13 +43,13 @@ def probe(
 
     Args:
         model: a transformers model with a causal, sequence- or token-classification head.
-        head: what realign will use in place of the model's own head.
+        head: the head that realign uses instead of the model's own head.
         attention: backend of packed attention.
-        autocast: the context of bfloat16 computing; None where the model computes in fp32.
-        share: check passes that compute a common beginning once, too.
+        autocast: the autocast context for bfloat16; None if the model computes in fp32.
+        share: whether to also check passes that compute a common prefix once.
 
     Raises:
-        ValueError: names the family and what differs.
+        ValueError: the results differ. The message names the family and what differs.
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
@@ -93,14 +94,14 @@ def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backen
 
 @torch.no_grad()
 def probe_branch(model: Any, branch: Branch) -> None:
-    """Check that a branch that is still a copy of the trunk's top computes, packed, what the trunk does.
+    """Check that a new branch gives the same results as its trunk on packed sequences.
 
     Args:
-        model: the trunk, in eval mode and fp32, that passed `probe`.
-        branch: made from it.
+        model: the trunk, in eval mode and fp32; it must have passed `probe`.
+        branch: an unchanged copy of the trunk's top layers.
 
     Raises:
-        ValueError: names the family and what differs.
+        ValueError: the results differ. The message names the family and the error.
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
@@ -114,7 +115,7 @@ def probe_branch(model: Any, branch: Branch) -> None:
 
 
 def _random_ids(model: Any) -> Tensor:
-    """[T] tokens of sequences of `LENGTHS`, without pad tokens: a score is read before the first one."""
+    """Return random tokens [T] for sequences of `LENGTHS`, without pad tokens, since a score is read before them."""
     words = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
     ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
@@ -136,7 +137,7 @@ def _hidden(model: Any, **inputs: Any) -> Tensor:
 
 
 def _apply(head: LMHead | ScalarHead, hidden_TH: Tensor, own: Tensor) -> Tensor:
-    """Our head on the hidden states, for the tokens of which the model's own output speaks."""
+    """Apply the head of realign to the hidden states of those tokens for which the model returns an output."""
     if isinstance(head, LMHead):
         return head.logits(hidden_TH)
     last_S = torch.tensor(LENGTHS, device=hidden_TH.device).cumsum(0) - 1
@@ -149,7 +150,7 @@ def _relative(got: Tensor, want: Tensor) -> Tensor:
 
 @contextmanager
 def _own_attention(model: Any) -> Iterator[None]:
-    """Let the model attend as its authors wrote it."""
+    """Use the model's original eager attention within the context."""
     model.set_attn_implementation("eager")
     try:
         yield

@@ -1,8 +1,8 @@
-"""Which rows a packed pass computes: the beginning that the sequences of a prompt have in common stands there once.
+"""Shared-prefix layout: a packed pass computes the common prefix of a group's sequences once.
 
-What a causal model computes for a token depends on the token, its position and the tokens before it. So it is the same
-in all sequences of a group as far as they begin alike, and responses that attend to one copy of their prompt compute
-what they would compute behind a copy each. Losses go on seeing every token of every sequence.
+In a causal model the result for a token depends only on the token, its position and the previous tokens. It is
+therefore the same for a prefix that all sequences of a group share. Responses that attend to one copy of their prompt
+get the same results as with a copy per response. Losses still receive every token of every sequence.
 
 Shapes: P prompts, S sequences, T packed tokens, R rows of the pass, N pieces of it.
 """
@@ -23,12 +23,13 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.cpu_lanes import in_lanes
 
 MIN_SAVED = 0.05
-"""Least part of a group's tokens that must go for its prompt to be shared. Attention in two parts costs a little more:
-measured on a CPU, 4 layers of hidden size 256, groups of 2 and 8, training was as fast at 0.03, 5% faster at 0.06."""
+"""Minimum fraction of a group's tokens that sharing must save. Attention in two pieces has a small overhead: on a CPU
+(4 layers, hidden size 256, groups of 2 and 8) training was equally fast at a fraction of 0.03, and 5% faster at
+0.06."""
 
 
 class SharedPrompts(StrEnum):
-    """Whether the prompt of a group is computed once in a pass of training or scoring."""
+    """Whether training and scoring passes compute the prompt of a group once."""
 
     auto = "auto"
     off = "off"
@@ -36,13 +37,13 @@ class SharedPrompts(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The rows of a pass: pieces end to end, each a whole sequence, a shared beginning, or what comes after it.
+    """The rows of a pass. They consist of pieces: a whole sequence, a shared prefix, or the rest after a prefix.
 
     Attributes:
-        pieces: [N] rows of each piece.
-        after: [N] index of the piece that this one continues, -1 for none.
-        token_R: [R] the packed token that stands in each row; None: all of them, in their order.
-        row_T: [T] the row that stands for each packed token; None: its own.
+        pieces: [N] number of rows of each piece.
+        after: [N] index of the piece that this one continues, or -1.
+        token_R: [R] index of the packed token in each row; None means that row t has token t.
+        row_T: [T] row of each packed token; None means that token t has row t.
     """
 
     pieces: IntArray
@@ -52,18 +53,18 @@ class Layout:
 
     @classmethod
     def plain(cls, lengths: Lengths) -> Layout:
-        """A row for every token."""
+        """Return a layout with one row per token."""
         return cls(lengths.flat, np.full(len(lengths.flat), -1))
 
     @classmethod
     def of(cls, lengths: Lengths, prefix_P: IntArray) -> Layout:
-        """The first `prefix_P` tokens of the sequences of each prompt stand in one piece, before what follows them."""
+        """Return a layout with one shared piece for the first `prefix_P` tokens of each prompt's sequences."""
         shares_P = (prefix_P > 0) & (lengths.counts > 1)
         if not shares_P.any():
             return cls.plain(lengths)
         owner_S = lengths.prompt_of_sequence
         prefix_S = np.where(shares_P, prefix_P, 0)[owner_S]
-        opens_S = np.zeros(len(owner_S), dtype=bool)  # a shared piece stands before this sequence's own
+        opens_S = np.zeros(len(owner_S), dtype=bool)  # a shared piece precedes this sequence's own piece
         opens_S[lengths.sequence_starts[:-1][shares_P]] = True
         own_S = np.arange(len(owner_S)) + np.cumsum(opens_S)
         before_S = np.where(prefix_S > 0, own_S[lengths.sequence_starts[:-1][owner_S]] - 1, -1)
@@ -86,34 +87,34 @@ class Layout:
 
     @property
     def position_R(self) -> Tensor:
-        """[R] place of each row in its sequence, on the host."""
+        """[R] position of each row in its sequence, on the host."""
         offset_N = np.where(self.after < 0, 0, self.pieces[self.after])
         return torch.from_numpy(_places(self.pieces) + np.repeat(offset_N, self.pieces))
 
     @property
     def saved(self) -> int:
-        """Tokens that have no row of their own."""
+        """Number of tokens that are not computed because they share a row."""
         return 0 if self.token_R is None or self.row_T is None else len(self.row_T) - len(self.token_R)
 
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """A batch as the passes that compute it: micro-batches, and the layout of each."""
+    """The passes over a batch: its micro-batches and the layout of each."""
 
     batches: MicroBatches[SequenceSample]
     layouts: tuple[Layout, ...]
     lanes: int = 1
-    """How many of them run at a time."""
+    """Number of passes that run concurrently."""
 
     @classmethod
     def of(cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool, threads: int = 1) -> Passes:
-        """Cut a batch by a budget of rows.
+        """Split a batch into micro-batches by a budget of rows.
 
         Args:
-            data: the batch, on the host if `share`.
-            spec: the budget, of all passes that run at a time.
-            share: compute common beginnings once, in groups where that saves at least `MIN_SAVED`.
-            threads: that may run a pass each.
+            data: the batch; must be on the host if `share` is set.
+            spec: the budget for all concurrent passes together.
+            share: whether to compute common prefixes once, in groups where that saves at least `MIN_SAVED`.
+            threads: maximum number of concurrent passes.
 
         Raises:
             ValueError: see `plan_microbatches`.
@@ -136,12 +137,12 @@ class Passes:
 
     @property
     def saved(self) -> int:
-        """Tokens of the batch that were not computed again."""
+        """Number of tokens of the batch that are not computed because they share a row."""
         return sum(layout.saved for layout in self.layouts)
 
 
 def common_prefixes(ids_T: IntArray, lengths: Lengths) -> IntArray:
-    """[P] tokens with which all sequences of a prompt begin; 0 for a prompt that has one sequence, or none."""
+    """Return the length of the common prefix of each prompt's sequences, [P]; 0 for fewer than two sequences."""
     prefix_P = np.zeros(len(lengths.counts), dtype=np.int64)
     for p in np.flatnonzero(lengths.counts > 1).tolist():
         sequences = slice(*lengths.sequence_starts[p : p + 2].tolist())
@@ -153,11 +154,11 @@ def common_prefixes(ids_T: IntArray, lengths: Lengths) -> IntArray:
 
 
 def worthwhile(prefix_P: IntArray, lengths: Lengths) -> IntArray:
-    """[P] the same, but 0 where sharing would save less than `MIN_SAVED` of the group's tokens."""
+    """Return `prefix_P`, with 0 where sharing saves a fraction below `MIN_SAVED` of the group's tokens."""
     saved_P = prefix_P * (lengths.counts - 1)
     return np.where(saved_P >= MIN_SAVED * lengths.per_prompt, prefix_P, 0)
 
 
 def _places(lengths: IntArray) -> IntArray:
-    """0, 1, 2, ... in each of some runs of these lengths."""
+    """Return 0, 1, 2, ... for each of the given lengths, concatenated."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)

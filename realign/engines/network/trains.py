@@ -1,6 +1,6 @@
 """Which weights of a model train (config node `models.ROLE.trains`): all, the top layers, or LoRA adapters.
 
-A model without an optimizer is frozen, whatever this node says. `branches` and `lora` change the modules.
+A model without an optimizer is frozen, regardless of this node. `branches` and `lora` change the modules.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from realign.settings import Count, Range, Settings
 
 
 class Trained(Settings, ABC):
-    """The weights of a model that its optimizer changes; `All`, `TopLayers` and `Lora` are the choices."""
+    """Weights of a model that its optimizer changes: `All`, `TopLayers` or `Lora`."""
 
     def __str__(self) -> str:
-        """Return the word for this choice in a config."""
+        """Return the name of this choice in a config."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     @abstractmethod
     def keeps_start(self) -> bool:
-        """Whether a `SharedModel` with branch=reference is possible: the lowest weights stay as they were loaded."""
+        """Whether the lower layers stay unchanged, as a `SharedModel` with branch=reference requires."""
 
     @abstractmethod
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
-        """Let only these weights of a transformers model require gradients, in place.
+        """Set `requires_grad` of a transformers model in place, so that only these weights train.
 
         Args:
             module: the model, on its device.
-            path: of the model.
-            seed: of new weights.
+            path: folder or hub name of the model.
+            seed: seed of new weights.
 
         Raises:
-            ValueError: the model does not have such layers.
+            ValueError: the model lacks the required layers.
         """
 
     def check(self, what: str) -> None:
-        """Raise ValueError, with the key `what` of this node, if a package is missing."""
+        """Raise ValueError with the key `what` of this node, if a required package is missing."""
 
     @property
     def only_adds(self) -> bool:
-        """Whether training leaves all loaded weights as they were and only adds new ones."""
+        """Whether training changes no loaded weight and only adds new weights."""
         return False
 
     def without(self, module: Any) -> AbstractContextManager[None]:
@@ -65,7 +65,7 @@ class Trained(Settings, ABC):
         return nullcontext()
 
     def dropouts(self, module: nn.Module) -> list[nn.Module]:
-        """Return the dropout layers that `prepare` added; they are active in training only."""
+        """Return the dropout layers that `prepare` added; they are active only in training."""
         return []
 
     def save(self, module: Any, folder: Path) -> None:
@@ -79,26 +79,26 @@ class All(Trained):
 
     @property
     def keeps_start(self) -> bool:
-        """No weight stays as it was loaded."""
+        """False, since training changes all weights."""
         return False
 
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
-        """Change nothing: the parameters of a loaded model require gradients."""
+        """Do nothing, since all parameters of a loaded model require gradients."""
 
 
 @dataclass
 class TopLayers(Trained):
-    """The top layers, the final norm and the head train, unless the head is tied to the embeddings.
+    """The top layers, the final norm and the head train. A head tied to the embeddings does not train.
 
-    A `SharedModel` with branch=reference then costs a copy of these layers only.
+    A `SharedModel` with branch=reference then copies only these layers.
     """
 
     layers: Count
-    """Number of layers that train."""
+    """Number of top layers that train."""
 
     @property
     def keeps_start(self) -> bool:
-        """The layers below stay as they were loaded."""
+        """True, since the layers below do not train."""
         return True
 
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
@@ -109,23 +109,23 @@ class TopLayers(Trained):
 
 @dataclass
 class Lora(Trained):
-    """LoRA (arXiv:2106.09685): low-rank updates W + alpha / rank * B A of linear layers train, and a scalar head.
+    """LoRA (arXiv:2106.09685): low-rank updates W + alpha / rank * B A of linear layers and the scalar head train.
 
-    B starts at 0, so the model starts as it was loaded. Requires the extra `peft`.
+    B is initialized to 0, so the initial model equals the loaded model. Requires the extra `peft`.
     """
 
     rank: Count = 16
-    """Rank of the update."""
+    """Rank of the low-rank update."""
     alpha: Count = 32
-    """Weight of the update, which is alpha / rank."""
+    """LoRA alpha; the update is multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
-    """Names of the layers, or ends of names; all-linear takes every linear layer and the experts of a mixture, but not
-    the head."""
+    """Names or name suffixes of the adapted layers. all-linear adapts every linear layer and the experts of a
+    mixture-of-experts model, but not the head."""
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
-    """Dropout probability on the input of A, in training only."""
+    """Dropout probability on the input of A, only in training."""
     merge_on_save: bool = True
-    """Save an ordinary model folder with W + alpha / rank * B A; false saves the adapters and a scalar head alone, as a
-    folder that peft loads over the same base model."""
+    """Whether to save a full model folder with merged weights W + alpha / rank * B A. With false, the folder contains
+    only the adapters and the scalar head, and peft loads it on top of the base model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,7 +134,7 @@ class Lora(Trained):
 
     @property
     def keeps_start(self) -> bool:
-        """The base model stays as it was loaded."""
+        """True, since the base model does not train."""
         return True
 
     def check(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A value head beside the language-model head: policy and values from one forward pass of a shared trunk."""
+"""A value head on a language model, so that one forward pass of a shared trunk computes policy and values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from realign.engines.network.branches import Branch, Heard, check_layers, read_s
 from realign.engines.network.heads import ValueHead, ValueHidden, init_linear
 
 FILE = "value_head.safetensors"
-"""Where a value head lies in the folder of its model."""
+"""File name of the value head in the model folder."""
 
 
 class ValueNetwork(nn.Module):
-    """The parameters of a value head; computes in fp32 from the hidden states on."""
+    """The parameters of a value head. It computes in fp32 from the hidden states."""
 
     def __init__(self, spec: ValueHead, module: Any, hidden_size: int, *, seed: int, what: str = "value_head") -> None:
-        """Build it beside the transformers model `module`.
+        """Build the value head for the transformers model `module`.
 
         Raises:
-            ValueError: the model has fewer layers, or they are not found.
+            ValueError: the model has fewer than `spec.layers` layers, or its layers are not found.
         """
         super().__init__()
         if spec.layers:
@@ -43,7 +43,7 @@ class ValueNetwork(nn.Module):
 
     @contextmanager
     def listening(self) -> Iterator[Heard]:
-        """While the trunk runs: collect what the branch needs."""
+        """Record the inputs of the branch while the trunk runs."""
         if self.branch is None:
             yield []
             return
@@ -51,11 +51,11 @@ class ValueNetwork(nn.Module):
             yield heard
 
     def hidden(self, hidden_TH: Tensor, heard: Heard) -> Tensor:
-        """[T, H] that the head reads: of the branch where it has layers, else the trunk's own."""
+        """Return the input [T, H] of the head: the hidden states of the branch, or of the trunk without a branch."""
         return hidden_TH if self.branch is None else self.branch(heard)
 
     def forward(self, hidden_NH: Tensor) -> Tensor:
-        """[N] fp32."""
+        """Return one value per hidden state, [N] fp32."""
         with torch.autocast(hidden_NH.device.type, enabled=False):
             return self.head(hidden_NH.float())[:, 0]
 
@@ -65,10 +65,10 @@ class ValueNetwork(nn.Module):
         save_file(state, folder / FILE, metadata=self._shape)
 
     def load(self, path: str, what: str) -> None:
-        """Take the weights from a local folder, if it has a value head.
+        """Load the weights from a local folder, if it contains a value head.
 
         Raises:
-            ValueError: names the setting, if that head is of another shape.
+            ValueError: that head has another shape. The message names the setting.
         """
         file = Path(path).expanduser() / FILE
         if not file.is_file():

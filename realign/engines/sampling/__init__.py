@@ -1,1 +1,1 @@
-"""The in-process sampler: slots, KV cache, drawing tokens and stopping."""
+"""In-process sampler: decoding slots, KV cache, token sampling and stop conditions."""

@@ -1,9 +1,9 @@
-"""`StreamingEngine`: one decoding loop for the responses of many callers, whose weights change while it runs.
+"""`StreamingEngine`: a background decoding loop that serves many callers, and whose weights can change while it runs.
 
-The in-process sampler of asynchronous rollouts. Callers wait in their own threads, or hold handles; one thread of the
-engine decodes the sequences of all of them together. New weights take effect between two decode steps: responses that
-are being sampled continue under them (interruptible generation, arXiv:2505.24298), and every token carries the version
-that sampled it.
+It is the in-process sampler of asynchronous rollouts. Callers wait in their own threads, or keep handles. One thread
+of the engine decodes the sequences of all callers together. New weights take effect between two decode steps.
+Unfinished responses continue under the new weights (interruptible generation, arXiv:2505.24298). Every token carries
+the version of the weights that sampled it.
 
 Shapes: S sequences, N tokens of the longest response, T packed tokens.
 """
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Samplable(PipelinableEngine, Protocol):
-    """An engine over a transformers model whose layers a decoding loop can run."""
+    """Engine over a transformers model whose layers a decoding loop can run."""
 
     @property
     def module(self) -> Any:
@@ -49,7 +49,7 @@ class Samplable(PipelinableEngine, Protocol):
 
     @property
     def network(self) -> Network:
-        """The model as training runs it."""
+        """The network that training runs."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Samplable(PipelinableEngine, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         ...
 
     @property
@@ -69,13 +69,16 @@ class Samplable(PipelinableEngine, Protocol):
 
     @property
     def max_slots(self) -> int | None:
-        """Sequences decoded at once; None: as many as fit."""
+        """Maximum number of sequences decoded concurrently; None: as many as fit."""
         ...
 
 
 @dataclass(eq=False)
 class _Call:
-    """What one caller waits for. `config.n` is 1: responses of any number can share a rollout."""
+    """A pending request of one caller.
+
+    `config.n` is 1, so that calls with different numbers of responses can share a rollout.
+    """
 
     prompts: list[Tensor]
     keys_S: Tensor
@@ -84,14 +87,14 @@ class _Call:
     left: int = 0
     result: Future[tuple[Responses, Tensor]] = field(default_factory=Future)
     kept: tuple[Tensor, Tensor, Tensor] | None = None
-    """Tokens, log-probs and versions of a response that was cancelled."""
+    """Tokens, log-probs and versions of a canceled response."""
 
 
 class StreamingHandle:
-    """A response of a `StreamingEngine`. Implements `realign.api.sampler.Handle`."""
+    """Handle of one response of a `StreamingEngine`. Implements `realign.api.sampler.Handle`."""
 
     def __init__(self, request: Request, engine: StreamingEngine, call: _Call) -> None:
-        """Of a call with one sequence."""
+        """Wrap a call that has exactly one sequence."""
         self.request = request
         self._engine = engine
         self._call = call
@@ -102,7 +105,7 @@ class StreamingHandle:
         return self._call.result.done()
 
     def tokens(self) -> Tokens:
-        """See `Handle.tokens`; waits for the end of the current decode step.
+        """See `Handle.tokens`. Waits until the current decode step ends.
 
         Raises:
             RuntimeError: the sampler was closed before the response ended.
@@ -127,33 +130,33 @@ class StreamingHandle:
         return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
 
     def cancel(self) -> bool:
-        """See `Handle.cancel`; the slot is free before the next decode step."""
+        """See `Handle.cancel`. The slot is free before the next decode step."""
         return self._engine.cancel(self._call)
 
 
 @dataclass(eq=False)
 class _Running:
-    """The rollout of one config, and whose its sequences are."""
+    """The rollout of one config, and the call of each of its sequences."""
 
     stream: Stream
     calls: dict[int, _Call] = field(default_factory=dict)
 
 
 class StreamingEngine(SharedEngine):
-    """Samples from an engine of its own for callers in many threads.
+    """Samples from a dedicated engine for callers in many threads.
 
-    Implements `realign.api.Sampler` and `realign.api.PipelinableEngine`. All methods are safe to call from any thread:
-    one thread of its own decodes, and does between two decode steps what other threads ask for.
+    Implements `realign.api.Sampler` and `realign.api.PipelinableEngine`. All methods are thread-safe. A dedicated
+    thread decodes, and runs the work that other threads submit between two decode steps.
 
-    A call that comes when nothing else is being sampled gives what the engine's own `generate` gives, bit by bit.
-    Beside other calls its log-probs may differ from those by rounding, and its tokens where that decides.
+    A call that is sampled alone returns the same bits as the wrapped engine's `generate`. When calls are sampled
+    concurrently, log-probs may differ by rounding. Tokens may differ where rounding changes the draw.
 
     Args:
-        name: the role, for messages.
-        engine: a copy of the policy that nobody else uses.
-        version: of its weights.
-        recompute: whether responses that are being sampled when the weights change are read anew under the new ones;
-            else their old keys and values are kept.
+        name: role of the model, used in messages.
+        engine: a copy of the policy that no other component uses.
+        version: policy version of its weights.
+        recompute: whether a weight update recomputes the KV cache of unfinished responses; if False, they keep the
+            keys and values of the old weights.
 
     Raises:
         ValueError: the engine cannot generate.
@@ -169,7 +172,7 @@ class StreamingEngine(SharedEngine):
         self._recompute = recompute
         self._threads = torch.get_num_threads()
         self._cores = Cores(engine.module)
-        self._changed = threading.Condition()  # guards what follows, up to `_running`, which is the loop's own
+        self._changed = threading.Condition()  # guards the attributes below, except the loop's `_running`
         self._calls: list[_Call] = []
         self._paused = False
         self._asleep = False
@@ -189,13 +192,13 @@ class StreamingEngine(SharedEngine):
         return replace(IN_PROCESS, abort=True)
 
     def submit(self, request: Request) -> StreamingHandle:
-        """See `Sampler.submit`. Prompts are read once per request; `generate` reads each once for all its responses."""
+        """See `Sampler.submit`. Each request prefills its prompt; `generate` shares the prefill between responses."""
         prompt = SequenceSample.from_sequences([request.id], {PROMPTS: [[request.prompt_ids]]})
         keys_S = response_keys(request.seed, [request.id], request.response_index + 1)[-1:]
         return StreamingHandle(request, self, self._add(prompt, keys_S, request.config))
 
     def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> _Call:
-        """Give the loop something to sample."""
+        """Validate the prompts and queue a call for the loop."""
         prompts = [p.to(self.engine.device) for p in checked_prompts(self.engine.module, data, config)]
         call = _Call(prompts, keys_S, replace(config, n=1))
         with self._changed:
@@ -208,7 +211,7 @@ class StreamingEngine(SharedEngine):
         """See `Sampler.generate`.
 
         Raises:
-            RuntimeError: the engine was closed, or an error has ended its loop.
+            RuntimeError: the engine was closed, or an error ended its loop.
         """
         if not len(data):
             return self.engine.generate(data, config, seed=seed).with_tokens(versions=torch.zeros(0).int())
@@ -221,11 +224,11 @@ class StreamingEngine(SharedEngine):
         return out.with_tokens(versions=versions_T)
 
     def update(self, source: WeightSource, version: int) -> None:
-        """See `Sampler.update`: the next decode step samples with these weights.
+        """See `Sampler.update`. The next decode step samples with these weights.
 
         Raises:
-            RuntimeError: the engine was closed, or an error has ended its loop.
-            ValueError: names or shapes of the weights are not those of the model.
+            RuntimeError: the engine was closed, or an error ended its loop.
+            ValueError: names or shapes of the weights do not match the model.
         """
         weights = source.weights()
 
@@ -234,17 +237,17 @@ class StreamingEngine(SharedEngine):
             self._version = version
             for stream in (running.stream for running in self._running):
                 trunk, head = self._prepared(stream.reach)
-                with self.engine.network.autocast():  # what is read again is read as it was the first time
+                with self.engine.network.autocast():  # recompute under the same autocast as the first prefill
                     stream.update(trunk, head, version, recompute=self._recompute)
 
         self._between_steps(load)
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`; decoding waits meanwhile."""
+        """See `PipelinableEngine.forward`. Decoding pauses during the call."""
         return self._between_steps(lambda: self.engine.forward(data, mb_spec, post_hook))
 
     def so_far(self, call: _Call) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Tokens, log-probs and versions of the response of a call, now; None if it has not begun."""
+        """Return the current tokens, log-probs and versions of a call's response; None if it has not started."""
 
         def read() -> tuple[Tensor, Tensor, Tensor] | None:
             if call.result.done() and call.result.exception() is None:
@@ -257,7 +260,7 @@ class StreamingEngine(SharedEngine):
         return self._between_steps(read)
 
     def cancel(self, call: _Call) -> bool:
-        """Drop the one sequence of a call; False if it had ended."""
+        """Cancel the single sequence of a call; return False if it has already ended."""
 
         def drop() -> bool:
             if call.result.done():
@@ -278,14 +281,14 @@ class StreamingEngine(SharedEngine):
             return False
         try:
             return self._between_steps(drop)
-        except RuntimeError:  # the loop has ended, and with it the call
+        except RuntimeError:  # the loop has ended, so the call has ended too
             return False
 
     def _running_of(self, call: _Call) -> _Running | None:
         return next((r for r in self._running if call in r.calls.values()), None)
 
     def pause(self) -> None:
-        """See `Sampler.pause`; returns after the current decode step."""
+        """See `Sampler.pause`. Returns after the current decode step."""
         self._between_steps(lambda: self._set(paused=True))
 
     def resume(self) -> None:
@@ -293,7 +296,7 @@ class StreamingEngine(SharedEngine):
         self._between_steps(lambda: self._set(paused=False))
 
     def sleep(self) -> None:
-        """See `Sampler.sleep`: frees the KV cache of all responses; their tokens so far are kept."""
+        """See `Sampler.sleep`. Frees the KV cache of all responses, and keeps the tokens sampled so far."""
 
         def free() -> None:
             self._set(asleep=True)
@@ -303,7 +306,7 @@ class StreamingEngine(SharedEngine):
         self._between_steps(free)
 
     def wake(self) -> None:
-        """See `Sampler.wake`: recomputes the KV cache from prompts and tokens so far."""
+        """See `Sampler.wake`. Recomputes the KV cache from prompts and the tokens sampled so far."""
 
         def fill() -> None:
             if self._asleep:
@@ -324,7 +327,7 @@ class StreamingEngine(SharedEngine):
         return not (self._paused or self._asleep)
 
     def close(self) -> None:
-        """End the loop; calls that wait for responses raise."""
+        """Stop the loop. Calls that wait for responses raise RuntimeError."""
         with self._changed:
             self._error = self._error or RuntimeError("it was closed")
             self._changed.notify_all()
@@ -340,7 +343,7 @@ class StreamingEngine(SharedEngine):
         return ended
 
     def _between_steps(self, work: Callable[[], T]) -> T:
-        """Let the loop do this between two decode steps, and wait for it."""
+        """Run `work` on the loop's thread between two decode steps, and wait for its result."""
         result: Future[T] = Future()
         with self._changed:
             self._check_open()
@@ -349,13 +352,13 @@ class StreamingEngine(SharedEngine):
         return result.result()
 
     def _run(self) -> None:
-        """The loop of the engine's thread."""
+        """Run the decoding loop; this is the target of the engine's thread."""
         try:
             torch.set_num_threads(self._threads)
             with torch.no_grad():
                 while self._wait():
                     self._do_jobs()
-                    with self.engine.network.autocast():  # anew: it keeps casts of the weights
+                    with self.engine.network.autocast():  # entered again, since autocast caches casts of the weights
                         while self._decodes and not self._jobs and self._error is None and self._advance():
                             pass
                     self._cores.give_back()
@@ -368,7 +371,7 @@ class StreamingEngine(SharedEngine):
             result.set_exception(self._ended())
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; False when the engine was closed."""
+        """Wait until there is work to do; return False if the engine was closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._jobs or self._error or (self._decodes and (self._calls or self._running))
@@ -385,14 +388,17 @@ class StreamingEngine(SharedEngine):
                 result.set_exception(error)
 
     def _advance(self) -> bool:
-        """Take in new calls, make a step of each rollout, and hand out what has ended; False if nothing is left."""
+        """Start new calls, advance each rollout by one step, and deliver finished responses.
+
+        Returns False if no work is left.
+        """
         if self._calls:
             with self._changed:
                 calls, self._calls = self._calls, []
             for call in calls:
                 try:
                     self._begin(call)
-                except Exception as error:  # such as settings that do not fit the model
+                except Exception as error:  # for example settings that do not fit the model
                     call.result.set_exception(error)
         for running in self._running:
             running.stream.advance()
@@ -431,7 +437,7 @@ class StreamingEngine(SharedEngine):
         running.calls |= dict.fromkeys(call.sequences_S.tolist(), call)
 
     def _hand_out(self, running: _Running) -> None:
-        """Give the callers whose last sequence has ended their responses."""
+        """Deliver the responses of each call whose last sequence has ended."""
         stream = running.stream
         for sequence in torch.cat(stream.finished).tolist() if stream.finished else []:
             call = running.calls[sequence]
@@ -439,7 +445,7 @@ class StreamingEngine(SharedEngine):
             if not call.left:
                 assert call.sequences_S is not None
                 call.result.set_result(stream.take(call.sequences_S))
-            del running.calls[sequence]  # not before: an error ends the calls that stand there
+            del running.calls[sequence]  # last, since an error ends all calls that are still listed
         stream.finished.clear()
 
     def _prepared(self, length: int) -> tuple[Trunk, LMHead]:
@@ -452,6 +458,6 @@ class StreamingEngine(SharedEngine):
 
 
 def _sequence(call: _Call) -> int:
-    """The row of the one sequence of a call that has begun."""
+    """Return the row of the single sequence of a started call."""
     assert call.sequences_S is not None
     return int(call.sequences_S[0])

@@ -1,4 +1,4 @@
-"""`Stream`: a rollout that sequences join and leave while it runs, and whose weights change.
+"""`Stream`: a rollout whose sequences can be added and removed while it runs, and whose weights can change.
 
 Shapes: S sequences, B of them being decoded, N tokens of the longest response.
 """
@@ -19,7 +19,7 @@ from realign.functional.logprobs import LMHead
 
 
 class Stream(Rollout):
-    """A rollout that sequences join and leave, and that remembers which weights sampled what."""
+    """A rollout that accepts and releases sequences at any time, and records the policy version of every token."""
 
     def __init__(
         self,
@@ -35,24 +35,24 @@ class Stream(Rollout):
         """Start without sequences.
 
         Args:
-            trunk: see `Rollout`, also for the others.
-            head: the last layer.
-            config: how to sample.
-            stopping: when a sequence ends.
-            reach: positions for which the trunk was made.
-            version: of the weights.
-            max_slots: sequences decoded at once.
+            trunk: layers of the model, see `Rollout`.
+            head: last layer of the model.
+            config: sampling settings.
+            stopping: stop conditions.
+            reach: positions that the trunk supports.
+            version: policy version of the weights.
+            max_slots: maximum number of sequences decoded concurrently; None: see `Rollout`.
         """
         super().__init__(trunk, head, config, stopping, max_slots=max_slots)
         self.reach = reach
-        """Positions for which the trunk was made."""
+        """Positions that the trunk supports."""
         self.version = version
-        """Of the weights."""
+        """Policy version of the weights."""
         self.versions = torch.zeros(0, config.max_new_tokens, dtype=torch.int32, device=self.device)
-        """[rows of `responses`, N]: right for tokens that were sampled."""
+        """[rows of `responses`, N] int32: policy version of each sampled token; other entries are undefined."""
         self._free: list[int] = []
         self._texts: dict[int, Tensor] = {}
-        self._freed = (0, 0)  # slots and length of the cache that `free_cache` freed
+        self._freed = (0, 0)  # slots and length of the freed cache
 
     def add(self, prompts: Sequence[Tensor], keys_S: Tensor) -> Tensor:
         """See `Rollout.add`."""
@@ -62,7 +62,7 @@ class Stream(Rollout):
         return sequences_S
 
     def _new_rows(self, count: int) -> Tensor:
-        """Rows of responses that were taken, and further ones."""
+        """Return free rows of `responses`, reusing released rows before adding new ones."""
         again, self._free = self._free[:count], self._free[count:]
         new = super()._new_rows(count - len(again))
         self.versions = torch.cat([self.versions, self.versions.new_zeros(len(new), self.versions.shape[1])])
@@ -72,19 +72,19 @@ class Stream(Rollout):
         self.versions[sequences] = self.version
 
     def take(self, sequences_S: Tensor) -> tuple[Responses, Tensor]:
-        """Responses and versions [S, N] of sequences that have ended; their rows are free."""
+        """Return responses and versions [S, N] of finished sequences, and release their rows."""
         taken = Responses(*(x[sequences_S] for x in self.responses)), self.versions[sequences_S]
         self._forget(sequences_S.tolist())
         return taken
 
     def _forget(self, sequences: list[int]) -> None:
-        """Free their rows of `responses`."""
+        """Release rows of `responses`."""
         self._free += sequences
         for sequence in sequences:
             del self._texts[sequence]
 
     def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of the tokens, log-probs and versions [N] of a sequence that has not ended."""
+        """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
         row = self._row(sequence)
         count = 0 if row is None else int(self.rows[3, row])
         parts = (self.responses.tokens, self.responses.logprobs, self.versions)
@@ -92,7 +92,7 @@ class Stream(Rollout):
         return tokens_N, logprobs_N, versions_N
 
     def remove(self, sequence: int) -> None:
-        """Drop a sequence that has not ended; its slot and its row of `responses` are free."""
+        """Drop an unfinished sequence; release its slot and its row of `responses`."""
         row = self._row(sequence)
         if row is not None:
             self._retire(torch.tensor([row], device=self.device))
@@ -109,12 +109,12 @@ class Stream(Rollout):
             self.waiting.remove(prompt)
 
     def _row(self, sequence: int) -> int | None:
-        """Its row among those that are being decoded; None: it waits."""
+        """Return the slot of a sequence that is being decoded; None if it waits."""
         found = (self.rows[0, : self.active] == sequence).nonzero()
         return int(found[0]) if len(found) else None
 
     def free_cache(self) -> None:
-        """Free the KV cache of all sequences; nothing may be decoded until `fill_cache`."""
+        """Free the KV cache of all sequences. Decoding is not allowed until `fill_cache`."""
         for prompt in self.waiting:
             prompt.read = None
         if self.cache is not None:
@@ -122,19 +122,19 @@ class Stream(Rollout):
             self.cache = None
 
     def fill_cache(self) -> None:
-        """Allocate the KV cache that `free_cache` freed, and recompute what was in it."""
+        """Allocate the KV cache that `free_cache` freed, and recompute its contents."""
         if self.active:
             self._read_again()
 
     def update(self, trunk: Trunk, head: LMHead, version: int, *, recompute: bool) -> None:
-        """Go on with other weights: those of `trunk` and `head`.
+        """Continue with new weights, those of `trunk` and `head`.
 
         Args:
-            trunk: made for as many positions.
-            head: of the same vocabulary.
-            version: of the weights.
-            recompute: read what was sampled so far anew; else its keys and values stay as they are. Ignored while the
-                cache is freed: `fill_cache` reads everything.
+            trunk: new layers, for the same number of positions.
+            head: new last layer, for the same vocabulary.
+            version: policy version of the new weights.
+            recompute: whether to recompute the KV cache under the new weights; if False, old keys and values are
+                kept. Ignored while the cache is freed, since `fill_cache` recomputes everything.
         """
         self.trunk, self.head, self.version = trunk, head, version
         for prompt in self.waiting:
@@ -148,7 +148,10 @@ class Stream(Rollout):
             self._read_again()
 
     def _read_again(self) -> None:
-        """Fill the cache of all rows from prompts and responses, but for the newest token, which is not read yet."""
+        """Recompute the KV cache of all rows from prompts and responses.
+
+        The newest token of each row is excluded, since the next decode step writes it.
+        """
         sequences, counts = self.rows[0, : self.active].tolist(), self.rows[3, : self.active].tolist()
         texts = [
             torch.cat([self._texts[sequence], self.responses.tokens[sequence, : count - 1]])

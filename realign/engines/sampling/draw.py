@@ -1,6 +1,6 @@
-"""How the next token is drawn: temperature, top-k and top-p, then one draw with a given uniform number; pure.
+"""Sample the next token: temperature, top-k, top-p, then one draw with a given uniform number (pure functions).
 
-The log-prob that comes with a token is the one under the distribution that it was drawn from.
+The log-prob of a token is its log-prob under the distribution from which it was drawn.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from realign.api.model import GenerationConfig
 from realign.functional.packed import at_least_fp32
 
 CPU_ELEMENTS = 2**17
-"""On a CPU rows are handled this many logits at a time, so that what is made of them stays in the cache."""
+"""Number of logits processed at a time on a CPU, so that intermediate results stay in the cache."""
 
 
 BLOCK = 256
-"""Tokens whose probabilities are added up before a running sum is made of them."""
+"""Tokens per block. Probabilities are summed per block before the cumulative sum."""
 
 FEW_WORDS = 2**12
-"""Up to so many tokens a running sum of all is as fast as one of blocks."""
+"""Vocabulary size up to which, on a CPU, one cumulative sum over all tokens is as fast as a blocked one."""
 
 
 def sample(
@@ -28,13 +28,14 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
-    The order is: temperature, blocked tokens out, top-k, top-p of what top-k left. Greedy takes the most likely token
-    that is not blocked and ignores top-k and top-p; its log-prob is that of the softmax over the whole vocabulary.
+    The order is temperature, masking of blocked tokens, top-k, then top-p over the tokens that top-k kept. Greedy
+    takes the most likely token that is not blocked, and ignores top-k and top-p. Its log-prob is taken from the
+    softmax over the whole vocabulary.
 
     Args:
-        logits_NV: [N, V], left as they are.
-        config: the sampler's settings.
-        uniform_N: [N] fp64 in [0, 1), one number for each draw; greedy does not use it.
+        logits_NV: [N, V], not modified.
+        config: sampling settings.
+        uniform_N: [N] fp64 in [0, 1), one number per draw; ignored by greedy.
         blocked_NV: [N, V] bool, tokens that cannot be drawn; None blocks none.
 
     Returns:
@@ -51,10 +52,11 @@ def sample(
 
 
 def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """The `top_k` largest logits, and of them the smallest set, largest first, that holds `top_p` of their mass.
+    """Return the `top_k` largest logits, cut to the smallest set whose probability mass reaches `top_p`.
 
     Returns:
-        Logits [N, K], -inf where `top_p` cuts, and their token ids [N, K]; the input and None when both are off.
+        Logits [N, K], in descending order, -inf where `top_p` cuts, and their token ids [N, K]. If both filters are
+        off, the input and None.
     """
     if top_k == 0 and top_p == 1:
         return logits_NV, None
@@ -88,11 +90,11 @@ def _sample(
 
 
 def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """A draw [N] from each row: where the running sum of the probabilities passes a uniform number.
+    """Draw one index [N] per row by inverting the cumulative sum of its probabilities at a uniform number.
 
-    Sums are in fp64: in fp32 they would miss tokens of a probability below 6e-8, of which a large vocabulary has many.
-    There the running sum is that of blocks of tokens, and goes through one block only: plain sums are several times
-    faster.
+    Sums are in fp64. In fp32, tokens with probability below 6e-8 would be lost, and a large vocabulary has many of
+    them. A large vocabulary is summed in blocks, with a cumulative sum over the blocks and one inside the selected
+    block. This is several times faster than a cumulative sum over all tokens.
     """
     uniform_N1 = uniform_N[:, None]
     words = probs_NV.shape[-1]
@@ -107,31 +109,34 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     block_N1 = _passed(sums_NB, target_N1)
     before_N1 = F.pad(sums_NB, (1, 0)).gather(-1, block_N1)
     tokens_NK = block_N1 * BLOCK + torch.arange(BLOCK, device=probs_NV.device)
-    tokens_NK.clamp_(max=words - 1)  # the last block is short: what stands behind it is its last token again
+    tokens_NK.clamp_(max=words - 1)  # the last block is shorter: repeat its last token
     sums_NK = _running_sum(probs_NV.gather(-1, tokens_NK)).add_(before_N1)
-    # Two sums of a block may differ by rounding: the target stays below the end of this one.
+    # Two sums of a block may differ by rounding: keep the target below the end of this sum.
     inner_N1 = _passed(sums_NK, target_N1.minimum(sums_NK[:, -1:] * (1 - 2**-52)))
     return tokens_NK.gather(-1, inner_N1)[:, 0]
 
 
 def _running_sum(x_NK: Tensor) -> Tensor:
-    """[N, K] fp64. An accelerator's own is not the same bit by bit from call to call; a product with ones is."""
+    """Return the cumulative sum of each row, [N, K] fp64.
+
+    The cumulative sum of an accelerator is not bitwise reproducible between calls. A product with ones is.
+    """
     if x_NK.device.type == "cpu":
         return x_NK.cumsum(-1, dtype=torch.float64)
     return product_of_ones(x_NK)
 
 
 def product_of_ones(x_NK: Tensor) -> Tensor:
-    """The running sum of each row [N, K] as a product with a triangle of ones, fp64."""
+    """Return the cumulative sum of each row, [N, K] fp64, computed as a product with a triangular matrix of ones."""
     size = x_NK.shape[-1]
     ones_KK = torch.ones(size, size, dtype=torch.float64, device=x_NK.device)
     return x_NK.double() @ ones_KK.triu_()
 
 
 def _passed(sums_NK: Tensor, target_N1: Tensor) -> Tensor:
-    """[N, 1] the first place where a running sum is above the target."""
+    """Return the first index [N, 1] at which the cumulative sum exceeds the target."""
     place_N1 = torch.searchsorted(sums_NK, target_N1, right=True)
-    return place_N1.clamp_(max=sums_NK.shape[-1] - 1)  # past the end only where a row is not finite
+    return place_N1.clamp_(max=sums_NK.shape[-1] - 1)  # past the end only if a row is not finite
 
 
 def _pick(x_NV: Tensor, index_N: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Layers of llama's kind with few operators each, for rollouts: a decode step of few rows is bound by their number.
+"""Llama-style layers with few operators, for rollouts. The time of a small decode step depends on the operator count.
 
-Projections that read the same hidden states are one matrix, and the rows of queries and keys stand so that what rotary
-positions turn together is neighbours: the turn is then one complex product. Scores do not change by such an order.
-Residuals are added in place. `fusion` makes these layers from the modules of a model.
+Projections that read the same hidden states are joined into one matrix. The rows of queries and keys are permuted so
+that each rotary pair is adjacent. The rotation is then one complex product, and attention scores do not change.
+Residuals are added in place. `weight_fusion` builds these layers from the modules of a model.
 
-Shapes: N tokens, Hq query heads, Hk key-value heads, D size of a head, K inputs of a linear layer.
+Shapes: N tokens, Hq query heads, Hk key-value heads, D head size, K inputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from realign.engines.sampling.kv_cache import DecodeContext
 
 
 class Linear(NamedTuple):
-    """A matrix product."""
+    """Linear layer."""
 
     weight: Tensor
     """[outputs, K]."""
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product with `x` [..., K]."""
+        """Return the linear layer applied to `x` [..., K]."""
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def add_to(self, x: Tensor, h: Tensor) -> Tensor:
-        """`x` plus the product with `h`, in the memory of `x`."""
+        """Add the linear layer applied to `h` to `x` in place."""
         if self.bias is None and x.dtype == self.weight.dtype:
             return x.addmm_(h, self.weight.t())
         return x.add_(self(h))
 
 
 class RMSNorm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension of n numbers."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension, of size n."""
 
     weight: Tensor
-    """The weight times sqrt(n)."""
+    """Weight of the module, times sqrt(n)."""
     floor: Tensor
-    """sqrt(n * eps), a scalar: the length of a vector that `eps` alone stands for."""
+    """sqrt(n * eps), a scalar; `eps` expressed as a vector length."""
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> RMSNorm:
-        """From the weight [..., n] as the module has it."""
+        """Build the norm from the weight [..., n] of the original module."""
         n = weight.shape[-1]
         return cls(weight.detach().float() * n**0.5, torch.tensor((n * eps) ** 0.5, device=weight.device))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of `x` [..., n], in new memory."""
+        """Return the normalized `x` [..., n] in new memory."""
         return x.div(self._length(x)).mul_(self.weight)
 
     def in_place(self, x: Tensor) -> Tensor:
-        """The same in the memory of `x`."""
+        """Normalize `x` [..., n] in place."""
         return x.div_(self._length(x)).mul_(self.weight)
 
     def _length(self, x: Tensor) -> Tensor:
@@ -66,15 +66,15 @@ class RMSNorm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer, ready to run."""
+    """One decoder layer."""
 
     attention_norm: RMSNorm
     qkv: Linear
-    """Queries, keys and values, head after head."""
+    """Joined projection to queries, keys and values, head by head."""
     heads: tuple[int, int, int]
-    """Numbers of heads that are queries, keys and values."""
+    """Numbers of query, key and value heads."""
     qk_norm: RMSNorm | None
-    """Of each query and key, [Hq + Hk, D]."""
+    """Norm of each query and key, [Hq + Hk, D]."""
     args: AttentionArgs
     output: Linear
     mlp_norm: RMSNorm
@@ -86,13 +86,13 @@ class Layer(NamedTuple):
 
 @dataclass(eq=False)
 class FusedTrunk:
-    """A `Trunk` of copied and joined weights, as they were when it was made."""
+    """A `Trunk` over copied and joined weights, a snapshot from its construction."""
 
     embedding: Tensor
     layers: list[Layer]
     norm: RMSNorm
     turns: Tensor
-    """[length, 1, D / 2] complex: the turn of each pair of numbers at each position."""
+    """[length, 1, D / 2] complex: rotation of each rotary pair at each position."""
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """See `Trunk`."""
@@ -106,10 +106,10 @@ class FusedTrunk:
 
 
 def _attention(i: int, layer: Layer, h_NH: Tensor, turns: Tensor, context: AttentionContext) -> Tensor:
-    """What layer `i` reads at the tokens, [N, Hq * D]."""
+    """Return the attention output of layer `i`, [N, Hq * D], before the output projection."""
     queries, keys, values = layer.heads
     qkv = layer.qkv(h_NH).view(len(h_NH), queries + keys + values, -1)
-    qk = qkv[:, : queries + keys].float()  # a view, but in low precision, where positions are turned in fp32
+    qk = qkv[:, : queries + keys].float()  # a view, except in low precision: rotation is in fp32
     if layer.qk_norm is not None:
         layer.qk_norm.in_place(qk)
     torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(turns)
@@ -118,17 +118,17 @@ def _attention(i: int, layer: Layer, h_NH: Tensor, turns: Tensor, context: Atten
     if isinstance(context, DecodeContext):
         out = context.attend_rows(i, q, k, v, layer.args)
     else:
-        # copies, since a prefill keeps keys and values: they should not hold the memory of the queries, too
+        # copies: a prefill stores keys and values, and views would also keep the memory of the queries alive
         q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
         out = context.attend(i, layer.module, q, k, v, layer.args)
     return out.reshape(len(h_NH), -1)
 
 
 def for_few_rows(weight: Tensor) -> Tensor:
-    """The weight [outputs, K], on a CPU in fp32 with its columns one after the other in memory.
+    """Return the weight [outputs, K], stored column by column if it is fp32 on a CPU.
 
-    The product with few rows then reads it in the order in which it stands: measured with MKL, 1.2 to 1.5 times as fast
-    with 4 to 48 rows, and a whole rollout 8% faster.
+    Products with few rows then read it in memory order. Measured with MKL: 1.2 to 1.5 times as fast with 4 to 48
+    rows, and 8% faster for a whole rollout.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return weight

@@ -1,4 +1,4 @@
-"""`InProcessSampling`: settings of sampling with a role's own engine."""
+"""`InProcessSampling`: settings for sampling with a role's own engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from realign.settings import Count
 
 @dataclass
 class InProcessSampling(SamplerSpec):
-    """The engine samples with the weights that it trains; with rollout=async, a copy of it in the same process."""
+    """Samples with the weights of the training engine, or with a copy of them if rollout=async."""
 
     external: ClassVar[bool] = False
 
     max_slots: Count | None = None
-    """Sequences decoded at once; null: as many as fit 1 GiB of KV cache."""
+    """Maximum number of sequences decoded concurrently; null: as many as fit 1 GiB of KV cache."""
 
     def capabilities(self) -> Capabilities:
         """See `SamplerSpec.capabilities`."""

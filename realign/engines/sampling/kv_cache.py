@@ -1,7 +1,7 @@
-"""Keys and values kept during generation, and the two attention contexts that write and read them.
+"""KV cache for generation, and the attention contexts that write it (prefill) and read it (decoding).
 
-Shapes: B rows being decoded (one per slot, from slot 0 without gaps), Hq query heads, Hk key-value heads, D size of a
-head, P tokens of a prompt. Every layer may have its own Hk and D.
+Shapes: B rows being decoded (one per slot, from slot 0 without gaps), Hq query heads, Hk key-value heads, D head
+size, P tokens of a prompt. Hk and D may differ between layers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from realign.engines.network.attention import ATTENTION, AttentionArgs, PackedContext
 
 KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
-"""By layer: keys [Hk, P, D] and values [Hk, P, Dv] of one prompt."""
+"""Keys [Hk, P, D] and values [Hk, P, Dv] of one prompt, by layer."""
 
 BUCKET = 32
-"""The part of the cache that is read grows by this many tokens at a time, so that few shapes occur."""
+"""Increment, in tokens, of the cache length that attention reads; limits the number of different shapes."""
 
 
 @dataclass(eq=False)
 class PrefillContext(PackedContext):
-    """Packed attention that keeps each layer's keys and values."""
+    """Packed attention that stores each layer's keys and values."""
 
     _seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
@@ -35,7 +35,9 @@ class PrefillContext(PackedContext):
         return super().attend(layer, module, q, k, v, args)
 
     def per_sequence(self, lengths: Sequence[int]) -> Iterator[KeyValues]:
-        """What was kept, cut into the packed sequences: views, so they hold the memory of the whole pack.
+        """Yield the stored keys and values of each packed sequence.
+
+        They are views, which keep the memory of the whole pack alive.
 
         Raises:
             ValueError: the model did not use this context.
@@ -48,9 +50,9 @@ class PrefillContext(PackedContext):
 
 
 class KVCache:
-    """A static cache of `slots` rows of `length` tokens, shaped like the keys and values of a first prompt.
+    """Static cache of `slots` rows of `length` tokens, with the head shapes of an example prompt's keys and values.
 
-    Memory is taken when it is first used, as the responses grow: few of them may ever reach the full length.
+    Memory is committed on first use, as responses grow, since few responses may reach the full length.
     """
 
     def __init__(self, like: KeyValues, slots: int, length: int) -> None:
@@ -58,7 +60,7 @@ class KVCache:
         self.length = length
         self._layers = {layer: (_empty(k, slots, length), _empty(v, slots, length)) for layer, (k, v) in like.items()}
         self._ready = 0
-        self._clean = slots  # so many of the first ones hold zeros, or tokens, in all that is ready
+        self._clean = slots  # the first `_clean` slots are initialized up to `_ready`
         self._rows: dict[int, Tensor] = {}
         self._part = (0, 0)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
@@ -68,10 +70,10 @@ class KVCache:
         return self._layers[layer]
 
     def reach(self, length: int, slots: int | None = None) -> int:
-        """Make ready what is read of rows of `length` tokens, and return how many tokens that is.
+        """Prepare the cache for rows of `length` tokens, and return the number of tokens that attention reads.
 
-        It is filled with zeros, since what a mask hides is still multiplied by 0, and 0 * NaN is NaN. `slots` limits
-        this to the first ones, if it is likely that the others will not be used again.
+        New memory is filled with zeros, since masked entries are multiplied by 0, and 0 * NaN is NaN. `slots` limits
+        this to the first slots, for callers that will probably not use the other slots again.
         """
         reached = min(self.length, -(-length // BUCKET) * BUCKET)
         if reached > self._ready:
@@ -86,7 +88,7 @@ class KVCache:
                 cache[slots, :, tokens] = 0
 
     def fill(self, first: int, last: int, prompt: KeyValues) -> None:
-        """Copy a prompt to the start of the slots `first` up to but not including `last`."""
+        """Copy a prompt to the start of the slots `first` (inclusive) to `last` (exclusive)."""
         if last > self._clean:
             self._clear(slice(self._clean, None), slice(0, self._ready))
             self._clean = self.slots
@@ -96,7 +98,7 @@ class KVCache:
                 cache[first:last, :, : x.shape[1]] = x
 
     def resize(self, slots: int, length: int) -> None:
-        """Make room for more slots, or longer ones: what they hold stays."""
+        """Grow to more slots or longer slots, keeping their contents."""
         old = self._layers
         self.slots, self.length = slots, length
         self._layers = {i: (_empty(k[0], slots, length), _empty(v[0], slots, length)) for i, (k, v) in old.items()}
@@ -112,14 +114,14 @@ class KVCache:
                 cache[target_M, :, :length] = cache[source_M, :, :length]
 
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` keys and values of the first `slots` slots; the views are kept for the next step."""
+        """Return the first `length` keys and values of the first `slots` slots; the next call reuses the views."""
         if self._part != (slots, length):
             self._part = (slots, length)
             self._views = {i: (k[:slots, :, :length], v[:slots, :, :length]) for i, (k, v) in self._layers.items()}
         return self._views[layer]
 
     def rows(self, heads: int) -> Tensor:
-        """[slots, heads] where the first token of each head is in a layer seen as [slots * heads * length, D]."""
+        """Return the offsets [slots, heads] of first tokens in a layer viewed as [slots * heads * length, D]."""
         if heads not in self._rows:
             device = next(iter(self._layers.values()))[0].device
             self._rows[heads] = torch.arange(self.slots * heads, device=device).view(-1, heads) * self.length
@@ -127,19 +129,19 @@ class KVCache:
 
 
 def bytes_per_slot(like: KeyValues, length: int) -> int:
-    """Memory of one slot of `length` tokens."""
+    """Return the memory of one slot of `length` tokens, in bytes."""
     return sum(x.shape[0] * length * x.shape[2] * x.element_size() for kv in like.values() for x in kv)
 
 
 class DecodeContext:
-    """Attention of one new token in each of B rows to its own slot of the cache, for one step.
+    """Attention of one new token in each of B rows to that row's cache slot, for one decode step.
 
-    The new key and value are written first. Indices and masks are made once per step, and shared by all layers that
-    have the same number of heads and the same window.
+    The new key and value are written first. Indices and masks are computed once per step, and shared by all layers
+    with the same number of heads and the same window.
     """
 
     def __init__(self, cache: KVCache, positions_B: Tensor, longest: int) -> None:
-        """Positions at which the B new tokens stand; `longest` is the largest, given so that no device is asked."""
+        """Set the positions of the B new tokens. Passing the largest one as `longest` avoids a device sync."""
         self._cache = cache
         self._positions_B = positions_B
         self._length = cache.reach(longest + 1)
@@ -147,12 +149,12 @@ class DecodeContext:
         self._masks: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
 
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-        """From q [1, Hq, B, D] and the new k, v [1, Hk, B, D] of a layer; returns [1, B, Hq, Dv]."""
+        """Attend with q [1, Hq, B, D] and the new k, v [1, Hk, B, D] of a layer; return [1, B, Hq, Dv]."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self.attend_rows(layer, q, k, v, args)[None]
 
     def attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-        """The same from q [B, Hq, D] and k, v [B, Hk, D]; returns [B, Hq, Dv]."""
+        """Attend with q [B, Hq, D] and the new k, v [B, Hk, D] of a layer; return [B, Hq, Dv]."""
         rows, heads = k.shape[:2]
         index = self._write_index(heads)
         for cache, x in zip(self._cache[layer], (k, v), strict=True):
@@ -163,14 +165,14 @@ class DecodeContext:
         return out.reshape(rows, q.shape[1], -1)
 
     def _write_index(self, heads: int) -> Tensor:
-        """[B * Hk] where the new tokens go in a layer's cache seen as [slots * Hk * length, D]."""
+        """Return the offsets [B * Hk] of the new tokens in a layer's cache viewed as [slots * Hk * length, D]."""
         if heads not in self._index:
             first = self._cache.rows(heads)[: len(self._positions_B)]
             self._index[heads] = (first + self._positions_B[:, None]).flatten()
         return self._index[heads]
 
     def _mask(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
-        """[B, Hk, 1, length] 0 where a row's new token sees, -inf elsewhere."""
+        """Return the additive mask [B, Hk, 1, length]: 0 for visible tokens, -inf elsewhere."""
         key = (window if window is not None and window < self._length else None, heads, dtype)
         if key not in self._masks:
             at = torch.arange(self._length, device=self._positions_B.device)
@@ -181,10 +183,10 @@ class DecodeContext:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) -> Tensor:
-    """Q [B, Hk, Hq / Hk, D] to k, v [B, Hk, length, D]: the query heads that share keys stand as if they were tokens.
+    """Attend q [B, Hk, Hq / Hk, D] to k, v [B, Hk, length, D]; the third axis of q is the heads that share keys.
 
-    In fp32 on a CPU two batched products are up to three times faster than the fused kernel at these shapes; in half
-    precision only the fused kernel keeps the scores in fp32.
+    In fp32 on a CPU, two batched products are up to three times as fast as the fused kernel at these shapes. In half
+    precision, only the fused kernel keeps the scores in fp32.
     """
     plain = args.softcap is None and args.sinks_H is None
     if plain and (q.device.type != "cpu" or q.dtype not in (torch.float32, torch.float64)):

@@ -1,7 +1,7 @@
-"""Sampling responses from a transformers model, with the training model's own modules and attention function.
+"""Sample responses from a transformers model, with the modules and attention function of the training model.
 
-Sequences are decoded in slots of a static cache. A finished one leaves and a waiting one takes its place between two
-steps, so a long response does not hold up the others. Each prompt is read once, whatever the number of its responses.
+Sequences are decoded in slots of a static cache. Between two steps, waiting sequences replace finished ones, so a
+long response does not block the others. Each prompt is prefilled once for all its responses.
 
 Shapes: S sequences (responses), N tokens of the longest response, T packed tokens of the result.
 """
@@ -44,32 +44,34 @@ def generate(
     fusion: Fusion | None = None,
     max_slots: int | None = None,
 ) -> SequenceSample:
-    """Sample `config.n` responses for each prompt, as `PipelinableEngine.generate` says.
+    """Sample `config.n` responses for each prompt; implements `PipelinableEngine.generate`.
 
-    The same arguments and weights give the same result, bit by bit. Which responses are decoded together changes no
-    more than the rounding of logits: the random number of a token depends on seed, id, response and place alone.
-    Without `max_slots`, as many sequences are decoded at once as fit 1 GiB of cache (a slot holds the longest
-    prompt and `max_new_tokens`).
+    The same arguments and weights give bitwise identical results. Batching affects only the rounding of logits, since
+    the random number of a token depends only on seed, id, response and position. If `max_slots` is None, the number
+    of concurrent sequences is limited by 1 GiB of KV cache. A slot holds the longest prompt and `max_new_tokens`.
 
     Args:
         model: a transformers causal LM loaded with the attention `realign.engines.network.attention.ATTENTION`.
         head: its last layer.
-        data: key `prompt_ids`, one non-empty sequence per id.
-        config: the sampler; nothing of the model's own generation settings is read.
-        seed: of this call.
-        eos_token_ids: the model's end tokens, used when `config.stop_token_ids` is None.
-        tokenizer: decodes responses for `config.stop_strings`; otherwise not used.
-        fusion: runs the layers with fewer operators, where it can; None runs the modules.
-        max_slots: sequences decoded at once.
+        data: batch with the key `prompt_ids`, one non-empty sequence per id.
+        config: sampling settings; the model's own generation settings are ignored.
+        seed: seed of this call.
+        eos_token_ids: the model's end tokens, used if `config.stop_token_ids` is None.
+        tokenizer: decodes responses for `config.stop_strings`; otherwise unused.
+        fusion: runs the layers with fewer operators where possible; None runs the modules.
+        max_slots: maximum number of sequences decoded concurrently.
 
     Returns:
-        The same ids, each with its `n` sequences: `input_ids` (prompt and response, the stop token included),
-        `prompt_mask`, `loss_mask` (the response), `logprobs` fp32 (0 on the prompt), and `truncated` [S] bool, True
-        where the length limit ended the response (never under `fixed_length`, where the length is the design).
+        The same ids, each with its `n` sequences:
+
+        - `input_ids`: prompt and response, including the stop token;
+        - `prompt_mask` and `loss_mask` (the response);
+        - `logprobs`: fp32, 0 on the prompt;
+        - `truncated`: [S] bool, True if the length limit ended the response (always False with `fixed_length`).
 
     Raises:
-        ValueError: an id has not exactly one prompt, or an empty one, or one with tokens outside the vocabulary; prompt
-            and response exceed the model's positions; stop settings do not fit; a log-prob is not finite.
+        ValueError: an id does not have exactly one prompt; a prompt is empty or has tokens outside the vocabulary;
+            prompt and response exceed the model's positions; stop settings are invalid; a log-prob is not finite.
     """
     prompts = checked_prompts(model, data, config)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
@@ -85,13 +87,13 @@ def generate(
 
 
 def prepared(model: Any, head: LMHead, fusion: Fusion | None, length: int) -> tuple[Trunk, LMHead]:
-    """Trunk and head as a rollout runs them, with the weights of now: cast and joined once, not in every step.
+    """Build the trunk and head of a rollout from the current weights, which are cast and joined once for all steps.
 
     Args:
-        model: see `generate`, also for the others.
+        model: see `generate`.
         head: its last layer.
-        fusion: how its layers may run with fewer operators.
-        length: positions that can occur.
+        fusion: runs the layers with fewer operators where possible; None runs the modules.
+        length: number of positions to support.
     """
     device = next(model.parameters()).device
     dtype = torch.float32
@@ -104,7 +106,7 @@ def prepared(model: Any, head: LMHead, fusion: Fusion | None, length: int) -> tu
 
 
 def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
-    """The prompts, one per id; refuses what `generate` cannot start from."""
+    """Return the prompts, one per id, and raise ValueError for prompts that `generate` does not support."""
     ids_T, lengths = data[PROMPTS], data.lengths[PROMPTS]
     for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
         if count != 1:
@@ -130,7 +132,7 @@ def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards every module is as it was, also if only some were training."""
+    """Put the model in eval mode, and restore the mode of every module on exit."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -142,7 +144,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_logprobs(logprobs: Tensor) -> None:
-    """Refuse what a broken model samples.
+    """Check that sampled log-probs are finite.
 
     Raises:
         ValueError: a log-prob is not finite.
@@ -152,7 +154,7 @@ def check_logprobs(logprobs: Tensor) -> None:
 
 
 def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:
-    """Prompts and responses as packed sequences, n for each id, on the device of the prompts; see `generate`."""
+    """Pack prompts and responses, n sequences per id, on the device of the prompts; see `generate`."""
     check_logprobs(responses.logprobs)
     device = data[PROMPTS].device
     tokens_SN, logprobs_SN, counts_S, truncated_S = (x.to(device) for x in responses)

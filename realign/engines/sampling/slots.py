@@ -1,4 +1,4 @@
-"""The decoding loop: sequences enter slots of a static cache, get a token per step, and leave when they end.
+"""Decoding loop: sequences enter slots of a static cache, get one token per step, and leave when they end.
 
 Shapes: S sequences (responses, n to each prompt), B of them being decoded, N tokens of the longest response, T packed
 prompt tokens, H hidden size.
@@ -25,28 +25,28 @@ from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 CACHE_BYTES = 2**30
-"""Memory for keys and values when the number of slots is not given."""
+"""Memory for the KV cache, in bytes, if the number of slots is not given."""
 
 PREFILL_TOKENS = 2**13
-"""Prompt tokens read in one forward pass (a longer prompt is read alone)."""
+"""Maximum number of prompt tokens in one prefill pass; a longer prompt is prefilled alone."""
 
 LOGIT_ELEMENTS = 2**26
-"""Logits made at once while sampling: 256 MiB in fp32."""
+"""Maximum number of logits computed at a time; 256 MiB in fp32."""
 
 AT_ONCE = 16
-"""Random numbers made at once for each row."""
+"""Random numbers generated at a time for each row."""
 
 _NUMBERS = 6
-"""Where they stand in `Rollout.rows`."""
+"""Number of bookkeeping entries per row in `Rollout.rows`; random numbers follow them."""
 
 
 class Responses(NamedTuple):
-    """Response s in row s, from column 0; S = n for each prompt, prompt after prompt."""
+    """Responses in prompt order, n per prompt; response s is in row s, starting at column 0."""
 
     tokens: Tensor
     """[S, N] int64."""
     logprobs: Tensor
-    """[S, N] fp32, 0 behind the end."""
+    """[S, N] fp32, 0 after the end."""
     lengths: Tensor
     """[S] int64."""
     truncated: Tensor
@@ -54,29 +54,29 @@ class Responses(NamedTuple):
 
 
 class _Prefilled(NamedTuple):
-    """A prompt that was read."""
+    """Prefill result of a prompt."""
 
     kv: KeyValues
     hidden_H: Tensor
-    """Hidden state at its last token, from which the first response tokens are drawn."""
+    """Hidden state of the last prompt token, from which the first response tokens are sampled."""
 
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt of which not all responses have begun."""
+    """A prompt with responses that have not started."""
 
     ids: Tensor
     sequences: Tensor
-    """[n] the rows of `Rollout.responses` for its responses that have not begun."""
+    """[n] rows of `Rollout.responses` for the responses that have not started."""
     keys: Tensor
-    """[n] of their random numbers."""
+    """[n] keys of their random numbers."""
     read: _Prefilled | None = None
 
 
 class Rollout:
-    """Sequences in slots, all sampled by one config. Rows 0 to `active` are being decoded, row b in slot b.
+    """Sequences in slots, all sampled with one config. Rows 0 to `active` - 1 are being decoded, row b in slot b.
 
-    Others wait in the order in which they were added, which may be at any time.
+    Other sequences wait in first-in, first-out order. They can be added at any time.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Rollout:
         """Start without sequences.
 
         Args:
-            trunk: the layers.
-            head: the last layer.
-            config: how to sample.
-            stopping: when a sequence ends.
-            max_slots: sequences decoded at once; None: as many as fit `CACHE_BYTES`.
+            trunk: layers of the model.
+            head: last layer of the model.
+            config: sampling settings.
+            stopping: stop conditions.
+            max_slots: maximum number of sequences decoded concurrently; None: as many as fit `CACHE_BYTES`.
         """
         self.trunk = trunk
         self.head = head
@@ -111,23 +111,23 @@ class Rollout:
         self.most_slots = max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
-        """Sequences that ended: rows of `responses`."""
+        """Finished sequences, as rows of `responses`."""
         self.cache: KVCache | None = None
         self.longest = 0
-        # Of each row: its sequence, its newest token, that token's position, how many tokens were sampled, the cell of
-        # `responses` (seen as one row) for the next one, the key of its random numbers, and some of them (fp64 bits).
+        # Column b describes row b: sequence, newest token, its position, number of sampled tokens, index of the next
+        # token in the flattened `responses`, key of the random numbers, then random numbers (fp64 bits).
         self.rows = torch.zeros(_NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
         self.numbers_used = AT_ONCE
 
     def add(self, prompts: Sequence[Tensor], keys_S: Tensor) -> Tensor:
-        """Let responses to prompts wait for slots, equally many to each.
+        """Queue the same number of responses for each prompt.
 
         Args:
-            prompts: ids, on the device of the head.
-            keys_S: see `noise.response_keys`; those of the first prompt come first.
+            prompts: token ids of each prompt, on the device of the head.
+            keys_S: keys from `counter_rng.response_keys`, in prompt order.
 
         Returns:
-            [S] the rows of `responses` in which they will stand.
+            [S] the rows of `responses` that will contain the responses.
         """
         n, keys_S = len(keys_S) // max(1, len(prompts)), keys_S.to(self.device)
         sequences_S = self._new_rows(len(keys_S))
@@ -140,7 +140,7 @@ class Rollout:
         return sequences_S
 
     def _new_rows(self, count: int) -> Tensor:
-        """Further rows of `responses`."""
+        """Append rows to `responses`, and return their indices."""
         first = len(self.responses.lengths)
         more = _no_responses(count, self.config.max_new_tokens, self.device)
         self.responses = Responses(*(torch.cat(pair) for pair in zip(self.responses, more, strict=True)))
@@ -158,18 +158,21 @@ class Rollout:
         return self.responses
 
     def advance(self) -> None:
-        """Let some waiting sequences begin, or draw a token for each that has begun."""
+        """Start waiting sequences, or sample one token for each active sequence."""
         if self._should_admit():
             self._admit()
         else:
             self._step()
 
     def _should_admit(self) -> bool:
-        """Admit several sequences together, since reading one prompt costs about as much as a step for all rows."""
+        """Return whether to start sequences now.
+
+        Several sequences start together, since one prefill costs about as much as one decode step of all rows.
+        """
         return self.slots - self.active >= min(self.n_waiting, max(1, self.slots // 8)) and self.n_waiting > 0
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences: copy their prompts' keys and values, draw their first tokens."""
+        """Assign free slots to waiting sequences, copy their prompts' KV cache, and sample their first tokens."""
         self._prefill(self.slots - self.active)
         cache = self._cache()
         start, hidden, sequences, keys = self.active, [], [], []
@@ -197,10 +200,10 @@ class Rollout:
         self._record(torch.cat(hidden), start)
 
     def _begun(self, sequences: Tensor) -> None:
-        """These sequences have slots now."""
+        """Process the rows of sequences that just got slots; a hook for subclasses."""
 
     def _prefill(self, wanted: int) -> None:
-        """Read the prompts of the next `wanted` sequences, or the first of them that fit one pass."""
+        """Prefill the prompts of the next `wanted` sequences, or as many of them as fit one pass."""
         new: list[_Prompt] = []
         total = 0
         for prompt in self.waiting:
@@ -221,16 +224,16 @@ class Rollout:
             prompt.read = _Prefilled(kv, hidden_H)
 
     def _read(self, texts: list[Tensor]) -> tuple[Tensor, PrefillContext, list[int]]:
-        """One packed pass over texts: hidden states [T, H], the context with keys and values, and the lengths."""
+        """Run one packed pass over texts; return hidden states [T, H], the context, and the lengths."""
         lengths = [len(ids) for ids in texts]
         cu_seqlens = cu_seqlens_of(lengths).to(self.device)
         context = PrefillContext(cu_seqlens, lengths=lengths)
         return self.trunk(torch.cat(texts), position_ids(cu_seqlens), context), context, lengths
 
     def _cache(self) -> KVCache:
-        """The cache, made once a prompt has shown what a layer keeps, and larger where that is needed.
+        """Return the KV cache; allocate it after the first prefill, and grow it when needed.
 
-        Unless slots are given, their number is limited by what fits `CACHE_BYTES`.
+        If `max_slots` is None, `CACHE_BYTES` limits the number of slots.
         """
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
@@ -246,7 +249,7 @@ class Rollout:
         return self.cache
 
     def _step(self) -> None:
-        """Feed the newest token of every row, and draw the next one."""
+        """Run one decode step: feed the newest token of every row, and sample the next one."""
         assert self.cache is not None
         tokens_B, positions_B = self.rows[1, : self.active], self.rows[2, : self.active]
         self.cache.reach(self.longest + 1, None if self.n_waiting else self.active)
@@ -255,7 +258,7 @@ class Rollout:
         self._record(hidden_BH, 0)
 
     def _record(self, hidden_BH: Tensor, first: int) -> None:
-        """Draw a token for the rows from `first` on, write it down, and retire the rows that end with it."""
+        """Sample and store a token for the rows from `first` on, and retire the rows that end with it."""
         rows = self.rows[:_NUMBERS, first : self.active]
         sequences_B, tokens_B, _, counts_B, cells_B, _ = rows
         drawn_B, logprobs_B = self._draw(hidden_BH, counts_B)
@@ -276,7 +279,7 @@ class Rollout:
             self._retire(done + first)
 
     def _draw(self, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs [B] for the last B active rows, which have sampled `counts_B`."""
+        """Sample tokens and log-probs [B] for the last B active rows, which have `counts_B` tokens so far."""
         rows = max(1, LOGIT_ELEMENTS // len(self.head.weight_VH))
         parts = [
             sample(self.head.logits(h), self.config, u, blocked_NV=self.stopping.blocked(c))
@@ -287,11 +290,11 @@ class Rollout:
         return parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
 
     def _uniforms(self, counts_B: Tensor) -> Tensor:
-        """[B] fp64: a number for the next token of each of the last B active rows.
+        """Return a uniform number for the next token of each of the last B active rows, [B] fp64.
 
-        They are made `AT_ONCE` for all rows, since all go on by a token together.
+        All rows advance by one token per step, so numbers for `AT_ONCE` steps are generated together.
         """
-        if len(counts_B) < self.active:  # those that have just begun: the others are further on
+        if len(counts_B) < self.active:  # sequences that have just started; the others are ahead
             return uniforms(self.rows[5, self.active - len(counts_B) : self.active], counts_B, 1)[0]
         numbers = self.rows[_NUMBERS:, : self.active]
         if self.numbers_used == AT_ONCE:
@@ -301,21 +304,21 @@ class Rollout:
         return numbers[self.numbers_used - 1].view(torch.float64)
 
     def _retire(self, done: Tensor) -> None:
-        """Free the rows `done`: the last active rows move into the gaps that they leave."""
+        """Free the rows `done`, and move the last active rows into the gaps."""
         left = self.active - len(done)
         stays = torch.ones(self.active, dtype=torch.bool, device=self.device)
         stays[done] = False
         gaps, movers = done[done < left], stays[left:].nonzero()[:, 0] + left
         if len(gaps):
             self.rows[:, gaps] = self.rows[:, movers]
-            if self.cache is not None:  # else it is freed, and will be filled from these rows
+            if self.cache is not None:  # if None, `fill_cache` recomputes it from these rows
                 self.cache.move(movers, gaps, self.longest)
         self.active = left
         self.longest = int(self.rows[2, :left].max()) if left else 0
 
 
 def _no_responses(count: int, tokens: int, device: torch.device) -> Responses:
-    """Room for so many."""
+    """Allocate `count` empty responses of up to `tokens` tokens."""
     return Responses(
         torch.zeros(count, tokens, dtype=torch.int64, device=device),
         torch.zeros(count, tokens, device=device),

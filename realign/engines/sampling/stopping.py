@@ -1,4 +1,4 @@
-"""When a response ends before its length limit: stop tokens and stop strings."""
+"""Stop conditions other than the length limit: stop tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from realign.api.model import GenerationConfig
 
 MARGIN = 8
-"""Tokens decoded before the longest stop string could start: the first ones of a tail may decode to other text."""
+"""Extra tokens decoded before a possible stop string, since the first tokens of a tail may decode differently."""
 
 
 class Stopping:
-    """Decides which rows have ended. Lengths come from here alone; no mask is ever read off the tokens later.
+    """Decides which rows have ended. Response lengths come only from here; masks are never inferred from token ids.
 
-    Under `fixed_length` nothing ends a response early: stop tokens are ordinary tokens.
+    With `fixed_length`, no response ends early, and stop tokens are ordinary tokens.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class Stopping:
         words: int,
         device: torch.device,
     ) -> None:
-        """Choose the stop tokens: those of `config`, else `eos_token_ids`, among `words` tokens.
+        """Select the stop tokens, from `config` or else from `eos_token_ids`; `words` is the vocabulary size.
 
         Raises:
-            ValueError: a stop token is not in the vocabulary, or stop strings come without a tokenizer or together
-                with `fixed_length`.
+            ValueError: a stop token is not in the vocabulary; stop strings have no tokenizer; or stop strings are
+                combined with `fixed_length`.
         """
         chosen = eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
         ids = [] if config.fixed_length else sorted(set(chosen))
@@ -52,16 +52,20 @@ class Stopping:
         self._tail = MARGIN + max((len(s.encode()) for s in self.strings), default=0)
 
     def blocked(self, counts_B: Tensor) -> Tensor | None:
-        """[B, V] bool: tokens that may not be sampled by rows that have sampled `counts_B` so far; None if all may."""
+        """Return the tokens that rows with `counts_B` tokens must not sample, [B, V] bool; None if all are
+        allowed.
+        """
         if self._min_new == 0:
             return None
         return (counts_B < self._min_new)[:, None] & self.is_stop_V
 
     def has_stop_string(self, tokens_BN: Tensor, counts_B: Tensor) -> Tensor:
-        """[B] bool: whose response, the first `counts_B` of its tokens, holds a stop string; call it at every token.
+        """Return [B] bool: whether the first `counts_B` tokens of a row contain a stop string. Call it at every
+        token.
 
-        Only the ends are decoded: a token has at least one byte, so a stop string spans no more tokens than it has
-        bytes. A hit is confirmed on the whole response, since an end that is decoded alone may read differently.
+        Only the tail of a response is decoded. A token has at least one byte, so a stop string spans at most as many
+        tokens as it has bytes. A match is confirmed on the whole response, since a tail may decode differently by
+        itself.
         """
         columns = counts_B[:, None] - torch.arange(self._tail, 0, -1, device=counts_B.device)
         tails = tokens_BN.gather(1, columns.clamp_(min=0)).tolist()

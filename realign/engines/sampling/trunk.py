@@ -1,4 +1,4 @@
-"""What a rollout needs of a model: last hidden states of tokens, with attention told what to do by a context."""
+"""Model interface of a rollout: the last hidden states of tokens, with attention defined by a context."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from realign.engines.network.attention import CONTEXT, AttentionContext
 
 SMALL_PRODUCT = 2**23
-"""Multiply-adds up to which one core computes a matrix product as fast as two do, measured on 2 cores with MKL."""
+"""Multiply-adds up to which one core computes a matrix product as fast as two (measured on 2 cores with MKL)."""
 
 READING = 13
-"""Multiply-adds that take as long as reading a weight: what a product with one row mostly does."""
+"""Multiply-adds that take as long as reading one weight, the dominant cost of a product with one row."""
 
 
 def positions_of(model: Any) -> int | None:
-    """The longest sequence that a transformers model knows (`max_position_embeddings`); None: no limit is known."""
+    """Return the maximum sequence length of a model (`max_position_embeddings`); None if no limit is known."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit
 
@@ -28,12 +28,12 @@ class Trunk(Protocol):
     """A model without its last layer."""
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
-        """The last hidden states [N, H] of tokens that stand at `positions_N`."""
+        """Return the last hidden states [N, H] of tokens at `positions_N`."""
         ...
 
 
 class ModuleTrunk:
-    """The modules of a transformers model, as its authors wrote them."""
+    """Trunk that runs the original modules of a transformers model."""
 
     def __init__(self, model: Any) -> None:
         self._base = model.base_model
@@ -46,13 +46,13 @@ class ModuleTrunk:
 
 
 class Cores:
-    """Takes one core of a CPU for the passes of a trunk whose matrix products are small, as in a decode step.
+    """Limits trunk passes with small matrix products, such as decode steps, to one CPU core.
 
-    What it sets holds for the thread that runs the trunk (MKL has one number for all of them).
+    The setting applies to the thread that runs the trunk. MKL has one thread count for all threads.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Of the trunk's modules."""
+        """Measure the matrix sizes of the trunk's modules."""
         layers = (m for m in module.modules() if not isinstance(m, nn.Embedding))
         sizes = [p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
         self._mean = sum(sizes) / max(1, len(sizes))
@@ -60,7 +60,7 @@ class Cores:
         self._threads = self._now = torch.get_num_threads()
 
     def saved_by(self, trunk: Trunk) -> Trunk:
-        """The trunk, with so many cores for each pass as it needs."""
+        """Wrap the trunk, so that each pass sets its number of cores."""
         if not self._on_cpu:
             return trunk
 
@@ -71,7 +71,7 @@ class Cores:
         return thrifty
 
     def give_back(self) -> None:
-        """Take all cores again."""
+        """Restore the original number of cores."""
         self._set(self._threads)
 
     def _set(self, threads: int) -> None:
@@ -82,7 +82,7 @@ class Cores:
 
 @contextmanager
 def one_core_for_small_products(trunk: Trunk, module: nn.Module) -> Iterator[Trunk]:
-    """The trunk of a model while a rollout runs it, see `Cores`."""
+    """Wrap the trunk of a model for the duration of a rollout, see `Cores`."""
     cores = Cores(module)
     try:
         yield cores.saved_by(trunk)

@@ -1,7 +1,7 @@
-"""From the modules of a model to a `FusedTrunk`, where that computes the same.
+"""Build a `FusedTrunk` from the modules of a model, if it computes the same.
 
-The weights are read anew for each rollout, so that what an optimizer step changed is seen. A module is used this way
-only if everything in it is known, and if it gave the same hidden states in a comparison.
+Each rollout reads the current weights, so optimizer steps take effect. A model is fused only if all its parts are
+known, and if a comparison gave the same hidden states.
 """
 
 from __future__ import annotations
@@ -25,53 +25,56 @@ from realign.functional.head import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
-"""Values of `model_type` whose layers are those of `fused`."""
+"""Values of `model_type` whose layers `fused_layers` implements."""
 
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary positions that do not depend on the length of the text."""
+"""Types of rotary positions that do not depend on the text length."""
 
 CPU_BYTES = 2**32
-"""Memory that copies of weights may take on a CPU; on an accelerator, a quarter of what is free."""
+"""Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is a quarter of the free memory."""
 
 logger = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (9, 4, 14, 5)
 PROBE_STEPS = 3
 TOLERANCE = 2e-5
-"""Largest error, as a part of the largest hidden state, that is rounding in fp32. A wrong layer is off by percents."""
+"""Maximum fp32 rounding error, relative to the largest hidden state. A wrong layer differs by several percent."""
 
 
 class _Unknown(Exception):
-    """The module has something that `fused` has not."""
+    """The model has a feature that `fused_layers` does not support."""
 
 
 class Fusion:
-    """Whether a model's rollouts can run on a `FusedTrunk`: found out once, at the first one."""
+    """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._args: list[AttentionArgs] | None = None
         self.obstacle: str | None = None
-        """Why the last rollout ran the model's own modules; None if it did not, or none has run."""
+        """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
 
     @property
     def known(self) -> bool:
-        """Whether a comparison has shown no difference."""
+        """Whether a comparison has succeeded."""
         return self._args is not None
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Find out now. A run that is resumed does with the weights that it began with, as it did then."""
+        """Run the comparison now.
+
+        A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
+        """
         with suppress(_Unknown):
             self._args = _compared(self._model)
 
     @torch.no_grad()
     def trunk(self, length: int, dtype: torch.dtype) -> Trunk:
-        """The trunk for a rollout with the weights of now: a fused one, or where that cannot be, the modules.
+        """Return the trunk for a rollout with the current weights: a fused one if possible, else the modules.
 
         Args:
-            length: positions that can occur.
-            dtype: of matrix products.
+            length: number of positions to support.
+            dtype: dtype of matrix products.
         """
         try:
             if self._args is None:
@@ -88,7 +91,7 @@ class Fusion:
 
 @dataclass(eq=False)
 class _Recorder(PackedContext):
-    """Packed attention that notes what each layer asks for."""
+    """Packed attention that records the attention arguments of each layer."""
 
     args: list[AttentionArgs] = field(default_factory=list, init=False)
 
@@ -99,10 +102,10 @@ class _Recorder(PackedContext):
 
 
 def _compared(model: Any) -> list[AttentionArgs]:
-    """What each layer asks of its attention, after a comparison of prefill and decoding with the modules.
+    """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
 
     Raises:
-        _Unknown: the module has unknown parts, or other hidden states.
+        _Unknown: the model has unknown parts, or the hidden states differ.
     """
     _check_parts(model)
     device, words = next(model.parameters()).device, len(model.get_input_embeddings().weight)
@@ -123,7 +126,7 @@ def _compared(model: Any) -> list[AttentionArgs]:
 
 
 def _prefilled_and_decoded(trunk: Trunk, ids_T: Tensor, positions_T: Tensor) -> Tensor:
-    """[T, H], the last `PROBE_STEPS` tokens of each sequence fed one by one."""
+    """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one."""
     device = ids_T.device
     ends = cu_seqlens_of(PROBE_LENGTHS)[1:].to(device).long()
     prompts = [n - PROBE_STEPS for n in PROBE_LENGTHS]
@@ -146,7 +149,7 @@ def _prefilled_and_decoded(trunk: Trunk, ids_T: Tensor, positions_T: Tensor) -> 
 
 
 def _check_parts(model: Any) -> None:
-    """Raise `_Unknown` if the module has a part that `_read` does not."""
+    """Raise `_Unknown` if the model has a part that `_read` does not support."""
     base, config = model.base_model, model.config
     if config.model_type not in FAMILIES:
         raise _Unknown(f"model family {config.model_type!r} is not written out")
@@ -177,7 +180,7 @@ def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Nothing but a weight in fp32 and perhaps a bias: no adapter, no parametrization, no shard."""
+    """Raise `_Unknown` unless the module has only an fp32 weight and optionally a bias (no adapter or shard)."""
     weight: Any = module.weight
     if type(module) is not kind or type(weight) is not nn.Parameter or weight.dtype != torch.float32:
         found = f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
@@ -185,10 +188,10 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:
-    """Copy what has to be copied.
+    """Copy and join the weights into a `FusedTrunk`.
 
     Raises:
-        _Unknown: someone listens to a module, which would not run, or the copies are too large.
+        _Unknown: a module has forward hooks, which would not run; or the copies are too large.
     """
     base = model.base_model
     if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
@@ -266,7 +269,7 @@ def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
 
 
 def _biases(*linears: Any) -> Tensor | None:
-    """The joined biases of all or of none of the layers."""
+    """Return the joined biases of the layers; None if no layer has one."""
     found = [x.bias for x in linears if x.bias is not None]
     if len(found) not in (0, len(linears)):
         raise _Unknown("only some of the joined layers have a bias")

@@ -1,4 +1,4 @@
-"""A moving average of trained weights, kept beside them."""
+"""Exponential moving average of the trained weights."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from torch import nn
 
 
 class WeightAverage:
-    """average = decay * average + (1 - decay) * weights after each optimizer step; it starts as the weights (fp32)."""
+    """Exponential moving average of the weights that require a gradient, in fp32.
+
+    After each optimizer step, average = decay * average + (1 - decay) * weights. The initial average equals the
+    weights.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        """Average those of `parameters` that require a gradient; the others do not move."""
+        """Average the entries of `parameters` that require a gradient; frozen parameters are ignored."""
         self.decay = decay
         self.parameters = [p for p in parameters if p.requires_grad]
         self.average = [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Count in the weights as they are now."""
+        """Update the average with the current weights."""
         for average, parameter in zip(self.average, self.parameters, strict=True):
             average.lerp_(parameter, 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """For a while the model has the averaged weights; then its own again, bit by bit."""
+        """Swap the averaged weights into the model, and restore the trained weights bit by bit on exit."""
         self._exchange()
         try:
             yield
@@ -43,15 +47,15 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Forget the past: the average is the weights as they are now."""
+        """Reset the average to the current weights."""
         for average, parameter in zip(self.average, self.parameters, strict=True):
             average.copy_(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, in the order of the parameters."""
+        """Return the averages, in the order of the parameters."""
         return {"average": self.average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the averages that `state_dict` returned."""
         for average, saved in zip(self.average, state["average"], strict=True):
             average.copy_(saved)

@@ -1,7 +1,7 @@
 """`TransformersEngine`: runs and trains one transformers model on packed sequences, in one process.
 
-A batch is cut into micro-batches by token budget. Nothing that it computes depends on the cut: a loss returns sums,
-and the gradient of all micro-batches is divided once, by the weight of the whole batch.
+The engine splits a batch into micro-batches by a token budget. Results do not depend on the split. A loss function
+returns sums, and the accumulated gradient is divided once, by the weight of the whole batch.
 """
 
 from __future__ import annotations
@@ -51,16 +51,19 @@ from realign.functional.logprobs import LMHead
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
-    """What a gradient that waits for its optimizer step was made from, to find the cause where it is not finite."""
+    """Inputs of the accumulated gradient, kept to locate the source of a non-finite value."""
 
     passes: Passes
     losses: Sequence[Tensor]
-    """Of each micro-batch, 0-d."""
+    """Loss of each micro-batch, 0-d."""
     loss_fn: LossFn
 
 
 class TransformersEngine(PipelinableEngine):
-    """Implements `realign.api.PipelinableEngine`. The weights are fp32; between calls the model is in eval mode."""
+    """Single-process engine. Implements `realign.api.PipelinableEngine`.
+
+    The weights are fp32. Between calls the model is in eval mode.
+    """
 
     def __init__(
         self,
@@ -82,25 +85,25 @@ class TransformersEngine(PipelinableEngine):
         parallel_passes: ParallelPasses = ParallelPasses.auto,
         max_slots: int | None = None,
     ) -> None:
-        """Take over a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`, and probe it.
+        """Wrap and probe a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`.
 
         Args:
-            name: the role, for messages and seeds.
+            name: role of the model, used in messages and seeds.
             module: the model, on its device.
             tokenizer: saved with the model; its end token ends responses.
-            seed: the run's root seed.
+            seed: root seed of the run.
             optimizer: trains the parameters that require a gradient; None freezes the model.
-            dtype: of matrix products; bfloat16 is autocast.
+            dtype: dtype of matrix products; bfloat16 uses autocast.
             attention: kernel of packed attention.
             gradient_checkpointing: recompute layers in the backward pass.
             dropout: apply the model's dropout in `train_batch`.
-            value_head: of this model, on its device.
-            trains: the weights for which `module` was prepared, see `Trained.prepare`; None: all.
-            vocabulary: number of tokens that can follow a text, the first ones; None: all.
+            value_head: value network of this model, on its device.
+            trains: the weights for which `module` was prepared, see `Trained.prepare`; None means all weights.
+            vocabulary: number of tokens that can be sampled, counted from id 0; None means all tokens.
             shared_prompts: whether to compute the prompt of a group once.
-            fused_rollout: run rollouts with fewer operators where the family allows it.
-            parallel_passes: whether to compute micro-batches side by side on a CPU.
-            max_slots: sequences that a rollout decodes at once; None: as many as fit 1 GiB of KV cache.
+            fused_rollout: run rollouts with fewer operators if the model family supports it.
+            parallel_passes: whether to compute micro-batches concurrently on a CPU.
+            max_slots: sequences that a rollout decodes concurrently; None uses as many as fit 1 GiB of KV cache.
 
         Raises:
             ValueError: the model family cannot run packed.
@@ -143,7 +146,7 @@ class TransformersEngine(PipelinableEngine):
 
     @property
     def head(self) -> LMHead | ScalarHead:
-        """The model's last layer."""
+        """Last layer of the model."""
         return self.network.head
 
     @property
@@ -165,7 +168,7 @@ class TransformersEngine(PipelinableEngine):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End tokens: the tokenizer's and those of the model's `generation_config`, of which nothing else is used."""
+        """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored."""
         found: set[int] = set()
         for source in (self.tokenizer, getattr(self.module, "generation_config", None)):
             ids = getattr(source, "eos_token_id", None)
@@ -176,12 +179,12 @@ class TransformersEngine(PipelinableEngine):
         """See `PipelinableEngine.forward`. Dropout is never applied here.
 
         Raises:
-            ValueError: the hook added no key, or one of another number of sequences.
+            ValueError: the hook added no key, or added one with a different number of sequences.
         """
         return self._forward(data, mb_spec, post_hook, self.network.run, parallel=True)
 
     def reference(self, layers: int | None = None) -> Forward:
-        """`forward` of the policy as it is now, whatever is trained later; see `Network.reference`."""
+        """Return a `forward` that uses the current policy, regardless of later training; see `Network.reference`."""
         return partial(self._forward, run=self.network.reference(layers))
 
     def _forward(
@@ -198,7 +201,7 @@ class TransformersEngine(PipelinableEngine):
         return self._restored_to(data[TOKENS].device, passes, list(side_by_side(compute, passes, passes.lanes)))
 
     def _restored_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
-        """The results of all passes as one sample, there for whoever reads it."""
+        """Merge the results of all passes into one sample on `device`, and wait for the copies."""
         whole = passes.batches.restore(results).to(device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
@@ -214,13 +217,14 @@ class TransformersEngine(PipelinableEngine):
     ) -> Stats:
         """See `PipelinableEngine.train_batch`.
 
-        Metrics of the engine: `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `shared_tokens` (of these, not
-        computed again), `n_microbatches`, and counts of optimizer steps: taken (`optimizer_steps`), skipped
-        (`skipped_steps`), and by reason `zero_weight_steps`, `zero_gradient_steps`, `nonfinite_steps`, `vetoed_steps`.
+        Metrics of the engine are `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `shared_tokens`, and
+        `n_microbatches`. `shared_tokens` counts the tokens that prompt sharing did not recompute. Step counts are
+        `optimizer_steps` (taken) and `skipped_steps`. Skipped steps are also counted by reason: `zero_weight_steps`,
+        `zero_gradient_steps`, `nonfinite_steps` and `vetoed_steps`.
 
         Raises:
-            ValueError: the model is frozen, the loss is no fp32 scalar, or the weight is negative or not finite.
-            FloatingPointError: the last of `max_nonfinite_in_a_row` steps in a row had a non-finite loss or gradient.
+            ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
+            FloatingPointError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
         weight = step_weight(data, loss_weight_fn).to(self.device)
         if float(weight) == 0:
@@ -229,19 +233,20 @@ class TransformersEngine(PipelinableEngine):
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
 
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
-        """Forget the gradient that was accumulated, and accumulate that of the sum of `loss_fn` over `part` / `weight`.
+        """Reset the gradient, then accumulate the gradient of the sum of `loss_fn` over `part`, divided by `weight`.
 
         Args:
-            part: a batch, or the prompts of one of its data-parallel ranks.
-            mb_spec: the budget.
+            part: a batch, or the prompts of one data-parallel rank.
+            mb_spec: token budget of a micro-batch.
             loss_fn: see `PipelinableEngine.train_batch`.
-            weight: of the whole batch, above 0; 0-d.
+            weight: weight of the whole batch, above 0; 0-d.
 
         Returns:
-            The metrics of `loss_fn`, `tokens`, `shared_tokens` and `n_microbatches`: of this part, for `merge_stats`.
+            The metrics of `loss_fn`, and `tokens`, `shared_tokens` and `n_microbatches`. They cover this part only;
+            merge them with `merge_stats`.
 
         Raises:
-            ValueError: the model is frozen, or the loss is no fp32 scalar.
+            ValueError: the model is frozen, or the loss is not an fp32 scalar.
         """
         stepper = self._trained()
         stepper.zero_grad()
@@ -261,10 +266,10 @@ class TransformersEngine(PipelinableEngine):
             return loss.detach().float(), keep_traces(stats, moved, mb_spec), gradients
 
         losses: list[Tensor] = []
-        metrics: list[Any] = []  # plain (sum, count) pairs are merged too
+        metrics: list[Any] = []  # also accepts plain (sum, count) pairs
         with self._training():
             for loss, stats, gradients in side_by_side(compute, passes, passes.lanes):
-                if gradients:  # added in the order of the micro-batches, whichever was ready first
+                if gradients:  # in micro-batch order, whichever finished first
                     stepper.accumulate(gradients)
                 losses.append(loss)
                 metrics.append(stats)
@@ -279,14 +284,14 @@ class TransformersEngine(PipelinableEngine):
         }
 
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
-        """Make the optimizer step with the gradient that `accumulate` left.
+        """Run the optimizer step with the gradient from `accumulate`.
 
         Args:
-            weight: the one given to `accumulate`.
-            vetoed: make no step, and count that.
+            weight: the same weight as in `accumulate`.
+            vetoed: skip the step, and count it as vetoed.
 
         Returns:
-            `loss`, `grad_norm`, `lr` and the counts of steps: of the whole batch.
+            `loss`, `grad_norm`, `lr` and the step counts, for the whole batch.
 
         Raises:
             ValueError: nothing was accumulated since the last step.
@@ -304,15 +309,15 @@ class TransformersEngine(PipelinableEngine):
         return stats
 
     def skip(self, reason: str) -> Stats:
-        """Count a step that is not made, for one of `stepping.REASONS`: `zero_weight_steps`, with nothing to learn."""
+        """Count a skipped step for one of `stepper.REASONS`; `zero_weight_steps` is a batch of weight 0."""
         return self._trained().report(self.device, skipped=reason)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum over the batch of what `loss_fn` gave."""
+        """Return the sum over the batch of the losses that `loss_fn` returned."""
         return torch.stack([torch.zeros((), device=self.device), *losses]).sum()
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
-        """Where a loss or gradient that is not finite comes from; leaves no gradient behind."""
+        """Describe the source of a non-finite loss or gradient, and leave no gradient behind."""
         stepper = self._trained()
         if (broken := self.network.nonfinite_weight()) is not None:
             return f"the model itself: weight {broken!r} is not finite"
@@ -355,11 +360,11 @@ class TransformersEngine(PipelinableEngine):
             )
 
     def _sampler(self) -> tuple[Any, Fusion | None]:
-        """The model that rollouts run, and how it may run with fewer operators."""
+        """Return the model that rollouts run, and its `Fusion`, if any."""
         return self.module, self.network.fusion
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum over data-parallel ranks: `x`, in one process."""
+        """Return the sum over data-parallel ranks; in one process this is `x`."""
         return x
 
     def start_step(self, version: int) -> None:
@@ -368,9 +373,9 @@ class TransformersEngine(PipelinableEngine):
             self._stepper.train_steps = version
 
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`. The folder appears, or is replaced, only when it is complete.
+        """See `PipelinableEngine.save`. The folder is created or replaced atomically, when it is complete.
 
-        The averaged weights, where there are any, go to a folder of the same name with `_ema` behind it.
+        If the engine keeps averaged weights, it also saves them, in a folder with the suffix `_ema`.
 
         Raises:
             ValueError: a weight is not finite.
@@ -387,7 +392,10 @@ class TransformersEngine(PipelinableEngine):
         self.tokenizer.save_pretrained(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        """What training changes: weights, moments and counts; `load_state_dict` goes on as if never interrupted."""
+        """Return the state that training changes: weights, optimizer moments and step counts.
+
+        `load_state_dict` resumes from this state without any difference from an uninterrupted run.
+        """
         state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
         module = self.network.module_state(fixed=False)
         return {"module": module, **state, "fused": self.network.fusion is not None and self.network.fusion.known}
@@ -398,15 +406,16 @@ class TransformersEngine(PipelinableEngine):
         return {"module": self.network.module_state(fixed=True), "value_head": head}
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Take back what `state_dict` gave.
+        """Restore the state that `state_dict` returned.
 
         Args:
-            state: of an engine over the same model.
-            weights_only: leave the optimizer's moments and counts as they are, and average from these weights on.
+            state: state of an engine over the same model.
+            weights_only: keep the current optimizer moments and step counts, and restart the average from the loaded
+                weights.
 
         Raises:
-            ValueError: the state has a part (an optimizer, a value head, averaged weights) that this engine has not,
-                or the other way round, or other weights train.
+            ValueError: only one of state and engine has an optimizer, a value head or averaged weights; or a
+                different set of weights is trained.
         """
         if state.get("fused") and self.network.fusion is not None:
             self.network.fusion.compare()
@@ -425,17 +434,17 @@ class TransformersEngine(PipelinableEngine):
             self._average.restart()
 
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`; of adapters and what lies below them, both."""
+        """See `PipelinableEngine.weights`. A model with adapters returns both adapter and base weights."""
         return named_weights(self.module, self.value_head)
 
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `PipelinableEngine.load_weights`. Moments and averages stay as they are."""
+        """See `PipelinableEngine.load_weights`. Optimizer moments and averages do not change."""
         own = self.weights()
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         mix_into(own, weights, mix)
 
     def resident(self) -> Iterator[Tensor]:
-        """The tensors that it keeps on its device between calls: weights, buffers, moments and averages."""
+        """Iterate over tensors kept on the device between calls: weights, buffers, moments and averages."""
         yield from self.network.parameters()
         yield from self.network.buffers()
         if self._stepper is not None:
@@ -452,15 +461,15 @@ class TransformersEngine(PipelinableEngine):
         return self._stepper
 
     def dropout_seed(self) -> int:
-        """Of what the next `accumulate` draws."""
+        """Return the seed of the dropout masks in the next `accumulate`."""
         return derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """The state of modules and random numbers in which a training pass runs.
+        """Set module modes and random state for a training pass, and restore them on exit.
 
-        Checkpointed layers recompute only in train mode. Without dropout nothing else is put in that mode, so that
-        `train_batch` and `forward` compute the same. The dropout of adapters has a rate of its own.
+        Checkpointed layers recompute only in train mode. Without dropout all other modules stay in eval mode, so that
+        `train_batch` and `forward` compute the same. The dropout of adapters has a separate rate.
         """
         with ExitStack() as stack:
             stack.callback(self.network.eval)
@@ -478,20 +487,20 @@ class TransformersEngine(PipelinableEngine):
 
 
 def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
-    """Let layers recompute; give the modules that look at their own `training` for it."""
-    # transformers renames the method: the new name is taken where it is known
+    """Enable gradient checkpointing, and return the modules that check their own `training` flag for it."""
+    # transformers is renaming this method: use the new name if it exists
     enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
     enable()
     checkpointed = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in [] if dropout else checkpointed:
-        for name, x in vars(layer).items():  # opt's layers hold their rates as plain numbers
+        for name, x in vars(layer).items():  # OPT layers store their rates as plain floats
             if isinstance(x, float) and ("dropout" in name or name == "layerdrop"):
                 setattr(layer, name, 0.0)
     return checkpointed
 
 
 def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
-    """The keys of `result` that are not those of the micro-batch."""
+    """Return the keys of `result` that the micro-batch does not contain."""
     new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]
     if not new:
         raise ValueError(f"post_hook added no key: its result has the same {sorted(result.data)} as the micro-batch")
@@ -499,6 +508,6 @@ def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise ValueError if what a `loss_fn` returned is no fp32 sum."""
+    """Raise ValueError unless `loss`, returned by a `loss_fn`, is a 0-d floating-point sum."""
     if loss.ndim or loss.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"loss_fn must return a sum, a 0-d float32 tensor; found {loss.dtype} {list(loss.shape)}")

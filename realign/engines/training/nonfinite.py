@@ -1,4 +1,4 @@
-"""Where a loss or gradient that is not finite comes from. Asked after a step that failed: a good one pays nothing."""
+"""Locate the source of a non-finite loss or gradient. The search runs only after a failed step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from realign.engines.network.shared_prefix import Layout
 IsFinite: TypeAlias = Callable[[SequenceSample, Layout | None], bool]
 
 NAMED = 8
-"""Ids that a message names at most; the search ends with them."""
+"""Maximum number of ids in a message. The search stops when it exceeds this number."""
 
 
 def origin(
@@ -22,13 +22,13 @@ def origin(
     """Name the prompts whose loss or gradient is not finite.
 
     Args:
-        micro_batches: of the step, with their layouts.
-        losses: of each, 0-d.
-        is_finite: computes loss and gradient of a sample once more, and whether both are finite; without a layout, of
-            one that is cut anew.
+        micro_batches: micro-batches of the step, with their layouts.
+        losses: loss of each micro-batch, 0-d.
+        is_finite: recomputes loss and gradient of a sample and returns whether both are finite; if the layout is
+            None, it computes a new one.
 
     Returns:
-        The ids, or what else is known: that every micro-batch is finite alone.
+        A description with the ids, or a statement that every micro-batch is finite by itself.
     """
     found = [part for (part, _), loss in zip(micro_batches, losses, strict=True) if not bool(loss.isfinite())]
     what = "loss"
@@ -36,7 +36,7 @@ def origin(
         found, what = [part for part, layout in micro_batches if not is_finite(part, layout)], "gradient"
     if not found:
         return "no micro-batch alone: each has a finite loss and gradient, and their sum has not"
-    ids: dict[Hashable, None] = {}  # in the order found; a group that was cut has its id in two micro-batches
+    ids: dict[Hashable, None] = {}  # in order of discovery; a split group has its id in two micro-batches
     for i in _culprits(found, is_finite):
         if len(ids) == NAMED and i not in ids:
             return f"the {what} of ids {', '.join(map(repr, ids))} and others"
@@ -45,7 +45,7 @@ def origin(
 
 
 def _culprits(parts: Sequence[SequenceSample], is_finite: IsFinite) -> Iterator[Hashable]:
-    """The ids of each micro-batch that are to blame alone; all of them, if none is."""
+    """Yield the ids of each micro-batch that are non-finite by themselves, or all of its ids if none is."""
     for part in parts:
         alone = (i for k, i in enumerate(part.ids) if not is_finite(part.take([k]), None))
         first = next(alone, None) if len(part) > 1 else None

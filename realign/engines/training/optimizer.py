@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: values that say what is wanted, and pure functions of them."""
+"""Optimizer and learning-rate schedule: settings, and pure functions of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScheduleKind(StrEnum):
 
 
 class ScheduleUnit(StrEnum):
-    """What a schedule counts: steps of the optimizer, or training steps (rollout batches)."""
+    """Unit of a schedule: optimizer steps, or training steps (rollout batches)."""
 
     optimizer_step = "optimizer_step"
     train_step = "train_step"
@@ -32,13 +32,13 @@ class ScheduleUnit(StrEnum):
 
 @dataclass
 class Schedule:
-    """How the learning rate changes. With unit=train_step it is constant over the mini-batches of a rollout batch.
+    """Learning-rate schedule. With unit=train_step the rate is constant over the mini-batches of a rollout batch.
 
     Attributes:
-        kind: constant | linear | cosine.
-        warmup: units of linear rise; the rate is lr * (step + 1) / (warmup + 1), never 0.
-        total: units after which linear and cosine have reached `min_ratio`, warm-up included.
-        min_ratio: last rate as a part of lr.
+        kind: shape after warm-up: constant | linear | cosine.
+        warmup: warm-up length in units. The rate is lr * (step + 1) / (warmup + 1), so it is never 0.
+        total: units, including warm-up, after which linear and cosine reach `min_ratio`.
+        min_ratio: final rate as a fraction of lr.
         unit: optimizer_step | train_step. Skipped optimizer steps do not count.
     """
 
@@ -64,21 +64,22 @@ class Schedule:
 
 @dataclass
 class OptimizerSpec(Settings):
-    """AdamW (arXiv:1711.05101), or with `eps_hat` the Adam of TensorFlow.
+    """AdamW (arXiv:1711.05101), or with `eps_hat` the Adam variant of TensorFlow.
 
     Attributes:
         lr: peak learning rate.
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled; acts on matrices only (parameters of two or more dimensions), not on biases and norms.
-        eps_hat: `eps` is added before the bias correction (epsilon-hat of arXiv:1412.6980, section 2), as
-            TensorFlow does.
-        grad_clip: largest gradient norm; a longer gradient is scaled down to it. None: no clipping.
-        schedule: how the rate changes.
-        ema_decay: keep ema = ema_decay * ema + (1 - ema_decay) * weights after each optimizer step, and save it as a
-            folder of its own, `<role>_ema` (DeepSpeed-Chat: 0.992). None: no average.
-        max_nonfinite_in_a_row: optimizer steps in a row that may be skipped for a non-finite loss or gradient; the last
-            of them ends the run.
+        betas: decay rates of the first and second moments.
+        eps: constant added to the square root of the second moment.
+        weight_decay: decoupled weight decay. Applies to matrices only (parameters of two or more dimensions), not to
+            biases and norms.
+        eps_hat: add `eps` before the bias correction, as TensorFlow does (epsilon-hat of arXiv:1412.6980, section 2).
+        grad_clip: maximum gradient norm; a larger gradient is scaled down to it. None: no clipping.
+        schedule: learning-rate schedule.
+        ema_decay: decay of the weight average ema = ema_decay * ema + (1 - ema_decay) * weights, updated after each
+            optimizer step. The average is saved in a separate folder, `<role>_ema` (DeepSpeed-Chat: 0.992). None: no
+            average.
+        max_nonfinite_in_a_row: consecutive optimizer steps with a non-finite loss or gradient after which the run
+            ends. Steps before that are skipped.
     """
 
     lr: Annotated[float, Range(ge=0)] = 1e-6
@@ -98,9 +99,9 @@ class OptimizerSpec(Settings):
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
-    """The rate of step `step` (from 0) of the schedule's unit.
+    """Return the learning rate at step `step`, counted from 0 in the schedule's unit.
 
-    Linear is lr * (1 - step / total) without warm-up, so that the last step still learns, as in
+    Without warm-up, linear is lr * (1 - step / total). The rate of the last step is therefore above 0, as in
     openai/lm-human-preferences.
     """
     schedule = spec.schedule
@@ -115,7 +116,7 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
 
 
 def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """The optimizer over `parameters`: fused kernels where torch has them for the device, else one call for all."""
+    """Build the optimizer over `parameters`, with fused kernels where torch has them, else with foreach kernels."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -133,10 +134,11 @@ def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> 
 
 
 def set_step(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, *, lr: float, step: int) -> None:
-    """Prepare the optimizer for its step number `step`, counted from 1.
+    """Set learning rate and epsilon for optimizer step number `step`, counted from 1.
 
-    Epsilon-hat: TensorFlow's update is lr * sqrt(c2) / c1 * m / (sqrt(v) + eps) with the bias corrections
-    c = 1 - beta^step, and torch's is lr / c1 * m / (sqrt(v / c2) + eps'); they are the same with eps' = eps / sqrt(c2).
+    Let c1 = 1 - beta1^step and c2 = 1 - beta2^step be the bias corrections. TensorFlow's update is lr * sqrt(c2) / c1
+    * m / (sqrt(v) + eps). Torch's update is lr / c1 * m / (sqrt(v / c2) + eps'). They are equal with eps' = eps /
+    sqrt(c2).
     """
     eps = spec.eps / math.sqrt(1 - spec.betas[1] ** step) if spec.eps_hat else spec.eps
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""When an accumulated gradient becomes an optimizer step, and when it does not."""
+"""Decide whether an accumulated gradient becomes an optimizer step, and run that step."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps", "vetoe
 
 
 class Stepper:
-    """An optimizer, its schedule and its policy: a step that would do harm, or nothing, is skipped and counted.
+    """An optimizer with its schedule. Skips and counts steps that are vetoed, non-finite or have a zero gradient.
 
-    A skipped step changes no weight, moment or schedule. That holds for a zero gradient too, although AdamW would still
-    move the weights by its moments and by weight decay.
+    A skipped step changes no weight, moment or schedule. This includes steps with a zero gradient, where AdamW would
+    still change the weights through its moments and weight decay.
     """
 
     def __init__(self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> None:
-        """Build the optimizer of the model of role `name`, over those of its parameters that require a gradient."""
+        """Build the optimizer for role `name` over the entries of `parameters` that require a gradient."""
         self.name = name
         self.spec = spec
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = build_optimizer(spec, self.parameters)
         self.optimizer_steps = 0
-        """Steps taken."""
+        """Number of optimizer steps taken."""
         self.train_steps = 0
-        """Training steps (rollout batches) that lie behind; set from outside."""
+        """Number of completed training steps (rollout batches). The caller sets it."""
         self.nonfinite_in_a_row = 0
 
     @property
@@ -43,36 +43,36 @@ class Stepper:
         return learning_rate(self.spec, self.train_steps if by_train_step else self.optimizer_steps)
 
     def zero_grad(self) -> None:
-        """Forget the gradient."""
+        """Discard the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def differentiate(self, loss: Tensor) -> list[Tensor | None]:
-        """The gradient of `loss` by each parameter, None where it does not reach; what was accumulated stays."""
+        """Return the gradient of `loss` for each parameter (None if unused), without accumulating it."""
         return list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
 
     def accumulate(self, gradients: Iterable[Tensor | None]) -> None:
-        """Add what `differentiate` gave to the gradient that stands in the parameters."""
+        """Add gradients from `differentiate` to the accumulated gradient (`parameter.grad`)."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:  # in memory of its own: two parameters may have been given the same tensor
+            if gradient is not None:  # clone: two parameters may share one tensor
                 parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
     def step(
         self, loss: Tensor, weight: Tensor, *, vetoed: bool = False, culprits: Callable[[], str] | None = None
     ) -> Stats:
-        """Use the gradient that stands in the parameters, and forget it.
+        """Use the accumulated gradient for one optimizer step, then discard it.
 
         Args:
             loss: the sum whose gradient, divided by `weight`, was accumulated; 0-d.
-            weight: what it was divided by; 0-d.
-            vetoed: make no step, but report what it would have been.
-            culprits: says where a loss or gradient that is not finite comes from; asked only if there is one, when the
-                gradient is forgotten, and leaves none behind.
+            weight: divisor of the loss; 0-d.
+            vetoed: skip the step, but report its metrics.
+            culprits: describes the source of a non-finite loss or gradient. It is called only in that case, after the
+                gradient is discarded, and must leave no gradient.
 
         Returns:
-            `loss`, `grad_norm` (before clipping) and what `report` gives.
+            `loss`, `grad_norm` (before clipping) and the metrics of `report`.
 
         Raises:
-            FloatingPointError: loss or gradient was not finite, as often in a row as is allowed.
+            FloatingPointError: loss or gradient was not finite in `max_nonfinite_in_a_row` consecutive steps.
         """
         norm = self.gradient_norm().to(loss.device)
         finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
@@ -94,17 +94,17 @@ class Stepper:
         return stats
 
     def report(self, device: torch.device, *, skipped: str | None) -> Stats:
-        """`lr`, and how often a step was taken (`optimizer_steps`) or skipped (`skipped_steps` and the reasons)."""
+        """Return `lr`, `optimizer_steps` (taken), `skipped_steps`, and the number skipped for each reason."""
         counts = {"optimizer_steps": skipped is None, "skipped_steps": skipped is not None}
         counts |= {reason: reason == skipped for reason in REASONS}
         return {"lr": single(self.lr, device), **{name: counted(n, device) for name, n in counts.items()}}
 
     def gradient_norm(self) -> Tensor:
-        """Of the gradient that stands in the parameters."""
+        """Return the norm of the accumulated gradient."""
         return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def moments(self) -> Iterator[Tensor]:
-        """The tensors that the optimizer keeps for the parameters."""
+        """Iterate over the tensors in the optimizer's state."""
         for state in self.optimizer.state.values():
             yield from (x for x in state.values() if isinstance(x, Tensor))
 
@@ -124,7 +124,7 @@ class Stepper:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and counts."""
+        """Return optimizer moments and step counts."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "optimizer_steps": self.optimizer_steps,
@@ -133,7 +133,7 @@ class Stepper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; settings (decay rates, weight decay) stay those of `spec`."""
+        """Restore the state that `state_dict` returned; settings such as decay rates still come from `spec`."""
         settings = [{k: x for k, x in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
@@ -144,10 +144,10 @@ class Stepper:
 
 
 def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:
-    """What the loss of a batch is divided by, fp32 and 0-d.
+    """Return the divisor of a batch's loss, fp32 and 0-d.
 
     Raises:
-        ValueError: it is negative or not finite.
+        ValueError: the weight is negative or not finite.
     """
     weight = loss_weight_fn(data).detach().float()
     if not 0 <= float(weight) < float("inf"):
@@ -156,10 +156,10 @@ def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:
 
 
 def single(x: float, device: torch.device) -> Mean:
-    """A number of one optimizer step as a metric."""
+    """Return a value of one optimizer step as a metric that is averaged over several steps."""
     return Mean(torch.tensor(float(x), device=device), torch.ones((), device=device))
 
 
 def counted(n: float, device: torch.device) -> Sum:
-    """A count of one optimizer step as a metric that adds up over several."""
+    """Return a count of one optimizer step as a metric that is summed over several steps."""
     return Sum(torch.tensor(float(n), device=device))

@@ -1,7 +1,7 @@
-"""Components of algorithms: advantages, objectives, corrections, penalties, shaping. One file is one kind of component.
+"""Components of algorithms: advantages, objectives, corrections, penalties, shaping. Each file has one kind.
 
-The base class of a kind and its shipped variants are in one module, so a variant is chosen by its name in snake case:
-`interfaces.actor.objective=gspo`. A component of your own is a subclass of the base class in a file of yours:
+One module contains the base class of a kind and its built-in variants. Select a variant by its name in snake case:
+`interfaces.actor.objective=gspo`. A custom component is a subclass of the base class in your own file:
 `interfaces.actor.objective._target_=my_lab.topr.Topr`. Components import no interface.
 """
 

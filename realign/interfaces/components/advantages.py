@@ -1,4 +1,4 @@
-"""Advantage estimators: from rewards to the advantage of every response or token. One class is one estimator.
+"""Advantage estimators: compute the advantage of every response or token from rewards. One class is one estimator.
 
 An estimator of your own is a subclass of `AdvantageEstimator` with `estimate`:
 
@@ -51,13 +51,13 @@ class Rewards:
     kl_T: Tensor | None = None
     """[T] KL to the reference in nats; None: no penalty in the reward."""
     kl_coef: float = 0.0
-    """Price of the KL, in reward per nat."""
+    """KL coefficient, in reward per nat."""
     dense_T: Tensor | None = None
     """[T] rewards of single tokens; None: there are none."""
 
     @classmethod
     def of(cls, data: SequenceSample, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Rewards:
-        """The rewards of a batch with `rewards`, `loss_mask` and perhaps `dense_rewards`."""
+        """Return the rewards of a batch with `rewards`, `loss_mask` and perhaps `dense_rewards`."""
         return cls(data["rewards"], data["loss_mask"], data.cu_seqlens(), kl_T, kl_coef, data.get("dense_rewards"))
 
     @cached_property
@@ -77,7 +77,7 @@ class Rewards:
         return total_S
 
     def with_scores(self, scores_S: Tensor) -> Rewards:
-        """The same rewards with other scores [S]."""
+        """Return the same rewards with other scores [S]."""
         return replace(self, scores_S=scores_S)
 
 
@@ -94,7 +94,7 @@ class Estimate:
 
     @classmethod
     def of(cls, found: Tensor | Estimate, cu_seqlens: Tensor, estimator: str) -> Estimate:
-        """An estimate from either return type of `AdvantageEstimator.estimate`.
+        """Return an estimate from either return type of `AdvantageEstimator.estimate`.
 
         Raises:
             ValueError: a plain tensor of another length than S or T, or one that could be either.
@@ -130,7 +130,7 @@ class AdvantageEstimator(Settings, ABC):
 
     @abstractmethod
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Tensor | Estimate:
-        """Advantages of a batch, before `adv_norm`.
+        """Estimate the advantages of a batch, before `adv_norm`.
 
         Args:
             rewards: per token and per sequence; NaN where a response has no reward.
@@ -144,18 +144,18 @@ class AdvantageEstimator(Settings, ABC):
         """
 
     def keep(self, data: SequenceSample) -> Tensor | None:
-        """[S] bool: responses that stay in the loss; None: all that have a reward and a trained token."""
+        """Return [S] bool: responses that stay in the loss; None: all that have a reward and a trained token."""
         return None
 
     def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
-        """A scalar that multiplies the advantages after `adv_norm`; None: 1."""
+        """Return a scalar that multiplies the advantages after `adv_norm`; None: 1."""
         return None
 
     def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
         """Reject settings of the actor under which advantages would be wrong or all 0.
 
         Args:
-            responses: per prompt.
+            responses: number of responses per prompt.
             adv_norm: the normalization that follows.
             baseline: whether scores have a baseline subtracted that is the same for all responses to a prompt.
 
@@ -164,15 +164,15 @@ class AdvantageEstimator(Settings, ABC):
         """
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch under the current settings, with the setting that asks for each."""
+        """Return keys that must be in the batch under the current settings, with the setting that asks for each."""
         return dict.fromkeys(self.reads, f"advantage={type(self).__name__}")
 
     def stats(self, data: SequenceSample) -> Stats:
-        """Further metrics of the rollout batch."""
+        """Return additional metrics of the rollout batch."""
         return {}
 
     def describe(self) -> str:
-        """The estimator for the launch table."""
+        """Return the estimator for the launch table."""
         return type(self).__name__
 
 
@@ -198,7 +198,7 @@ class GAE(AdvantageEstimator):
     """Divide the rewards of tokens, KL penalty and dense rewards included, by their population standard deviation over
     the batch; the mean stays (openai/lm-human-preferences)."""
     bootstrap: bool = False
-    """Value of the state after the last token of a truncated response: the critic's instead of 0."""
+    """Use the critic's value, instead of 0, for the state after the last token of a truncated response."""
 
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
         """See `AdvantageEstimator`: advantages and returns of tokens."""
@@ -242,8 +242,8 @@ class GroupRelative(AdvantageEstimator):
     length_weighted: bool = False
     """Weight each response by its length in the statistics of `adv_norm` (OPO, arXiv:2505.23585)."""
     rescale_degenerate: bool = False
-    """Multiply advantages by B / (B - M), for M of the batch's B responses in groups of equal rewards, whose advantages
-    are 0 (GPG, arXiv:2504.02546)."""
+    """Multiply advantages by B / (B - M) (GPG, arXiv:2504.02546). B is the number of responses in the batch; M of them
+    are in groups of equal rewards, whose advantages are 0."""
 
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
         """See `AdvantageEstimator`."""
@@ -297,7 +297,7 @@ class GroupRelative(AdvantageEstimator):
 
 
 def advantage_stats(data: SequenceSample) -> Stats:
-    """Metrics of `advantages` [T], over the tokens that train."""
+    """Return metrics of `advantages` [T], over the tokens that train."""
     mask_T, advantages_T = data["loss_mask"], data["advantages"]
     return {
         "advantage_mean": masked_mean(advantages_T, mask_T),
@@ -318,7 +318,7 @@ def _check_groups(name: str, norm: Normalization, responses: int) -> None:
 def normalized_advantages(
     estimate: Estimate, data: SequenceSample, valid_S: Tensor, norm: Normalization, reduce: Reduce
 ) -> Tensor:
-    """[T] advantages after `adv_norm`, 0 off the mask; those of responses are normalized before they are broadcast."""
+    """Return [T] advantages after `adv_norm`, 0 off the mask; response advantages are normalized, then broadcast."""
     cu_seqlens, group_S, mask_T = data.cu_seqlens(), data.group_index(), data["loss_mask"]
     if estimate.advantages_S is not None:
         advantages_S = norm(estimate.advantages_S, group_S, valid_S, reduce)

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: a sum per micro-batch, divided once by the weight of the whole step."""
+"""Loss aggregation from tokens to a scalar: a sum per micro-batch, divided once by the weight of the whole step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Aggregation(Settings, ABC):
 
     @abstractmethod
     def total(self, loss_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The weighted sum of the losses of a micro-batch; a scalar.
+        """Return the weighted sum of the losses of a micro-batch; a scalar.
 
         Args:
             loss_T: [T], differentiable; values off the mask are ignored.
@@ -27,11 +27,11 @@ class Aggregation(Settings, ABC):
 
     @abstractmethod
     def weight(self, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """What the sum is divided by, for these tokens; a scalar that adds up over micro-batches."""
+        """Return the divisor of the loss for these tokens, a scalar that is summed over micro-batches."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The aggregation for the launch table."""
+        """Return the aggregation for the launch table."""
 
 
 @dataclass

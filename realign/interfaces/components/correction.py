@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy, or another engine, sampled than the one that an update starts from.
+"""Off-policy corrections: tokens sampled by a policy or engine other than the policy at the start of the update.
 
 Importance weights proximal / behavior (decoupled PPO, arXiv:2110.00641; AReaL, arXiv:2505.24298), truncated (TIS) and
 masked (IcePop). The interface multiplies the objective's loss of a token by `weight_T`, so a correction is right for
@@ -28,14 +28,14 @@ from realign.settings import Positive, Settings
 
 
 class Corrected(NamedTuple):
-    """What a correction does to the tokens of a mini-batch."""
+    """Weights and masks of a correction for the tokens of a mini-batch."""
 
     weight_T: Tensor
     """[T] factor of the objective's loss, without gradient."""
     mask_T: Tensor
     """[T] bool: tokens that stay in the loss; a subset of `loss_mask`."""
     divisor_T: Tensor
-    """[T] bool: tokens that the loss is divided by."""
+    """[T] bool: tokens counted in the divisor of the loss."""
 
 
 @dataclass
@@ -44,19 +44,19 @@ class Correction(Settings, ABC):
 
     @abstractmethod
     def correct(self, data: SequenceSample) -> Corrected:
-        """Weights and masks of the tokens of a batch."""
+        """Compute weights and masks of the tokens of a batch."""
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return {"prox_logprobs": "correction"}
 
     def stats(self, data: SequenceSample) -> Stats:
-        """Metrics of the rollout batch."""
+        """Return metrics of the rollout batch."""
         return {}
 
     @abstractmethod
     def describe(self) -> str:
-        """The correction for the launch table."""
+        """Return the correction for the launch table."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class RatioRange(Settings):
         return (self.floor, self.cap) != (None, None)
 
     def apply(self, data: SequenceSample, mode: CapMode) -> tuple[Tensor, Tensor]:
-        """The ratios [T] at this level and bool [T], the tokens that are kept; see `behavior_weights`."""
+        """Return the ratios [T] at this level and bool [T], the tokens that are kept; see `behavior_weights`."""
         return behavior_weights(
             data["prox_logprobs"],
             data["logprobs"],
@@ -94,7 +94,7 @@ class RatioRange(Settings):
         )
 
     def describe(self) -> str:
-        """The range for the launch table, such as `token ratio in [0.5, 5]`."""
+        """Return the range for the launch table, such as `token ratio in [0.5, 5]`."""
         if not self.bounded:
             return f"{self.level.value} ratio, unbounded"
         ends = ["0" if self.floor is None else f"{self.floor:g}", "inf" if self.cap is None else f"{self.cap:g}"]
@@ -115,7 +115,7 @@ class ImportanceCorrection(Correction):
     """Tokens (at other levels: responses) whose ratio is outside are masked (AReaL's behav_imp_weight_cap); null:
     none."""
     keep_in_divisor: bool = False
-    """Divide the loss by rejected tokens too (AReaL, TRL, NeMo-RL): the more are rejected, the smaller the step."""
+    """Count rejected tokens in the divisor of the loss (AReaL, TRL, NeMo-RL), so that rejections shrink the step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,10 +159,10 @@ class ImportanceCorrection(Correction):
 
 
 def staleness_stats(data: SequenceSample, version: int) -> Stats:
-    """Training steps between the policy that sampled a token and `version`: oldest and newest token of a response.
+    """Return the staleness of the oldest and the newest token of a response, in training steps relative to `version`.
 
     Args:
-        data: with `versions` [T], -1 on prompt tokens.
+        data: batch with `versions` [T], -1 for prompt tokens.
         version: training steps of the policy that is about to be trained.
     """
     sampled_T, index_T = data["versions"] >= 0, sequence_index(data.cu_seqlens())

@@ -13,8 +13,8 @@ from realign.settings import Positive, Range, Settings
 class EarlyStop(Settings):
     """Stop learning from a rollout batch once the policy has moved too far.
 
-    The mini-batch that exceeds a bound makes no optimizer step (no weight, moment or schedule moves), and the remaining
-    mini-batches and epochs of the rollout batch are skipped.
+    The mini-batch that exceeds a bound takes no optimizer step: weights, optimizer state and schedule do not change.
+    The remaining mini-batches and epochs of the rollout batch are skipped.
     """
 
     kl: Positive | None = None
@@ -24,18 +24,18 @@ class EarlyStop(Settings):
 
     @property
     def bounded(self) -> bool:
-        """Whether there is a bound."""
+        """Whether any bound is set."""
         return (self.kl, self.ratio) != (None, None)
 
     def allows(self, stats: Stats) -> bool:
-        """Whether the mini-batch with these metrics (over all ranks) may make its optimizer step."""
+        """Return whether the mini-batch with these metrics (over all ranks) may take its optimizer step."""
         if not self.bounded:
-            return True  # without reading metrics, which would wait for the device
+            return True  # does not read metrics, which would synchronize with the device
         values = stat_values(stats)
         return all(bound is None or values.get(name, 0.0) <= bound for name, bound in self._bounds.items())
 
     def describe(self) -> str:
-        """The bounds for the launch table; empty without one."""
+        """Return the bounds for the launch table; empty if there are none."""
         return " or ".join(f"{name} above {bound:g}" for name, bound in self._bounds.items() if bound is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""`KLPenalty`: the price of moving away from the reference policy, in the reward or in the loss."""
+"""`KLPenalty`: penalty on the KL divergence from the reference policy, in the reward or in the loss."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from realign.settings import Count, NonNegative, Positive, Settings
 
 
 class KLPlace(StrEnum):
-    """Where the penalty is applied: in one place, never in both."""
+    """Where the KL penalty is applied: in the reward or in the loss, not in both."""
 
     none = "none"
-    """Nowhere: no reference model is loaded."""
+    """No penalty; no reference model is loaded."""
     reward = "reward"
     """Subtracted from the reward of every token, before advantages are estimated."""
     loss = "loss"
@@ -43,13 +43,13 @@ class KLPenalty(Settings):
     place: KLPlace = KLPlace.none
     """Where the penalty is applied: none, reward or loss. The dataflow then includes the reference model."""
     coef: NonNegative = 0.05
-    """Weight in reward (or loss) per nat; the initial value if `target` is set."""
+    """KL coefficient, in reward (or loss) per nat; the initial value if `target` is set."""
     estimator: KLEstimator | None = None
-    """Estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
+    """KL estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
     target: Positive | None = None
-    """KL per sequence in nats that the adaptive controller aims at (arXiv:1909.08593); null: `coef` is constant."""
+    """Target KL per sequence of the adaptive controller, in nats (arXiv:1909.08593); null: `coef` is constant."""
     horizon: Count = 10_000
-    """Sequences over which the adaptive controller corrects an error."""
+    """Horizon of the adaptive controller, in sequences; larger values adapt the coefficient more slowly."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,11 +75,11 @@ class KLPenalty(Settings):
         return KLEstimator.k3 if self.place is KLPlace.loss else KLEstimator.k1
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return {"ref_logprobs": f"kl.place={self.place.value}"} if self.applied else {}
 
     def describe(self) -> str:
-        """The penalty for the launch table."""
+        """Return the penalty for the launch table."""
         if not self.applied:
             return "not applied" + (f" (kl.coef={self.coef:g} is not read)" if self.coef != KLPenalty.coef else "")
         text = f"in the {self.place.value}, {self.chosen_estimator.value}, coefficient {self.coef:g}"
@@ -103,11 +103,11 @@ class KLControl:
         return self.controller.value
 
     def estimate(self, logprobs_T: Tensor, data: SequenceSample) -> Tensor:
-        """[T] KL in nats of the policy with these log-probs against the reference, 0 off `loss_mask`."""
+        """Return [T] KL in nats of the policy with these log-probs against the reference, 0 off `loss_mask`."""
         return kl_estimate(logprobs_T, data["ref_logprobs"], data["loss_mask"], self.penalty.chosen_estimator)
 
     def in_reward(self, data: SequenceSample) -> tuple[Tensor | None, float]:
-        """[T] KL of the old policy and its price per nat, with place=reward; else None and 0."""
+        """Return [T] KL of the old policy and its price per nat, with place=reward; else None and 0."""
         if self.penalty.place is not KLPlace.reward:
             return None, 0.0
         return self.estimate(old_logprobs(data), data), self.coef
@@ -118,12 +118,12 @@ class KLControl:
         return self.penalty.place is KLPlace.loss
 
     def in_loss(self, logprobs_T: Tensor, data: SequenceSample) -> tuple[Tensor, Stats]:
-        """[T] penalty to add to the loss, and its metric."""
+        """Return [T] penalty to add to the loss, and its metric."""
         kl_T = self.estimate(logprobs_T, data)
         return self.coef * kl_T, {"ref_kl": masked_mean(kl_T, data["loss_mask"])}
 
     def stats(self, data: SequenceSample) -> Stats:
-        """Metrics of a rollout batch: KL of the old policy against the reference."""
+        """Return metrics of a rollout batch: KL of the old policy against the reference."""
         if "ref_logprobs" not in data:
             return {}
         kl_T, mask_T, cu_seqlens = self.estimate(old_logprobs(data), data), data["loss_mask"], data.cu_seqlens()
@@ -132,10 +132,10 @@ class KLControl:
         return {"ref_kl_per_sequence": masked_mean(segment_sum(kl_T, cu_seqlens), trained_S), **in_reward}
 
     def update(self, stats: Stats, reduce: Reduce) -> Stats:
-        """Adapt the coefficient to the KL per trained sequence of a rollout batch; returns the metric of the old one.
+        """Adapt the coefficient to the KL per trained sequence; returns a metric with the old coefficient.
 
         Args:
-            stats: with `ref_kl_per_sequence` of this rank.
+            stats: metrics with `ref_kl_per_sequence` of this rank.
             reduce: sum over ranks.
         """
         if not self.penalty.applied:
@@ -151,7 +151,7 @@ class KLControl:
         return metric
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the controller."""
+        """Return the state of the controller."""
         return dict(self.controller.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

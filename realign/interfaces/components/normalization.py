@@ -1,4 +1,4 @@
-"""`Normalization`: whose mean is subtracted from advantages or scores, and whose standard deviation divides them."""
+"""`Normalization`: scopes of the mean and the standard deviation that normalize advantages or scores."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Normalization(Settings):
         return Scope.group in (self.mean, self.std)
 
     def __call__(self, x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce) -> Tensor:
-        """[N] normalized elements, 0 off the mask; see `realign.functional.normalize`."""
+        """Return [N] normalized elements, 0 off the mask; see `realign.functional.normalize`."""
         return normalize(
             x_N,
             group_N,
@@ -63,7 +63,7 @@ class Normalization(Settings):
         )
 
     def describe(self, x: str = "A", *, per_minibatch: bool = False) -> str:
-        """The settings as a formula; `x` is the symbol of what is normalized."""
+        """Return the settings as a formula; `x` is the symbol of what is normalized."""
         if per_minibatch:
             return f"{self.describe(x)} of each mini-batch"
         if not self.active:

@@ -40,12 +40,12 @@ from realign.settings import Fraction, NonNegative, Positive, Range, Settings
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The tokens of a micro-batch as an objective sees them: whole sequences, every value exactly 0 off the mask."""
+    """The tokens of a micro-batch, the input of an objective: whole sequences, all values exactly 0 off the mask."""
 
     logprobs_T: Tensor
-    """[T] log-probs of the policy that is trained; the only differentiable values."""
+    """[T] log-probs of the current policy; the only differentiable values."""
     old_logprobs_T: Tensor
-    """[T] log-probs that ratios are taken against: recomputed ones where the graph has them, else the sampler's."""
+    """[T] old log-probs of ratios: recomputed ones if the graph provides them, else the sampler's."""
     advantages_T: Tensor
     """[T]."""
     mask_T: Tensor
@@ -57,7 +57,7 @@ class PolicyTokens:
 
     @classmethod
     def of(cls, logprobs_T: Tensor, old_logprobs_T: Tensor, data: SequenceSample) -> PolicyTokens:
-        """The tokens of `data` (with `advantages` and `loss_mask`) under these log-probs [T]."""
+        """Return the tokens of `data` (with `advantages` and `loss_mask`) under these log-probs [T]."""
         mask_T = data["loss_mask"]
 
         def masked(x_T: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class PolicyTokens:
         return self.log_ratio_T.exp()
 
     def sequence_mean(self, x_T: Tensor) -> Tensor:
-        """[T] mean of `x_T` over the masked tokens of each sequence, at all of its positions."""
+        """Return [T] mean of `x_T` over the masked tokens of each sequence, at all of its positions."""
         return sequence_mean(x_T, self.mask_T, self.cu_seqlens)
 
 
@@ -90,7 +90,7 @@ class Objective(Settings, ABC):
 
     @abstractmethod
     def loss(self, tokens: PolicyTokens) -> Tensor | PolicyLoss:
-        """The loss of every token, to be minimized.
+        """Return the loss of every token, to be minimized.
 
         Called for several micro-batches at a time in threads, so it writes no shared state.
 
@@ -108,15 +108,15 @@ class Objective(Settings, ABC):
         return minibatch
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return dict.fromkeys(self.reads, f"objective={type(self).__name__}")
 
     def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
-        """Further metrics, beside those that every objective has."""
+        """Return additional metrics, besides those of every objective."""
         return {}
 
     def describe(self) -> str:
-        """The objective for the launch table."""
+        """Return the objective for the launch table."""
         settings = ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
         return f"{type(self).__name__}" + (f" ({settings})" if settings else "")
 
@@ -127,7 +127,7 @@ class Objective(Settings, ABC):
 
 @dataclass
 class _Clipped(Objective):
-    """What the clipped objectives share."""
+    """Base class of clipped objectives."""
 
     def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
         """See `Objective`."""
@@ -150,7 +150,7 @@ class Clip(_Clipped):
     high: NonNegative = 0.2
     """The ratio is clipped above at 1 + high."""
     dual: DualClip = None
-    """For negative advantages the ratio counts at most this much, above 1 (arXiv:1912.09729); null: off."""
+    """Upper bound on the ratio for negative advantages, above 1 (dual clip, arXiv:1912.09729); null: off."""
 
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
         """See `realign.functional.policy_loss`."""
@@ -177,7 +177,7 @@ class Gspo(_Clipped):
     high: NonNegative = 4e-4
     """The sequence's ratio is clipped above at 1 + high."""
     dual: DualClip = None
-    """For negative advantages the ratio counts at most this much, above 1; null: off."""
+    """Upper bound on the ratio for negative advantages, above 1; null: off."""
 
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
         """See `realign.functional.gspo_loss`."""
@@ -263,11 +263,11 @@ class Reinforce(Objective):
 
 
 def policy_loss_of(objective: Objective, tokens: PolicyTokens, weight_T: Tensor | None = None) -> PolicyLoss:
-    """The loss of an objective of either return type, with what metrics are computed from.
+    """Return the loss of an objective of either return type, as a `PolicyLoss` for the metrics.
 
     Args:
-        objective: whose loss.
-        tokens: of the micro-batch.
+        objective: the objective.
+        tokens: tokens of the micro-batch.
         weight_T: [T] factor of the loss of each token, without gradient, from a correction.
 
     Raises:
@@ -288,7 +288,7 @@ def policy_loss_of(objective: Objective, tokens: PolicyTokens, weight_T: Tensor 
 
 
 def policy_stats(policy: PolicyLoss, tokens: PolicyTokens, entropy_T: Tensor) -> Stats:
-    """Metrics that every objective has; `entropy_T` [T] in nats."""
+    """Return metrics that every objective has; `entropy_T` [T] in nats."""
     mask_T, logprobs_T, old_T = tokens.mask_T, tokens.logprobs_T.detach(), tokens.old_logprobs_T
     return {
         "policy_loss": masked_mean(policy.loss_T, mask_T),

@@ -1,4 +1,4 @@
-"""What the algorithms share that compare the responses to one prompt: which are pairs, and how they are trained on."""
+"""Helpers for algorithms that compare the responses to one prompt: pairing and training on whole groups."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from realign.functional import Pairs, pairs_by_label, segment_sum
 
 
 def answered(data: SequenceSample) -> Tensor:
-    """[S] bool: the response has a token that counts."""
+    """Return [S] bool: whether the response has a token in `loss_mask`."""
     return segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
 
 
 def pairs_of(data: SequenceSample) -> Pairs:
-    """The pairs of a batch that `check_pairs` let pass; those with an empty response do not count."""
+    """Return the pairs of a batch that passes `check_pairs`; pairs with an empty response are excluded."""
     return pairs_by_label(data["labels"], answered(data))
 
 
 def check_pairs(data: SequenceSample) -> None:
-    """Raise a ValueError that names the id, if a prompt has an odd number of responses."""
+    """Raise a ValueError with the id of the prompt if a prompt has an odd number of responses."""
     counts = data.lengths["input_ids"].counts
     for i in np.flatnonzero(counts % 2):
         raise ValueError(f"id {data.ids[i]!r} has {counts[i]} responses, but neighbours are pairs")
@@ -37,7 +37,7 @@ def train_on_groups(
     loss: LossFn,
     loss_weight: LossWeightFn,
 ) -> Stats:
-    """`n_minibatches` optimizer steps over the batch, in a fresh order; responses to one prompt stay together."""
+    """Take `n_minibatches` optimizer steps over the batch, in a new random order; groups stay together."""
     whole = replace(mb_spec, whole_groups=True)
     parts = data.minibatches(n_minibatches, np.random.default_rng(model.call_seed("minibatches")))
     return merge_stats(model.machine.train_batch(part, whole, loss, loss_weight) for part in parts)

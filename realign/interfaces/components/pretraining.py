@@ -19,20 +19,21 @@ def mix_pretraining(
     loss_weight: Callable[[SequenceSample], Tensor],
     reduce: Callable[[Tensor], Tensor],
 ) -> SequenceSample:
-    """The mini-batch with the pretraining text of its prompts as further sequences.
+    """Add the pretraining text of a mini-batch's prompts as additional sequences.
 
-    The engine divides the whole sum by the policy's weight W. So that the text counts `coef` times its mean over its
-    own tokens, each of its N tokens carries the weight `coef * W / N` (key `ptx_weight`), however the mini-batch is
-    cut later.
+    The engine divides the whole loss by the policy's weight W. Each of the N tokens of the text has the weight
+    `coef * W / N` (key `ptx_weight`). The text loss is therefore `coef` times the mean over its tokens, independent of
+    the micro-batch size.
 
     Args:
-        part: has `ptx_input_ids`, `ptx_loss_mask` with lengths of their own, any number of sequences per prompt.
+        part: mini-batch with `ptx_input_ids` and `ptx_loss_mask`, which have separate lengths and any number of
+            sequences per prompt.
         coef: weight of the mean negative log-likelihood of the text.
-        loss_weight: what the engine divides the policy's loss by.
+        loss_weight: returns the divisor of the policy's loss.
         reduce: sum over ranks.
 
     Returns:
-        The keys of `part` that have one value per token, and `ptx_weight` [T], 0 on the policy's tokens. On the text
+        The keys of `part` that have one value per token, and `ptx_weight` [T], 0 for the policy's tokens. For the text,
         `loss_mask` is False and the other keys are 0.
     """
     lengths = part.lengths[TOKENS]
@@ -50,11 +51,11 @@ def mix_pretraining(
 
 
 def pretraining_loss(output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-    """The weighted sum of the negative log-likelihoods (nats) of the pretraining text of a micro-batch; and its metric.
+    """Return the weighted sum of negative log-likelihoods (nats) of the pretraining text, and its metric.
 
     Args:
-        output: of the model.
-        minibatch: with `ptx_weight` [T], see `mix_pretraining`.
+        output: output of the model for the micro-batch.
+        minibatch: micro-batch with `ptx_weight` [T], see `mix_pretraining`.
     """
     weight_T = minibatch["ptx_weight"]
     nll_T = nll_loss(output.logprobs(where_T=weight_T > 0), weight_T > 0)

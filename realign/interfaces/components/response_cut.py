@@ -1,4 +1,4 @@
-"""`ResponseCut`: rewards that judge a response only up to its first end mark, such as the end of a sentence.
+"""`ResponseCut`: score a response only up to its first end mark, such as the end of a sentence.
 
 Source: arXiv:1909.08593, section 2.2 and openai/lm-human-preferences (`truncate_token`, `truncate_after`,
 `penalty_reward_value`). Only rewards see the cut text: the policy trains on the whole response.
@@ -20,22 +20,25 @@ from realign.settings import Finite, NonNegativeInt, Settings
 
 
 class Cut(NamedTuple):
-    """What remains of a batch."""
+    """A batch after cutting its responses."""
 
     data: SequenceSample
-    """`input_ids` and `prompt_mask` of what remains, and the metadata."""
+    """`input_ids` and `prompt_mask` of the remaining tokens, and the metadata."""
     kept_T: Tensor
-    """bool: the token of the whole batch remains."""
+    """[T] bool: whether a token of the whole batch remains."""
     judged_S: Tensor
-    """bool: the text of the response counts; where not, `penalty` does."""
+    """[S] bool: whether the response is scored; otherwise its reward is `penalty`."""
     penalty: float = 0.0
 
     def rewards(self, rewards_S: Tensor) -> Tensor:
-        """[S] these rewards, or the penalty."""
+        """Return [S] these rewards, or the penalty for responses that are not scored."""
         return torch.where(self.judged_S, rewards_S, self.penalty)
 
     def dense_rewards(self, rewards_T: Tensor, whole: SequenceSample) -> Tensor:
-        """[T] these rewards of the tokens that remain, in their places; 0 off judged responses and at given tokens."""
+        """Return [T] these rewards at the positions of the remaining tokens; 0 at all other tokens.
+
+        Prompt tokens and responses that are not scored also get 0.
+        """
         response_T = ~whole["prompt_mask"] & broadcast_to_tokens(self.judged_S, whole.cu_seqlens())
         spread_T = rewards_T.new_zeros(len(response_T)).masked_scatter(self.kept_T, rewards_T)
         return torch.where(response_T, spread_T, 0)
@@ -43,16 +46,16 @@ class Cut(NamedTuple):
 
 @dataclass
 class ResponseCut(Settings):
-    """Cut a response after the first of some tokens; the token itself stays."""
+    """Cut a response after its first end token; the end token remains."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Ids of the tokens that end a response."""
+    """Ids of the end tokens."""
     texts: list[str] = field(default_factory=list)
-    """The same as text; each must be exactly one token of the tokenizer."""
+    """Texts of further end tokens; each must be exactly one token of the tokenizer."""
     after: NonNegativeInt = 0
-    """Place in the response (tokens, the first is 0) from which on such a token counts."""
+    """Position in the response, in tokens from 0, before which end tokens are ignored."""
     penalty: Finite | None = None
-    """Reward of a response without such a token, in place of its own, not added to it; null: judge it as a whole."""
+    """Reward of a response without an end token, which replaces its score; null: score the whole response."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +67,7 @@ class ResponseCut(Settings):
             raise SettingsError(f"texts={self.texts}: contains an empty text")
 
     def ids(self, tokenizer: Any) -> list[int]:
-        """The tokens that end a response.
+        """Return the ids of all end tokens.
 
         Raises:
             ValueError: one of `texts` is not exactly one token.
@@ -79,12 +82,12 @@ class ResponseCut(Settings):
 
 
 def cut_responses(cut: ResponseCut | None, data: SequenceSample, tokenizer: Any) -> Cut:
-    """Cut each response (the tokens that were not given) after its first end mark.
+    """Cut each response after its first end mark.
 
     Args:
-        cut: how; None keeps everything, and `prompt_mask` is not asked for.
-        data: with `input_ids` and `prompt_mask`.
-        tokenizer: for `cut.texts`.
+        cut: the settings; None keeps all tokens and needs no `prompt_mask`.
+        data: batch with `input_ids` and `prompt_mask`.
+        tokenizer: tokenizer that encodes `cut.texts`.
     """
     ids_T, cu_seqlens = data["input_ids"], data.cu_seqlens()
     if cut is None:
@@ -102,11 +105,11 @@ def cut_responses(cut: ResponseCut | None, data: SequenceSample, tokenizer: Any)
 
 
 def reward_keys(dense: bool) -> frozenset[str]:
-    """The keys that a reward writes."""
+    """Return the keys that a reward interface writes."""
     return frozenset({"rewards", "dense_rewards"} if dense else {"rewards"})
 
 
 def _count_before(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] int64: how many of the tokens before this one, in its sequence, the mask holds."""
+    """Return [T] int64: how many earlier tokens of the same sequence are True in `mask_T`."""
     running_T = F.pad(mask_T.long().cumsum(0), (1, 0))
     return running_T[:-1] - running_T[cu_seqlens[:-1].long()][sequence_index(cu_seqlens)]

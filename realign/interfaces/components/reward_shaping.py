@@ -1,4 +1,4 @@
-"""`RewardShaping`: from the score that a reward gives to the score that advantages are estimated from."""
+"""`RewardShaping`: convert the scores of a reward model or function to the scores used in advantage estimation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RewardShaping(Settings):
     center: bool = False
     """Subtract the mean of the scores of `scale` before the division."""
     baseline: RewardBaseline = RewardBaseline.none
-    """What is subtracted from a score: none, or greedy. The dataflow then includes the greedy response."""
+    """Baseline subtracted from a score: none or greedy. With greedy, the dataflow includes the greedy response."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,19 +72,19 @@ class RewardShaping(Settings):
         return self.baseline is not RewardBaseline.none
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return {"baseline_rewards": f"reward.baseline={self.baseline.value}"} if self.has_baseline else {}
 
     def moments(self) -> RunningMoments:
-        """New running moments of the scores, which the caller keeps."""
+        """Return new running moments of the scores, which the caller keeps."""
         return RunningMoments(MomentsKind.cumulative, eps=0.0)
 
     def observe(self, moments: RunningMoments, rewards_S: Tensor, valid_S: Tensor, reduce: Reduce) -> None:
         """Update the moments that `scale` divides by with a rollout batch.
 
         Args:
-            moments: of the earlier batches; changed in place.
-            rewards_S: [S] as the reward gave them.
+            moments: moments of the earlier batches; changed in place.
+            rewards_S: [S] unshaped rewards.
             valid_S: [S] bool, the responses that count.
             reduce: sum over ranks.
         """
@@ -92,15 +92,15 @@ class RewardShaping(Settings):
             moments.update(self._clipped(rewards_S), valid_S, reduce)
 
     def shape(self, moments: RunningMoments, rewards_S: Tensor) -> Tensor:
-        """[S] shaped scores; NaN (no reward) stays NaN."""
+        """Return [S] shaped scores; NaN (no reward) stays NaN."""
         scores_S = self._clipped(rewards_S)
         if self.center:
             scores_S = scores_S - moments.mean
-        # scores that were all equal so far, up to rounding, have no scale; `moments.scale` is then 1
+        # if all scores so far are equal up to rounding, `moments.scale` is 1
         return scores_S if self.scale is RewardScale.none else scores_S / moments.scale
 
     def baselines(self, moments: RunningMoments, data: SequenceSample) -> Tensor | float:
-        """[S] shaped score of the response that each prompt is compared with (`baseline_rewards`); 0 without one.
+        """Return [S] the baseline of each response, the shaped `baseline_rewards` of its prompt; 0 without a baseline.
 
         Raises:
             ValueError: `baseline_rewards` is not one per prompt.
@@ -115,7 +115,7 @@ class RewardShaping(Settings):
         return self.shape(moments, rewards_P)[data.group_index()]
 
     def state_of(self, moments: RunningMoments) -> dict[str, Any]:
-        """The moments for a checkpoint; empty if they are not used."""
+        """Return the moments for a checkpoint; empty if they are not used."""
         return {} if self.scale is RewardScale.none else {"moments": moments.state_dict()}
 
     def restore(self, moments: RunningMoments, state: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class RewardShaping(Settings):
         return scores_S if self.clip is None else scores_S.clamp(-self.clip, self.clip)
 
     def describe(self) -> str:
-        """The shaping for the launch table; empty if scores do not change."""
+        """Return the shaping for the launch table; empty if scores do not change."""
         score = "R" if self.bias == 0 else f"(R {'+' if self.bias > 0 else '-'} {abs(self.bias):g})"
         if self.gain != 1:
             score = f"{self.gain:g} {score}"

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens: how a model computes them, and which ones ratios are taken against."""
+"""Compute log-probs of sampled tokens, and select the old log-probs of probability ratios."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from realign.api import Keys, MicroBatchSpec, Model, ModelOutput, SequenceSample
 
 
 def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
-    """A sample with `logprobs` [T] of the tokens of `loss_mask` under the model, at `temperature`."""
+    """Return a sample with `logprobs` [T] of the tokens of `loss_mask` under the model, at `temperature`."""
 
     def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
         return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
@@ -17,12 +17,12 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
 
 
 def scoring_keys() -> Keys:
-    """The keys of a method that calls `score_logprobs`."""
+    """Return the keys of a method that calls `score_logprobs`."""
     return Keys(needs={"input_ids": "", "loss_mask": ""}, writes=frozenset({"logprobs"}))
 
 
 def old_logprobs(data: SequenceSample) -> Tensor:
-    """[T] log-probs that ratios are taken against: recomputed ones where the graph has them, else the sampler's."""
+    """Return [T] old log-probs of ratios: recomputed ones if the graph provides them, else the sampler's."""
     return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
 
 

@@ -1,4 +1,4 @@
-"""`Truncation`: how responses that reached the length limit are rewarded and trained."""
+"""`Truncation`: reward and loss treatment of responses that reached the length limit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Truncation(Settings):
     reward: TruncatedReward = TruncatedReward.keep
     """Score of a truncated response: keep, zero, add or set."""
     penalty: Finite | None = None
-    """Number that reward=add adds (negative, to punish) or reward=set sets."""
+    """Value that reward=add adds to the score (negative values punish), or that reward=set assigns."""
     mask: bool = False
     """Exclude truncated responses from the loss and its divisor (overlong filtering, arXiv:2503.14476)."""
     overlong_buffer: NonNegativeInt = 0
-    """Tokens before the length limit in which a penalty grows linearly (arXiv:2503.14476, eq. 13); 0: off."""
+    """Length in tokens of the range before the length limit in which a penalty grows linearly; 0: off. See
+    arXiv:2503.14476, eq. 13."""
     overlong_penalty: NonNegative = 1.0
     """Penalty at the limit, a positive number that is subtracted from the score."""
 
@@ -88,11 +89,11 @@ class Truncation(Settings):
             )
 
     def needs(self) -> dict[str, str]:
-        """Keys that must be in the batch, with the setting that asks for each."""
+        """Return keys that must be in the batch, with the setting that asks for each."""
         return {"truncated": "truncation"} if self.reads_truncated else {}
 
     def scores(self, scores_S: Tensor, truncated_S: Tensor | None, tokens_S: Tensor, max_tokens: int) -> Tensor:
-        """[S] scores after the treatment.
+        """Return [S] scores after the treatment.
 
         Args:
             scores_S: [S] shaped scores; NaN (no score) stays NaN.
@@ -109,11 +110,11 @@ class Truncation(Settings):
         return scores_S
 
     def kept(self, valid_S: Tensor, truncated_S: Tensor | None) -> Tensor:
-        """[S] bool: the responses of `valid_S` that stay in the loss."""
+        """Return [S] bool: the responses of `valid_S` that stay in the loss."""
         return valid_S if truncated_S is None or not self.mask else valid_S & ~truncated_S
 
     def describe(self) -> str:
-        """The treatment for the launch table; empty if there is none."""
+        """Return the treatment for the launch table; empty if there is none."""
         new = {TruncatedReward.zero: "score set to 0"}
         if self.penalty is not None:
             change = f"score {'raised' if self.penalty > 0 else 'lowered'} by {abs(self.penalty):g}"

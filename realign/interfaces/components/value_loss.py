@@ -1,4 +1,4 @@
-"""The loss of values, and what actors with a value head and critics share."""
+"""Value loss, and helpers shared by critics and actors with a value head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ValueObjective(Settings):
     huber_delta: Positive = 10.0
     """Error from which Huber's loss grows linearly (kind=huber)."""
     coef: Positive = 1.0
-    """Weight of the loss when it is added to that of a policy with the same trunk."""
+    """Weight of the value loss when it is added to the loss of a policy with the same trunk."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,12 +45,12 @@ class ValueObjective(Settings):
             raise SettingsError(f"huber_delta={self.huber_delta:g}: has no effect with kind={self.kind.value}")
 
     def describe(self) -> str:
-        """The loss for the launch table, without `coef`."""
+        """Return the loss for the launch table, without `coef`."""
         kind = self.kind.value if self.kind is ValueLoss.mse else f"huber beyond {self.huber_delta:g}"
         return kind if self.clip is None else f"{kind}, clipped at {self.clip:g} from the old value"
 
     def __call__(self, values_T: Tensor, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """[T] loss of every token of `loss_mask`, without `coef`; and its metrics.
+        """Return [T] loss of every token of `loss_mask`, without `coef`; and its metrics.
 
         Args:
             values_T: [T] differentiable.
@@ -75,7 +75,7 @@ class ValueObjective(Settings):
 
 
 def trained(data: SequenceSample) -> SequenceSample:
-    """The sequences with a token in `loss_mask`; the others would cost a pass and change nothing.
+    """Return the sequences with a token in `loss_mask`; the others would only cost a forward pass.
 
     A batch without any such sequence is returned unchanged, so that the engine counts the skipped step.
     """
@@ -86,7 +86,7 @@ def trained(data: SequenceSample) -> SequenceSample:
 
 
 def value_stats(data: SequenceSample, model: Model) -> Stats:
-    """Metrics of values when advantages were estimated: means, standard deviations, explained variance of returns."""
+    """Return metrics of the old values: means, standard deviations, explained variance of returns."""
     mask_T = data["loss_mask"]
     returns_M, values_M = data["returns"][mask_T].double(), data["values"][mask_T].double()
     reduce = model.machine.reduce
@@ -108,7 +108,7 @@ def value_stats(data: SequenceSample, model: Model) -> Stats:
 
 
 def number(x: float) -> Mean:
-    """A metric that is one number."""
+    """Return a metric with a single value."""
     return Mean(torch.tensor(float(x)), torch.ones(()))
 
 

@@ -1,1 +1,1 @@
-"""Processes that run reward functions, with limits."""
+"""Worker processes that run reward functions with time and memory limits."""

@@ -1,7 +1,7 @@
-"""`Tally`: failures of several calls of a reward pool that judge the parts of one batch.
+"""`Tally`: counts failures over several calls of a reward pool that score the parts of one batch.
 
-A pool stops the run when more than a fraction of a batch fails. Where a batch is judged prompt by prompt, one bad row
-would be all of its call, and must not be taken for all of the batch.
+A pool stops the run when more than a fraction of a batch fails. If a batch is scored prompt by prompt, one bad row can
+fail a whole call. That call must not count as a whole batch.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from contextvars import ContextVar
 
 
 class Tally:
-    """Counts the failures of the latest calls, as many as make up a batch. Threads may share one."""
+    """Counts the failures of the latest calls that together score one batch. Threads may share a tally."""
 
     def __init__(self, parts: int) -> None:
-        """Of batches that are judged in so many calls."""
+        """Create a tally for batches that are scored in `parts` calls."""
         self.parts = parts
         self._past: deque[int] = deque(maxlen=max(0, parts - 1))
 
     def add(self, failures: int) -> None:
-        """Count a call that has ended."""
+        """Add the number of failures of a finished call."""
         self._past.append(failures)
 
     @property
     def failures(self) -> int:
-        """Of the latest calls: with one more call, as many as a batch has."""
+        """Failures of the last `parts - 1` calls; the current call completes the batch."""
         return sum(list(self._past))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside this context, and this thread, calls of a pool are parts of a batch."""
+        """Count the pool calls of this thread as parts of a batch, inside this context."""
         token = _PRESENT.set(self)
         try:
             yield
@@ -43,5 +43,5 @@ _PRESENT: ContextVar[Tally | None] = ContextVar("tally", default=None)
 
 
 def present_tally() -> Tally:
-    """Of the context at hand; outside of any, a call is a batch."""
+    """Return the tally of the current context. Outside any context every call counts as a whole batch."""
     return _PRESENT.get() or Tally(1)

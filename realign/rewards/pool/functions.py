@@ -1,4 +1,4 @@
-"""Finding a reward function by its name: `package.module:function`, `path/to/file.py:function`, or a URL."""
+"""Load a reward function by its name: `package.module:function`, `path/to/file.py:function`, or a URL."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _FORMS = "'package.module:function', 'path/to/file.py:function'"
 def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Callable[..., Any]:
     """Import the reward function called `name`.
 
-    A file is imported under a name of its own, once per process, so it needs no package and may be called like an
-    installed module; its folder is appended to `sys.path`, so it can import its neighbours. A URL becomes an
-    `HttpReward`; nothing is asked yet.
+    A file is imported once per process, under a unique module name. It therefore needs no package and may have the name
+    of an installed module. Its folder is appended to `sys.path`, so it can import other files of the folder. A URL
+    becomes an `HttpReward`; no request is sent.
 
     Args:
-        name: of the function.
-        arguments: names of what it must take; None checks nothing.
+        name: name of the function.
+        arguments: names of the arguments that the function must accept; None skips the check.
 
     Raises:
-        ValueError: no such module, file or function (says what is there and what is near), the import failed, or it
-            is not a function of `arguments`.
+        ValueError: the module, file or function does not exist (the message lists existing and similar names), the
+            import failed, or the function does not accept `arguments`.
     """
     if "://" in name:
         return HttpReward(name)
@@ -47,15 +47,16 @@ def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Cal
 
 
 def load_object(name: str, kind: str, forms: str) -> Any:
-    """Import what is called `name`: `package.module:attribute` or `path/to/file.py:attribute`, as `load_function` does.
+    """Import the object `package.module:attribute` or `path/to/file.py:attribute`, like `load_function`.
 
     Args:
-        name: of the object.
-        kind: what it is, for messages.
-        forms: how names of this kind are written, for messages.
+        name: name of the object.
+        kind: kind of object, for messages.
+        forms: valid forms of its name, for messages.
 
     Raises:
-        ValueError: no such module, file or attribute (says what is there and what is near), or the import failed.
+        ValueError: the module, file or attribute does not exist (the message lists existing and similar names), or the
+            import failed.
     """
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):
@@ -70,7 +71,7 @@ def load_object(name: str, kind: str, forms: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             own = getattr(found, "__name__", place)
-            there = sorted(  # what is defined there; what is merely imported is not meant
+            there = sorted(  # names defined in the module, without imported ones
                 n
                 for n, value in vars(found).items()
                 if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
@@ -81,7 +82,7 @@ def load_object(name: str, kind: str, forms: str) -> Any:
 
 
 def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENTS) -> None:
-    """Raise ValueError unless `function` can be called with these arguments, by position."""
+    """Raise ValueError if `function` cannot be called with these positional arguments."""
     if isinstance(function, type) or not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}, expected a function")
     home = str(getattr(function, "__module__", None) or "").split(".")[0]
@@ -94,7 +95,7 @@ def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENT
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some functions written in C do not tell their signature
+        return  # some functions written in C have no signature
     try:
         signature.bind(*arguments)
     except TypeError as error:
@@ -125,7 +126,7 @@ def _import_file(path: Path) -> ModuleType:
         raise ValueError(f"no file {str(file)!r}; {_nearest(file.name, sorted(p.name for p in folder.glob('*.py')))}")
     main = sys.modules["__main__"]
     if (script := getattr(main, "__file__", None)) and Path(script).resolve() == file:
-        return main  # the running script itself: importing it again would run it again
+        return main  # the file is the running script; importing it would run it again
     name = f"_reward_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

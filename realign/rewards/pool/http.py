@@ -1,4 +1,4 @@
-"""A reward that a server computes: one POST of JSON for each response, on connections of the reward workers."""
+"""Reward computed by an HTTP server: the reward workers send one JSON POST request per response."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ _TRANSIENT = (429, 502, 503, 504)
 
 
 class Unreachable(RuntimeError):
-    """The server gave no answer in time: it is busy, restarts, or is gone. Asking later may help."""
+    """Raised when the server gave no answer in time: it is busy, restarting or down. A later retry may succeed."""
 
 
 @dataclass(frozen=True)
 class HttpReward:
-    """The reward function that asks `url`; what `load_function` makes of a name that is a URL.
+    """A reward function that queries the server at `url`. `load_function` returns it for a name that is a URL.
 
-    It posts `{"prompt": text, "response": text, "row": object}` and expects `{"reward": number}`, or null for no
-    verdict. Dense rewards are asked for with another key, `"tokens": [text, ...]`, and are a list. A server that is
-    silent, busy or cannot be reached is asked again, with growing pauses, for `within_s`; any other status is an error.
-    The pool then asks once more, see `patience_s`. Values of the row that JSON does not know are sent as text.
+    The request is `{"prompt": text, "response": text, "row": object}`. The expected answer is `{"reward": number}`,
+    with null for no reward. For dense rewards, the request also has `"tokens": [text, ...]` and the reward is a list.
+
+    If the server is silent, busy or unreachable, the request is retried for `within_s`, with growing pauses. Any other
+    status is an error. The pool then retries the response, see `patience_s`. Values of the row that JSON cannot
+    represent are sent as text.
     """
 
     url: str
-    """Where to post to: `http://host:port/path`, or https."""
+    """Address of the server: `http://host:port/path`, or https."""
     within_s: float = 30.0
-    """Seconds that one response may take, with all repetitions."""
+    """Time limit for one response in seconds, all retries included."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -42,15 +44,15 @@ class HttpReward:
             raise ValueError(f"{self.url!r} is not a URL such as http://host:port/path")
 
     def reach(self) -> None:
-        """Connect once without asking anything, so that a run with a wrong address ends before it starts.
+        """Connect once without sending a request, so that a run with a wrong address fails at startup.
 
         Raises:
-            ValueError: nothing listens there.
+            ValueError: no server accepts connections at the address.
         """
         parts = urlsplit(self.url)
         host = parts.hostname or ""
         if parts.scheme in getproxies() and not proxy_bypass(host):
-            return  # whether the server is there, only the proxy knows
+            return  # behind a proxy, only the proxy can check the server
         try:
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
             socket.create_connection((host, port), timeout=_REACH_S).close()
@@ -58,11 +60,11 @@ class HttpReward:
             raise ValueError(f"reward function {self.url!r}: no server there ({error})") from error
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any], tokens: list[str] | None = None) -> Any:
-        """The server's verdict, as it said it: the reward workers check numbers.
+        """Return the reward from the server unchecked; the reward workers check that it is a number.
 
         Raises:
             Unreachable: the server gave no answer.
-            RuntimeError: it refused, or answered something else.
+            RuntimeError: the server rejected the request, or its answer has another format.
         """
         asked = {"prompt": prompt, "response": response, "row": row}
         if tokens is not None:
@@ -85,7 +87,7 @@ class HttpReward:
                 error.close()
                 if error.code not in _TRANSIENT:
                     raise RuntimeError(f"{self.url}: {problem}") from None
-            except (OSError, HTTPException) as error:  # URLError is one; a server that dies in its answer is the other
+            except (OSError, HTTPException) as error:  # HTTPException: the server died during its answer
                 problem = f"{type(error).__name__}: {error}"
             if time.monotonic() + pause_s >= deadline:
                 raise Unreachable(f"{self.url} gave no answer within {self.within_s:g} s: {problem}")

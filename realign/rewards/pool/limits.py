@@ -1,6 +1,6 @@
-"""What a worker process of the reward pool may use, and which variables of the environment it does not inherit.
+"""Resource limits of the worker processes of the reward pool, and the environment variables they do not inherit.
 
-This contains accidents; it is no sandbox. `docs/security.md` says what it does not hold back.
+The limits contain accidents; they are no sandbox. `docs/security.md` lists what they do not prevent.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from realign.settings import Count, Positive, Range, Settings
 
 _SECRET_NAME = re.compile(
     r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|^PGPASS"  # anywhere in a name
-    r"|(^|_)(TOKENS?|KEYS?|AUTH|PAT|COOKIE)(_|$)|_PWD$"  # as a word of its own
+    r"|(^|_)(TOKENS?|KEYS?|AUTH|PAT|COOKIE)(_|$)|_PWD$"  # as a separate word
     r"|^(AWS|AZURE)_"
 )
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 OpenFiles = Annotated[int, Range(ge=32)]
-"""A number of file descriptors; Python itself needs 32."""
+"""Number of file descriptors. Python itself needs 32."""
 
 
 @dataclass(frozen=True)
 class Limits(Settings):
-    """Limits of one worker; each is inherited by the processes that the reward function starts."""
+    """Limits of one worker. The processes that the reward function starts inherit them."""
 
     memory_mb: Count | None = None
-    """MiB of address space beyond what the worker holds once the function is imported; None sets no limit."""
+    """Address space in MiB, in addition to the worker's usage after importing the function; None sets no limit."""
     cpu_s: Positive | None = None
-    """CPU seconds, of all threads together, that one call may use; None sets no limit."""
+    """CPU seconds that one call may use, over all its threads; None sets no limit."""
     open_files: OpenFiles | None = None
-    """File descriptors, sockets and pipes included; None leaves the system's limit."""
+    """Number of file descriptors, including sockets and pipes; None keeps the system's limit."""
     keep_environment: Sequence[str] = ()
-    """Variables that look like secrets and are inherited all the same."""
+    """Names of environment variables to inherit although they look like secrets."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,10 +50,10 @@ class Limits(Settings):
 
 
 def secret_variables(environment: Mapping[str, str], keep: Sequence[str] = ()) -> list[str]:
-    """Names of the variables that look like secrets, but for those in `keep`.
+    """Return the names of the variables that look like secrets, except those in `keep`.
 
-    A name looks like one if it has a word such as TOKEN, KEY, SECRET or PASSWORD, or starts with AWS_ or AZURE_; a
-    value, if it is a URL with a password (proxies excepted: the workers may have to go through one).
+    A variable looks like a secret if its name has a word such as TOKEN, KEY, SECRET or PASSWORD, or starts with AWS_ or
+    AZURE_. So does a variable whose value is a URL with a password, except proxies, which the workers may need.
     """
     return sorted(
         name
@@ -67,24 +67,24 @@ def secret_variables(environment: Mapping[str, str], keep: Sequence[str] = ()) -
 
 
 def without_secrets(environment: Mapping[str, str], keep: Sequence[str] = ()) -> dict[str, str]:
-    """The environment without `secret_variables`."""
+    """Return the environment without `secret_variables`."""
     dropped = set(secret_variables(environment, keep))
     return {name: value for name, value in environment.items() if name not in dropped}
 
 
 def drop_secrets(keep: Sequence[str]) -> None:
-    """Remove the variables that look like secrets from this process and so from those that it starts."""
+    """Remove the variables that look like secrets from this process, and so from the processes it starts."""
     for name in secret_variables(os.environ, keep):
         del os.environ[name]
 
 
 def limits_memory() -> bool:
-    """Whether a memory limit is enforced on this platform."""
+    """Return whether this platform enforces a memory limit."""
     return sys.platform == "linux"
 
 
 def limit_process(limits: Limits) -> None:
-    """Apply all but the limit on CPU time, which `allow_cpu` gives anew for each call; no core file is written."""
+    """Apply all limits except CPU time, which `allow_cpu` sets before each call. Also disables core files."""
     if sys.platform == "win32":
         return
     import resource
@@ -98,7 +98,7 @@ def limit_process(limits: Limits) -> None:
 
 
 def _lower(kind: int, limit: int) -> None:
-    """Lower a limit for good: what is above it cannot be asked for again."""
+    """Lower the soft and the hard limit, so that the process cannot raise it again."""
     import resource
 
     hard = resource.getrlimit(kind)[1]
@@ -107,7 +107,7 @@ def _lower(kind: int, limit: int) -> None:
 
 
 def allow_cpu(cpu_s: float | None) -> None:
-    """Allow this process so many CPU seconds from now on, rounded up to the next whole second that it has used."""
+    """Allow this process `cpu_s` more CPU seconds. The limit on its total CPU time is rounded up to whole seconds."""
     if cpu_s is None or sys.platform == "win32":
         return
     import resource

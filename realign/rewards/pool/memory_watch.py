@@ -1,4 +1,4 @@
-"""A worker whose function keeps memory from call to call is replaced before calls fail for want of it."""
+"""Replace a worker whose reward function leaks memory, before its calls fail from lack of memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import NoReturn
 from realign.rewards.pool.limits import limits_memory
 
 RETIRED = 71
-"""Exit code of a worker that asks to be replaced: it has not begun what it was given."""
+"""Exit code of a worker that must be replaced. It has not started the items it received."""
 KEPT = 0.5
-"""Part of the memory left after the first call that may be kept between two calls."""
+"""Fraction of the memory free after the first call that a function may keep between two calls."""
 
 
 class MemoryWatch:
-    """What this process holds between two calls, against what it held after the first."""
+    """Compares the memory of this process between two calls with its memory after the first call."""
 
     def __init__(self) -> None:
         self._after_first: int | None = None
 
     def leaks(self) -> bool:
-        """Whether more is kept than `KEPT` allows; asked after each call. Never without a memory limit."""
+        """Return whether the process keeps more memory than `KEPT` allows; False without a memory limit."""
         if not limits_memory():
             return False
         import resource
@@ -43,18 +43,18 @@ class MemoryWatch:
 
     @property
     def called(self) -> bool:
-        """Whether a call was made."""
+        """Whether a call has finished."""
         return self._after_first is not None
 
 
 @functools.lru_cache(maxsize=1)
 def watch() -> MemoryWatch:
-    """The watch of this process."""
+    """Return the memory watch of this process."""
     return MemoryWatch()
 
 
 def retire() -> NoReturn:
-    """End this worker and what it started, so that it is replaced."""
+    """Exit this worker and the processes it started, so that the pool replaces it."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)

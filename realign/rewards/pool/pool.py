@@ -1,7 +1,7 @@
-"""`RewardPool`: runs a user's reward function on many items, each of which can only fail alone.
+"""`RewardPool`: runs a user's reward function on many items, and isolates their failures.
 
-A function may raise, hang, crash its process or eat all memory. Workers are spawned processes with a deadline and a
-memory limit (`pebble`), so every other item is answered, and the failed ones say why.
+A function may raise, hang, crash its process or exhaust memory. Workers are spawned processes with a deadline and a
+memory limit (`pebble`). A failed item has a message with the reason and does not affect other items.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-# A server has answered, or is known to be silent, before the deadline of an item stops its worker.
+# Fraction of `timeout_s` for a server's answer: a request ends before the item's deadline stops the worker.
 _ASKED = 0.9
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An item without reward: its index in the call of `score`, why, and a traceback or explanation."""
+    """An item without reward: its index in the call of `score`, the kind of failure, and a traceback or explanation."""
 
     index: int
     kind: FailureKind
@@ -54,48 +54,49 @@ class Failure:
 
 @dataclass(frozen=True)
 class RewardResults(Generic[Value]):
-    """Rewards in the order of the items: None where the function abstained (returned None) or failed."""
+    """Rewards in the order of the items. None: the function abstained (returned None) or failed."""
 
     values: list[Value | None]
     failures: list[Failure]
 
     @property
     def abstained(self) -> int:
-        """Items for which the function itself gave None."""
+        """Number of items for which the function returned None."""
         return self.values.count(None) - len(self.failures)
 
 
 class RewardPool:
     """Worker processes for one reward function `(prompt, response, row) -> float | None`.
 
-    With `dense` it is called as `(prompt, response, row, tokens)` and gives a list with one number per token, or None.
+    With `dense` the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per
+    token, or None.
 
-    The workers start at the first `score` and stay until `close` (or the end of a `with` block, or of this process).
-    They import the function anew, but not this process's main script (unless the function is defined in it), so a
-    script needs no `if __name__ == "__main__"` guard. Processes that the function started end with their worker when
-    it is stopped. Several threads may use it at once; with `workers=0` they take turns.
+    The workers start at the first `score` and run until `close`, the end of a `with` block, or the end of this process.
+    They import the function again, but not this process's main script, unless it defines the function. A script
+    therefore needs no `if __name__ == "__main__"` guard. When a worker is stopped, the processes that the function
+    started end too. Several threads may use the pool concurrently.
 
-    With `workers=0` the function runs in this process: breakpoints work and a cheap function loses no time, but
-    nothing protects the run from a hang, a crash or a memory blow-up; exceptions are still caught one by one.
+    With `workers=0` the function runs in this process, for one thread at a time. Breakpoints work and there is no IPC
+    overhead. Exceptions still fail single items, but a hang, a crash or high memory use affects the run.
 
     Args:
         function: `package.module:function`, `path/to/file.py:function`, a URL, or a callable that can be pickled.
-        workers: number of processes; 0 runs inline.
-        timeout_s: seconds that one item may take before its worker is stopped. Kept to within about 0.2 s.
-        memory_mb: MiB of address space that a worker may take beyond what it holds once the function is imported;
-            None sets no limit. Linux only; elsewhere a warning says that it has no effect.
-        max_failed_fraction: `score` raises once more than this fraction of its items has failed; of a call that is one
-            of several parts of a batch (`Tally`), this fraction of a batch of such calls.
-        patience_s: seconds without any answer after which the rest of the items is given up, and has failed. Until then
-            items that a server (a function that is a URL) did not answer are asked for again.
-        dense: the function rewards every token; then `score_tokens` takes the place of `score`.
-        cpu_s: CPU seconds, of all threads together, that one call may use before its worker is ended; None sets no
+        workers: number of processes; 0 runs the function in this process.
+        timeout_s: time limit of one item in seconds, after which its worker is stopped. Accurate to about 0.2 s.
+        memory_mb: address space in MiB that a worker may use, in addition to its usage after importing the function;
+            None sets no limit. Linux only; ignored with a warning on other platforms.
+        max_failed_fraction: `score` raises once more than this fraction of its items has failed. If a batch is scored
+            in several calls (`Tally`), the fraction is taken of the whole batch.
+        patience_s: seconds without any answer after which the remaining items fail. Until then the pool retries items
+            that a server (a function given as a URL) did not answer.
+        dense: whether the function rewards every token; use `score_tokens` instead of `score` then.
+        cpu_s: CPU seconds that one call may use, over all its threads, before its worker is stopped; None sets no
             limit.
-        open_files: file descriptors that a worker may hold; None leaves the system's limit.
+        open_files: number of file descriptors of a worker; None keeps the system's limit.
         keep_environment: variables that the workers inherit although they look like secrets (`secret_variables`).
 
     Raises:
-        ValueError: the function is not found or cannot be used, or a setting is out of range.
+        ValueError: the function does not exist or is unusable, or a setting is out of range.
     """
 
     def __init__(
@@ -158,21 +159,21 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Stop the workers at once, whatever they are doing. A later `score` starts new ones."""
+        """Stop the workers immediately, even during a call. A later `score` starts new workers."""
         if self._processes is not None:
             self._processes.close()
 
     def score(
         self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> RewardResults[float]:
-        """Rewards of all items; each is `prompts[i], responses[i], rows[i]`.
+        """Score all items; item i is `prompts[i], responses[i], rows[i]`.
 
-        A number is a bool, an int, a float, or a scalar of numpy or torch, finite in float32. Items that shared a
-        chunk with one that ended the worker are called again.
+        A reward is a bool, an int, a float, or a scalar of numpy or torch, finite in float32. If an item ends its
+        worker, the other items of its chunk are scored again.
 
         Raises:
-            ValueError: the three have different lengths.
-            RewardError: more than `max_failed_fraction` of the items failed, or workers do not stay alive.
+            ValueError: the three sequences have different lengths.
+            RewardError: more than `max_failed_fraction` of the items failed, or the workers keep dying.
         """
         if not len(prompts) == len(responses) == len(rows):
             raise ValueError(f"found {len(prompts)} prompts, {len(responses)} responses and {len(rows)} rows")
@@ -185,11 +186,13 @@ class RewardPool:
         rows: Sequence[Mapping[str, Any]],
         tokens: Sequence[list[str]],
     ) -> RewardResults[list[float]]:
-        """As `score`, of a pool with `dense`: of each item as many rewards as it has `tokens`.
+        """Score the tokens of all items, for a pool with `dense`: one reward per element of `tokens[i]`.
+
+        An item whose list of rewards has another length fails.
 
         Raises:
-            ValueError: the four have different lengths.
-            RewardError: as `score`; a list of another length is a failure of its item.
+            ValueError: the four sequences have different lengths.
+            RewardError: see `score`.
         """
         counts = {len(x) for x in (prompts, responses, rows, tokens)}
         if len(counts) > 1:
@@ -211,7 +214,7 @@ class RewardPool:
                     continue
                 failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
                 self._show(failures[-1])
-                before = tally.failures  # asked now: other parts of the batch may have ended meanwhile
+                before = tally.failures  # read now, since other parts of the batch may have finished
                 if before + len(failures) > self.max_failed_fraction * whole:
                     raise RewardError(self._too_many(failures, answered, len(items), before, whole))
         tally.add(len(failures))
@@ -221,7 +224,7 @@ class RewardPool:
         return self._processes.answers(items) if self._processes else self._inline(items)
 
     def _withheld(self, message: str) -> str:
-        """What to add where a failure may come from a variable that the workers do not inherit."""
+        """Return a hint if a failure message names a variable that the workers do not inherit, else an empty text."""
         if self._processes is None:
             return ""
         names = [n for n in secret_variables(os.environ, self.limits.keep_environment) if n in message]

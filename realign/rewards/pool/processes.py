@@ -1,4 +1,4 @@
-"""The worker processes of a reward pool: sending chunks, keeping deadlines, finding out who broke a chunk."""
+"""Worker processes of a reward pool: send chunks of items, enforce deadlines, and find the item that broke a chunk."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ logger = logging.getLogger(__name__)
 
 Answers: TypeAlias = Generator[tuple[int, Answer], None, None]
 
-# A worker hands back what it has after so long: little is lost with a chunk that fails, and slow items spread evenly.
+# A worker returns its answers after this time, so that a failed chunk loses little work and slow items spread evenly.
 _SLICE_S = 0.1
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 128
-# Time allowed for a worker to start and import the function before the pool is taken for stuck.
+# Seconds that a worker may take to start and import the function before the pool counts as stuck.
 _START_S = 120.0
 _RESTARTS = 3
 
 
 class RewardError(RuntimeError):
-    """The reward function failed too often to go on, or its workers cannot be kept alive."""
+    """Raised when the reward function fails too often for the run to continue, or its workers keep dying."""
 
 
 class WorkerProcesses:
-    """Processes that answer items, started at the first call of `answers`, which several threads may call at once.
+    """Processes that answer items, started at the first call of `answers`. Several threads may call `answers`.
 
     Args:
-        name: of the function, for messages.
-        source: its import string, or its pickle.
+        name: name of the function, for messages.
+        source: import string or pickle of the function.
         workers: number of processes.
-        timeout_s: deadline of one item.
-        limits: what each may use.
+        timeout_s: deadline of one item in seconds.
+        limits: resource limits of each process.
     """
 
     def __init__(self, name: str, source: str | bytes, *, workers: int, timeout_s: float, limits: Limits) -> None:
@@ -59,7 +59,7 @@ class WorkerProcesses:
         self.timeout_s = timeout_s
         self.limits = limits
         self._leak_told = False
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._closed = 0
         self._heard = 0.0
         self._futures: set[Future[list[Answer]]] = set()
@@ -67,7 +67,7 @@ class WorkerProcesses:
         self._stop: Callable[[], object] | None = None
 
     def close(self) -> None:
-        """Stop the processes at once, whatever they are doing; calls of `answers` under way end with an error."""
+        """Stop the processes immediately, even during a call. Running calls of `answers` raise an error."""
         with self._lock:
             self._closed += 1
             self._stop_all()
@@ -76,17 +76,17 @@ class WorkerProcesses:
         if self._stop is not None:
             self._stop()
         self._pool = self._stop = None
-        for future in list(self._futures):  # a pool that was stopped leaves them open, and callers wait for them
+        for future in list(self._futures):  # a stopped pool never resolves them, and callers wait for them
             with suppress(InvalidStateError):
                 future.set_exception(BrokenProcessPool("the workers were stopped"))
 
     def answers(self, items: Sequence[Item]) -> Answers:
-        """Yield (index, answer) as they come, each index once; closing it early stops what is under way.
+        """Yield (index, answer) in order of completion, each index once. Closing the generator cancels pending items.
 
-        The members of a chunk that ended its worker are sent again one by one, so that only the guilty one fails.
+        If a chunk ends its worker, its items are sent again one by one, so that only the item at fault fails.
 
         Raises:
-            RewardError: the workers do not stay alive, or were closed.
+            RewardError: the workers keep dying, or were closed.
         """
         closed = self._closed
         pickled: list[bytes] = []
@@ -128,11 +128,11 @@ class WorkerProcesses:
                     todo.answered(members, len(answers))
                     yield from zip(members, answers, strict=False)
         finally:
-            for future in running:  # left early: an error, or Ctrl-C
+            for future in running:  # not empty after an error, Ctrl-C or an early close
                 future.cancel()
 
     def _started(self, closed: int) -> ProcessPool:
-        """The processes, which are started if need be, for a call that began when `close` had been called so often."""
+        """Return the processes, started if necessary. `closed` is the number of `close` calls when the caller began."""
         with self._lock:
             if self._closed != closed:
                 raise RewardError(f"the workers of reward function {self.name} were closed")
@@ -144,18 +144,18 @@ class WorkerProcesses:
                     initargs=(self.source, self.limits),
                     context=SpawnContext() if with_main else SpawnWithoutMain(),
                 )
-                self._stop = weakref.finalize(self, _stop_pool, self._pool)  # runs when this process ends, too
+                self._stop = weakref.finalize(self, _stop_pool, self._pool)  # also runs when this process exits
             return self._pool
 
     def _submit(self, pool: ProcessPool, pickled: list[bytes]) -> Future[list[Answer]]:
         deadline = self.timeout_s if len(pickled) == 1 else self.timeout_s + _SLICE_S
         try:
-            with self._lock:  # none is added while the workers are being stopped
+            with self._lock:  # add no future while the workers are being stopped
                 future: Future[list[Answer]] = pool.schedule(
                     answer_some, (self.source, pickled, _SLICE_S, self.limits.cpu_s), timeout=deadline
                 )
                 self._futures.add(future)
-        except RuntimeError as error:  # the pool broke meanwhile; `_wait` will find out
+        except RuntimeError as error:  # the pool broke; `_wait` raises the error
             broken: Future[list[Answer]] = Future()
             broken.set_exception(BrokenProcessPool(str(error)))
             return broken
@@ -166,7 +166,7 @@ class WorkerProcesses:
         patience, began = self.timeout_s + _START_S, time.monotonic()
         done: set[Future[list[Answer]]] = set()
         while not done:
-            # the items of other callers may be in front: it is enough that some of them are answered
+            # items of other callers may be first in the queue, so their answers count as progress too
             left = max(began, self._heard) + patience - time.monotonic()
             if left <= 0:
                 raise BrokenProcessPool(f"no answer in {patience:.0f} s")
@@ -178,7 +178,7 @@ class WorkerProcesses:
         return done
 
     def _retired(self, future: Future[list[Answer]]) -> bool:
-        """Whether the worker ended before it began, since its function leaks; the first time it is told."""
+        """Return whether the worker exited before starting its items, because of a memory leak. Logs the first one."""
         error = future.exception()
         if not isinstance(error, ProcessExpired) or error.exitcode != RETIRED:
             return False
@@ -194,7 +194,7 @@ class WorkerProcesses:
         return True
 
     def _answers_of(self, future: Future[list[Answer]], *, single: bool) -> list[Answer] | None:
-        """The answers of a chunk; None if it failed and it is not yet known which member did it."""
+        """Return the answers of a chunk; None if it failed and the item at fault is unknown."""
         error = future.exception()
         if error is None:
             return future.result()
@@ -209,7 +209,7 @@ class WorkerProcesses:
 
     def _restart(self, pool: ProcessPool, error: BrokenProcessPool, restarts: int) -> None:
         with self._lock:
-            first = self._pool is pool  # else another caller has done it, or the workers were closed
+            first = self._pool is pool  # else another caller restarted them, or they were closed
             if first:
                 self._stop_all()
         if restarts > _RESTARTS:
@@ -223,7 +223,7 @@ class WorkerProcesses:
 
 
 class _Todo:
-    """Which items are sent next, and how many together."""
+    """Queue of the items to send, with the size of the next chunk."""
 
     def __init__(self, indices: Iterable[int], workers: int) -> None:
         self.queue = deque(indices)
@@ -244,7 +244,7 @@ class _Todo:
         self.queue.extendleft(reversed(list(members)))
 
     def again(self, members: Sequence[int]) -> None:
-        """Nobody began these: a single one stays alone, since it may have been suspected."""
+        """Put back items that no worker started. A single item stays alone, since it may be under suspicion."""
         if len(members) == 1:
             self.alone.extend(members)
         else:
@@ -254,7 +254,7 @@ class _Todo:
         self.alone.extend(members)
 
     def answered(self, members: Sequence[int], n: int) -> None:
-        """The first `n` members have answers; the time for more was over."""
+        """Put back the items after the first `n`, which have answers, and adapt the chunk size."""
         self.put_back(members[n:])
         if n < len(members):
             self.chunk = n

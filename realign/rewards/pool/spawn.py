@@ -1,4 +1,4 @@
-"""Spawned processes that do not run the parent's main script again."""
+"""Spawn processes without running the parent's main script again."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
-# Two pools may start workers at once from threads of their own; each must restore what the other did not hide.
+# Two pools may start workers concurrently in different threads; the lock keeps hiding and restoring in order.
 _main_lock = threading.Lock()
 
 
 @contextmanager
 def _hidden_main() -> Iterator[None]:
-    """Hide where `__main__` came from, so that a process spawned meanwhile does not run it again.
+    """Hide the file of `__main__`, so that a process spawned inside this context does not run it again.
 
-    A spawned process otherwise executes the parent's script under another name: seconds of imports for a training
-    script, and the whole training for one without a guard. There is no public switch for it.
+    By default, a spawned process executes the parent's script under another name. For a training script this costs
+    seconds of imports; without a guard it starts the training again. Python has no public switch for it.
     """
     main = sys.modules["__main__"]
     with _main_lock:
@@ -39,6 +39,6 @@ class _ProcessWithoutMain(SpawnProcess):
 
 
 class SpawnWithoutMain(SpawnContext):
-    """The multiprocessing context whose processes start without the parent's main script."""
+    """A multiprocessing context whose processes start without the parent's main script."""
 
     Process = _ProcessWithoutMain

@@ -1,4 +1,4 @@
-"""How long a reward function or server that gives no answers is waited for."""
+"""Retry items that a reward server did not answer, and give up after a time without answers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ SILENT = (FailureKind.timeout, FailureKind.unreachable)
 def patient(
     ask: Callable[[Sequence[Item]], Answers], items: Sequence[Item], *, name: str, patience_s: float, least: int
 ) -> Answers:
-    """What `ask` gives, each item once, with patience for silence and an end to it.
+    """Yield the answers of `ask`, one per item; retry unreachable servers until `patience_s` is over.
 
-    Items that a server did not answer are asked for again, since it may come back. Those that timed out have failed: it
-    may be they that the function hangs on. When nothing else came for `patience_s`, all that is left has failed.
+    Items that a server did not answer are sent again, since the server may recover. Items that timed out fail, since
+    the function may hang on them. After `patience_s` seconds without an answer, all remaining items fail.
 
     Args:
-        ask: answers items, and may be closed early.
-        items: to be answered.
-        name: of the function, for messages.
-        patience_s: seconds without an answer (an exception is one) after which the rest is given up.
-        least: silent items in a row without which nothing is given up.
+        ask: answers items; its generator may be closed early.
+        items: the items to answer.
+        name: name of the function, for messages.
+        patience_s: seconds without an answer after which the remaining items fail. An exception counts as an answer.
+        least: number of consecutive silent items required before giving up.
     """
     waiting = list(range(len(items)))
     heard, silent, told = time.monotonic(), 0, False

@@ -1,6 +1,6 @@
-"""What happens inside a worker process of the reward pool: limits, the call itself, and what its result means.
+"""Code of a worker process of the reward pool: apply limits, call the reward function, check its return value.
 
-Imports nothing heavy, so a worker starts as fast as the user's function allows.
+Imports only light modules, so that a worker starts as fast as the user's function allows.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from realign.rewards.pool.memory_watch import retire, watch
 from realign.rewards.text import visible
 
 Item: TypeAlias = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[str]]
-"""Prompt, response and row; with the tokens of the response, a list with one number for each is expected."""
+"""Prompt, response and row. With the tokens of the response, the function must return one number per token."""
 
-# Rewards become fp32 tensors: a number that overflows there is as useless as an infinite one.
+# Rewards become fp32 tensors, so numbers that overflow in fp32 are rejected like infinite ones.
 _LARGEST = 3.4028234663852886e38
 
 
 class FailureKind(StrEnum):
-    """Why an item has no reward. A function that ends its process with exit code 0 shows as a timeout."""
+    """Reason why an item has no reward. A function that exits its process with code 0 is reported as a timeout."""
 
     exception = "exception"
     timeout = "timeout"
@@ -47,7 +47,7 @@ class FailureKind(StrEnum):
 
 
 class Problem(NamedTuple):
-    """A failed item, as it travels from the worker: plain strings, so that it can always be pickled."""
+    """A failed item, as sent by the worker. It contains only strings, so that it can always be pickled."""
 
     kind: FailureKind
     message: str
@@ -57,12 +57,12 @@ Answer: TypeAlias = float | list[float] | Problem | None
 
 
 def answer(function: Callable[..., Any], item: Item) -> Answer:
-    """Call the function on one item; whatever it does, short of ending the process, becomes an `Answer`."""
+    """Call the function on one item. Every outcome except the end of the process becomes an `Answer`."""
     try:
         value = function(*item)
         return _as_numbers(value, len(item[3])) if len(item) == 4 else _as_number(value)
     except MemoryError as error:
-        # What the dead frames hold is freed first, or there is no memory left to describe the error with.
+        # Free the objects of the dead frames first; otherwise there may be no memory to format the error.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         return Problem(FailureKind.memory, _describe(error))
@@ -70,12 +70,12 @@ def answer(function: Callable[..., Any], item: Item) -> Answer:
         raise
     except Unreachable as error:
         return Problem(FailureKind.unreachable, str(error))
-    except BaseException as error:  # SystemExit too: a function that calls sys.exit fails alone
+    except BaseException as error:  # includes SystemExit: sys.exit fails only this item
         return Problem(FailureKind.exception, _describe(error))
 
 
 def _as_numbers(value: Any, n: int) -> Answer:
-    """`n` finite numbers, as a list, a tuple, or a vector of numpy or torch."""
+    """Convert a list, a tuple, or a vector of numpy or torch to `n` finite numbers."""
     if value is None:
         return None
     expected = f"a list of {n} numbers (one per token of the response) | None"
@@ -94,7 +94,7 @@ def _as_number(value: Any) -> float | Problem | None:
     if value is None:
         return None
     found = value
-    if hasattr(found, "item") and getattr(found, "ndim", None) == 0:  # scalars of numpy, 0-d arrays, 0-d tensors
+    if hasattr(found, "item") and getattr(found, "ndim", None) == 0:  # numpy scalars, 0-d arrays and 0-d tensors
         found = found.item()
     if not isinstance(found, Real):
         return _nonsense(value, "is not a number")
@@ -114,7 +114,7 @@ def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
 
 
 def _describe(error: BaseException) -> str:
-    trace = error.__traceback__.tb_next if error.__traceback__ else None  # without our own frame
+    trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `answer`
     return visible("".join(traceback.format_exception(type(error), error, trace)).rstrip())
 
 
@@ -123,18 +123,18 @@ def _describe(error: BaseException) -> str:
 
 @functools.lru_cache(maxsize=1)
 def resolve(source: str | bytes) -> Callable[..., Any]:
-    """The function by its name, or from its pickle; kept for the life of the worker. The pool has checked it."""
+    """Load the function by its name or from its pickle, once per worker. The pool has already checked it."""
     return load_function(source, arguments=None) if isinstance(source, str) else pickle.loads(source)
 
 
 def start_worker(source: str | bytes, limits: Limits) -> None:
-    """Prepare a fresh worker: it dies with its parent, has no secrets, holds the function, and obeys the limits."""
+    """Prepare a new worker: exit with the parent process, drop secrets, load the function, apply the limits."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
     drop_secrets(limits.keep_environment)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, lambda *_: _end_group())
-    # The time and memory of the function's imports do not count against an item; if they fail, every item reports it.
+    # Load the function now, so that its imports do not count against an item. If they fail, every item reports it.
     with suppress(Exception):
         resolve(source)
     limit_process(limits)
@@ -148,7 +148,7 @@ def _die_with_parent() -> None:
 
 
 def _end_group() -> None:
-    """End this worker and every process that the reward function started."""
+    """Kill this worker and every process that the reward function started."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -157,10 +157,10 @@ def _end_group() -> None:
 def answer_some(
     source: str | bytes, pickled: Sequence[bytes], slice_s: float, cpu_s: float | None = None
 ) -> list[Answer]:
-    """Answer the items in order until `slice_s` seconds are over; at least one, perhaps not all of them.
+    """Answer the items in order until `slice_s` seconds are over. Answers at least one item, but maybe not all.
 
-    Each call may use `cpu_s` seconds of CPU time; then the system ends the worker. A worker that keeps too much memory
-    between two calls ends with `leaks.RETIRED` before it begins.
+    The system kills the worker if a call uses more than `cpu_s` seconds of CPU time. A worker that keeps too much
+    memory between two calls exits with code `memory_watch.RETIRED` before it answers an item.
     """
     if watch().called and watch().leaks():
         retire()

@@ -1,4 +1,4 @@
-"""When the trained models are written, and which of the folders stay: every n steps, the last few, and the best."""
+"""When the trained models are saved, and which saved folders are kept: the latest ones and the best one."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from realign.settings import Count, Positive, Settings
 
 @dataclass
 class CheckpointSpec(Settings):
-    """When a run writes all that it needs to go on bit for bit (`resume`).
+    """When a run writes a checkpoint, from which `resume` continues bit for bit.
 
-    One is written at the end and when a signal stops the run in any case.
+    A checkpoint is also written at the end of the run, and when a signal stops the run.
     """
 
     every_steps: Count | None = None
-    """Steps between two."""
+    """Steps between two checkpoints; null disables this limit."""
     every_minutes: Positive | None = 10.0
-    """Minutes of training between two; whichever of the two limits comes first."""
+    """Minutes of training between two checkpoints; null disables this limit. The first limit reached applies."""
     keep: Count = 2
-    """How many stay, the latest ones; with `save_best` that of the best step is written and stays, too."""
+    """Number of latest checkpoints to keep. With `save_best`, the checkpoint of the best step is kept too."""
 
     def due(self, step: int, seconds: float) -> bool:
-        """Whether one is written after this step, `seconds` after the last one."""
+        """Return whether a checkpoint is due after this step, `seconds` after the last checkpoint."""
         by_step = self.every_steps is not None and step % self.every_steps == 0
         return by_step or (self.every_minutes is not None and seconds >= 60 * self.every_minutes)
 
     def describe(self) -> str:
-        """For people."""
+        """Return a human-readable summary."""
         steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
         minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
         return f"{', '.join([*steps, *minutes, 'at the end'])}; the last {self.keep} stay"
 
 
 _SAVED = re.compile(r"step_[0-9]{6,}")
-"""Names of the folders of models that a run makes every `every_steps` steps."""
+"""Names of the folders of models that a run writes every `every_steps` steps."""
 
 
 @dataclass
 class Saves:
-    """The folders `step_000050`, ... and `best` of a run; `write` fills the one it is given.
+    """The saved models of a run: folders `step_000050`, ... and `best`.
 
     Attributes:
-        folder: where they are made.
-        write: saves the models.
-        every_steps: steps between saves; None makes none.
-        keep: how many of them stay, the latest; None keeps all.
-        best: metric whose largest value so far is kept as `best`, or with a `-` in front the smallest; None: none.
-        ranks: the processes of the run, which all call `write` together; rank 0 makes the folders.
+        folder: Folder that contains the saved folders.
+        write: Saves the models into the folder that is passed to it.
+        every_steps: Steps between saves. None disables them.
+        keep: Number of latest saves to keep. None keeps all.
+        best: Metric whose maximum selects `best`; with a leading `-`, its minimum. None disables `best`.
+        ranks: Processes of the run. All of them call `write` together, and rank 0 creates the folders.
     """
 
     folder: Path
@@ -68,16 +68,18 @@ class Saves:
     best: str | None = None
     ranks: Ranks = field(default_factory=Ranks)
     best_step: int | None = field(default=None, init=False)
-    """The step of `best`, once there is one."""
+    """Step of `best`; None before the first one is saved."""
     _made: list[Path] = field(default_factory=list, init=False)
     _known: set[str] = field(default_factory=set, init=False)
     _record: float = field(default=-math.inf, init=False)
 
     def after_step(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
-        """Save what is due after a step (0: before training); the models of the last step are written by the run.
+        """Save the models if a save is due after a step (0: before training).
+
+        The run itself saves the models of the last step.
 
         Raises:
-            ValueError: the metric of `best` was not measured, neither before training nor in the first step.
+            ValueError: The metric of `best` was measured neither before training nor in the first step.
         """
         self._keep_best(step, metrics)
         if not self.every_steps or step == 0 or step % self.every_steps or last:
@@ -89,16 +91,16 @@ class Saves:
             self._remove(self._made.pop(0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The folders that were made, the metrics that are known, and the best value with the metric it is of."""
+        """Return the saved folders, the known metrics, and the best value with its metric."""
         made = [path.name for path in self._made]
         best = {"best": self.best, "record": self._record, "best_step": self.best_step}
         return {"made": made, "known": sorted(self._known), **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; the best value only if it is of the same metric.
+        """Restore the state that `state_dict` returned; the best value only if its metric is the same.
 
         Raises:
-            ValueError: a saved folder is not the name of a folder that a run makes, or is a link.
+            ValueError: A saved folder has a name that no run uses, or is a link.
         """
         made = state["made"]
         if not isinstance(made, list):
@@ -119,7 +121,7 @@ class Saves:
         return self.folder / name
 
     def _remove(self, path: Path) -> None:
-        """Delete a folder of models, if it is a direct child of the run's folder; a resumed run may have deleted it."""
+        """Delete a folder of models, if it exists. Raise an error if it is not a direct child of the run's folder."""
         refuse_link(path)
         if not path.exists():
             return
@@ -128,7 +130,10 @@ class Saves:
         shutil.rmtree(path)
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
-        """Write the models of all roles, and `record` beside them, or nothing: a full disk costs this folder only."""
+        """Write the models of all roles and `record` into a new folder.
+
+        On failure, such as a full disk, warn, leave no partial folder and return False.
+        """
         path, begun = self.folder / name, False
 
         def fill(folder: Path) -> None:
@@ -159,7 +164,7 @@ class Saves:
             return
         metric = self.best.removeprefix("-")
         self._known |= metrics.keys()
-        due = step == 1 or (step == 0 and metric.startswith("eval/"))  # an evaluation comes before training, too
+        due = step == 1 or (step == 0 and metric.startswith("eval/"))  # step 0 is the evaluation before training
         if due and metric not in self._known:
             near = difflib.get_close_matches(metric, self._known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._known))}"
@@ -167,7 +172,7 @@ class Saves:
             raise ValueError(f"save_best: no metric {metric!r} was measured {when}{hint}")
         value = metrics.get(metric, math.nan)
         height = -value if self.best.startswith("-") else value
-        if step == 0 or not height > self._record:  # untrained models are where they came from
+        if step == 0 or not height > self._record:  # untrained models are not saved
             return
         if self._written("best", {"step": step, "metric": metric, "value": value}):
             self._record, self.best_step = height, step

@@ -1,15 +1,15 @@
-"""Checkpoints: all that a run needs to go on bit for bit, in a folder that is there whole or not at all.
+"""Checkpoints: everything a run needs to resume bit for bit, in a folder that is written atomically.
 
-`write_checkpoint` fills `checkpoints/.step_000010.<random>`, brings every file and the folder to the disk, and renames
-it to `step_000010`. The folder has
+`write_checkpoint` fills `checkpoints/.step_000010.<random>`, syncs every file and the folder to disk, and renames
+the folder to `step_000010`. The folder contains
 
 - `state.json` and `tensors.safetensors`: the tree (`realign.runtime.checkpoint.serialize`),
-- `parts/*.safetensors`: the part of each process of tensors that several processes divide
+- `parts/*.safetensors`: each rank's shards of the tensors that are sharded across ranks
   (`realign.engines.distributed.shards`),
-- `manifest.json`: format, realign's version, step, bytes and sha256 of the files, and the sha256 of all that.
+- `manifest.json`: format, version of realign, step, size (bytes) and sha256 of each file, and sha256 of the manifest.
 
-A process that dies at any moment leaves the earlier checkpoints as they were, and perhaps a folder whose name starts
-with a dot, which the next start or write removes. One process writes into a folder at a time.
+If a process dies at any moment, the earlier checkpoints stay unchanged. It may leave a folder whose name starts with
+a dot; the next start or write removes that folder. Only one process may write into a folder at a time.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ MANIFEST, STATE, TENSORS, PARTS = "manifest.json", "state.json", "tensors.safete
 LEFTOVER = re.compile(r"\.(step_[0-9]+)\.\w+")
 PART = re.compile(rf"{PARTS}/[\w.-]+\.safetensors")
 REPLACED = "replaced"
-"""Ends the name of a checkpoint that stands aside until a new one of its step has its place."""
+"""Suffix of the old checkpoint folder while a new one for the same step is moved into place."""
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint that cannot be used; the message has the file and what is wrong with it."""
+    """A checkpoint that cannot be used. The message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk, not read yet."""
+    """A complete checkpoint on disk, whose content is not loaded."""
 
     path: Path
     step: int
 
     def read(self) -> dict[str, Any]:
-        """The tree that was written; tensors are on the CPU, contiguous, and share memory where they did.
+        """Verify and read the tree that was written.
 
-        Any number of processes reads what any number wrote. Where there are several, a tensor that was divided is a
-        `Saved`, of which each reads what it needs, while the checkpoint stands.
+        Tensors are on the CPU and contiguous. Tensors that shared memory when they were written share memory again.
+        The number of processes may differ from the number that wrote the checkpoint. A tensor that was sharded is
+        returned as a `Saved`: each process reads the slice that it needs, as long as the checkpoint exists.
 
-        Named tuples come back as tuples, and members of an enum as their values.
+        Named tuples are returned as tuples, and enum members as their values.
 
         Raises:
-            CorruptCheckpoint: a file is missing, has other bytes than were written, or is no file of a checkpoint.
+            CorruptCheckpoint: A file is missing, its content changed, or it is not a file of a checkpoint.
         """
         files = self._manifest()
         for name, (size, digest) in files.items():
@@ -79,7 +80,7 @@ class Checkpoint:
             return unpack(json.loads((self.path / STATE).read_bytes()), tensors)
 
     def _manifest(self) -> dict[str, tuple[int, str]]:
-        """Bytes and sha256 of each file."""
+        """Return size in bytes and sha256 of each file."""
         self._check_regular(MANIFEST)
         with self._reading(MANIFEST):
             data = (self.path / MANIFEST).read_bytes()
@@ -128,19 +129,19 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, step: int, tree: Tree) -> Checkpoint:
-    """Write `folder/step_<step>`; one of the same step is replaced.
+    """Write `folder/step_<step>`, and replace an existing checkpoint of the same step.
 
     Raises:
-        ValueError: the tree has a value that cannot be kept.
-        OSError: the disk is full, or the folder cannot be written; what was there stands.
+        ValueError: The tree contains a value that cannot be serialized.
+        OSError: The disk is full or the folder is not writable. Existing checkpoints are unchanged.
     """
     return _write(folder, step, pack(tree, copy=False))
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The checkpoints of a folder by step, the newest last; links and folders of other names are none."""
+    """Return the checkpoints of a folder, sorted by step, newest last. Ignore links and folders with other names."""
     found = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:  # names with a dot come first: `step_` wins
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:  # dot names sort first, so `step_` wins
         name = path.name.removeprefix(".").removesuffix(f".{REPLACED}")
         step = int(name[5:]) if re.fullmatch(r"step_[0-9]{6,}", name) else -1
         if path.name in (_name(step), f".{_name(step)}.{REPLACED}") and path.is_dir() and not path.is_symlink():
@@ -149,14 +150,14 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[str, Any]] | None:
-    """The newest checkpoint that can be read, with its tree; None if there is none.
+    """Return the newest readable checkpoint and its tree, or None if the folder has no checkpoint.
 
     Args:
-        folder: the one given to `write_checkpoint`.
-        warn: told about each that is skipped, and why.
+        folder: Folder that was passed to `write_checkpoint`.
+        warn: Called with a message for each checkpoint that is skipped.
 
     Raises:
-        ValueError: there are some, and none can be read.
+        ValueError: The folder has checkpoints, but none can be read.
     """
     found = list_checkpoints(folder)
     problems = []
@@ -172,25 +173,25 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[
 
 
 class CheckpointWriter:
-    """Writes checkpoints while training goes on: a thread, with at most one write under way.
+    """Writes checkpoints in a background thread while training continues, at most one at a time.
 
-    Of several processes rank 0 writes. Where they divide tensors, each writes its parts before `write` returns, since
-    the others must not do anything else together meanwhile.
+    In distributed training, rank 0 writes. If tensors are sharded, each rank writes its shards before `write` returns,
+    because no other collective may run during that time.
 
-    Once one is complete, all but the `keep` latest up to its step, and the best, are removed; so are those of later
-    steps, which are of a run that went back to an earlier one.
+    After a checkpoint is complete, older ones are removed, except the `keep` latest and the best one. Checkpoints of
+    later steps are removed too: they remain from before the run was resumed at an earlier step.
     """
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks | None = None) -> None:
-        """Remove what a write that was cut off left in `folder`.
+        """Create a writer, and remove leftovers of interrupted writes from `folder`.
 
         Args:
-            folder: on a disk that all processes share.
-            keep: number of checkpoints that stay.
-            ranks: the processes that call `write` together; None: this one alone.
+            folder: Folder on a disk that all processes share.
+            keep: Number of checkpoints to keep.
+            ranks: Processes that call `write` together. None means this process only.
 
         Raises:
-            ValueError: nothing would be kept.
+            ValueError: `keep` is less than 1.
         """
         if keep < 1:
             raise ValueError(f"checkpoint.keep must be at least 1, found {keep}")
@@ -200,26 +201,26 @@ class CheckpointWriter:
         self._ranks.lead(partial(_remove_leftovers, folder))
 
     def write(self, step: int, tree: Tree, *, best: int | None = None) -> float:
-        """Copy the tensors of `tree` and write them in the background; an earlier write is waited for.
+        """Copy the tensors of `tree` and write them in the background, after an earlier write is finished.
 
         Args:
-            step: of the checkpoint.
-            tree: what it holds.
-            best: a step whose checkpoint stays, too, however old it is.
+            step: Step of the checkpoint.
+            tree: Content of the checkpoint.
+            best: Step whose checkpoint is kept regardless of its age.
 
         Returns:
-            Seconds until training could go on.
+            Seconds for which training was blocked.
 
         Raises:
-            ValueError: the tree has a value that cannot be kept.
-            OSError: a rank could not write its parts.
+            ValueError: The tree contains a value that cannot be serialized.
+            OSError: A rank could not write its shards.
         """
         start = time.perf_counter()
         self.close()
         packed = self._ranks.together(partial(pack, tree, copy=self._ranks.leader))
         begun = self._write_parts(step, packed.parts) if packed.parts else None
         if self._ranks.leader:
-            # a daemon: a run that is interrupted twice does not wait for a write, of which only a leftover stays
+            # a daemon thread: a run that is interrupted twice exits without waiting for the write
             self._thread = threading.Thread(
                 target=self._store, args=(step, packed, best, begun), name=f"checkpoint-{step}", daemon=True
             )
@@ -227,7 +228,7 @@ class CheckpointWriter:
         return time.perf_counter() - start
 
     def _write_parts(self, step: int, parts: Mapping[str, Tensor]) -> _Begun:
-        """Let all ranks write what they have of divided tensors into a folder that is no checkpoint yet."""
+        """Write the shards of all ranks into a temporary folder (collective)."""
         folder = self._ranks.lead(partial(_begin, self._folder, step))
 
         def write() -> dict[str, Any]:
@@ -244,13 +245,13 @@ class CheckpointWriter:
         return _Begun(folder, files)
 
     def failed(self) -> list[str]:
-        """What went wrong since this was asked last, such as a full disk."""
+        """Return and clear the error messages of failed writes, such as a full disk."""
         messages = self._failures[:]
         del self._failures[: len(messages)]
         return messages
 
     def close(self) -> None:
-        """Wait for the write that is under way."""
+        """Wait until the current write is finished."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -260,7 +261,7 @@ class CheckpointWriter:
         try:
             stands = [str(checkpoint.step) for checkpoint in list_checkpoints(self._folder)]
             _write(self._folder, step, packed, begun)
-        except Exception as error:  # whatever it is, training goes on without this checkpoint
+        except Exception as error:  # training continues without this checkpoint
             left = f"those before stand (steps {', '.join(stands)})" if stands else "there is none yet"
             self._failures.append(f"the checkpoint of step {step} was not written: {error}; {left}")
             return
@@ -283,14 +284,14 @@ def _name(step: int) -> str:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A folder that will be a checkpoint, in which the parts of all ranks lie."""
+    """A temporary checkpoint folder that contains the shards of all ranks."""
 
     folder: Path
     files: Mapping[str, Any]
 
 
 def _begin(folder: Path, step: int) -> Path:
-    """A new folder for what will be the checkpoint of a step."""
+    """Create and return a temporary folder for the checkpoint of a step."""
     if step < 0:
         raise ValueError(f"the step of a checkpoint must be at least 0, found {step}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -328,7 +329,7 @@ def _fill(begun: _Begun, step: int, packed: Packed) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file that is there."""
+    """Return the manifest entry of an existing file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -340,7 +341,7 @@ def _check_shared(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:
-    """Give a complete folder its name; there is a complete one of this step at every moment, if there was."""
+    """Rename a complete folder to its final name. An older checkpoint of the step stays readable until then."""
     path = folder / _name(step)
     aside = folder / f".{path.name}.{REPLACED}"
     if path.exists():
@@ -353,7 +354,7 @@ def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:
 
 
 class _HashedFile:
-    """A new file, hashed while it is written, and on the disk once it is closed."""
+    """A new file that is hashed while it is written, and synced to disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
@@ -380,7 +381,7 @@ class _HashedFile:
 
 
 def _rendered(manifest: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with the sha256 of its canonical JSON."""
+    """Return the manifest as bytes, including the sha256 of its canonical JSON."""
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     whole = {**manifest, "sha256": hashlib.sha256(canonical).hexdigest()}
     return json.dumps(whole, sort_keys=True, indent=2).encode() + b"\n"
@@ -395,7 +396,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Renamed first: one that is half removed would pass for a corrupt one."""
+    """Remove a checkpoint. Rename it first, so that an interrupted removal does not leave a corrupt checkpoint."""
     aside = checkpoint.path.with_name(f".{_name(checkpoint.step)}.removed")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.path.rename(aside)

@@ -1,4 +1,4 @@
-"""A run whose worker died goes on from its last checkpoint, in the same process, as `resume=auto` would."""
+"""Recovery from a lost worker: resume from the last checkpoint in the same process, as `resume=auto` does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Attempts:
     """The attempts of one run.
 
     Attributes:
-        experiment: of the present one. The first one's is that of the caller; each later one is a fresh copy, since
-            interfaces keep state.
+        experiment: Experiment of the current attempt. The first attempt uses the caller's experiment. Each later
+            attempt uses a fresh copy, because interfaces are stateful.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -27,15 +27,15 @@ class Attempts:
         self._earlier: set[object] | None = None
 
     def began(self) -> None:
-        """The run has its folder: the checkpoints that are there now are an earlier run's, later ones its own."""
+        """Mark the existing checkpoints as those of an earlier run; call this when the run has its folder."""
         if self._earlier is None:
             self._earlier = {_identity(checkpoint) for checkpoint in self._checkpoints()}
 
     def recover(self, lost: WorkerLost) -> None:
-        """Make ready for the next attempt.
+        """Prepare the next attempt.
 
         Raises:
-            WorkerLost: there is none, because checkpoint=null, or because there were `runtime.max_recoveries`.
+            WorkerLost: No attempt is left, because checkpoint=null or `runtime.max_recoveries` is reached.
         """
         runtime = self.experiment.runtime
         most = runtime.max_recoveries if isinstance(runtime, Ray) else 0
@@ -49,9 +49,9 @@ class Attempts:
         self.experiment = again = copy.deepcopy(self._fresh)
         where = "starts again"
         found = self._checkpoints()
-        # until it has written one it begins as it did the first time, with what is said of resuming
+        # before it writes its first checkpoint, the run restarts as it did originally, with its own resume settings
         if self._earlier is not None and (own := [c for c in found if _identity(c) not in self._earlier]):
-            # AUTO passes over one that is damaged; it would take one of a later step that is about to be removed
+            # AUTO skips a damaged checkpoint, but would choose one of a later step that is about to be removed
             again.resume = AUTO if found[-1] is own[-1] else str(own[-1].path)
             again.resume_allow, again.resume_skip = [], []
             where = f"goes on after step {own[-1].step}"
@@ -62,6 +62,6 @@ class Attempts:
 
 
 def _identity(checkpoint: Checkpoint) -> object:
-    """Not the same for two that were written one after the other at one path."""
+    """Return a key that differs between two checkpoints written to the same path one after the other."""
     found = checkpoint.path.stat()
     return checkpoint.path.name, found.st_ino, found.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Where a resumed run starts: the checkpoint that is meant, and whether this run may go on from it."""
+"""Find the checkpoint that a run resumes from, and check that it matches the config."""
 
 from __future__ import annotations
 
@@ -37,43 +37,46 @@ FREE = (
     "threads",
     "trackers",
 )
-"""Keys of the config that change nothing of what is trained: they may differ between a checkpoint and the run."""
+"""Config keys that do not affect training and may differ between a checkpoint and the resumed run."""
 
 KEYS = frozenset(
     {"config", "counters", "data", "environment", "frozen", "interfaces", "models", "random", "records", "saves"}
 )
-"""What the tree of a checkpoint must have."""
+"""Required top-level keys of a checkpoint."""
 
 ABSENT = "(none)"
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a resumed run starts."""
+    """The checkpoint that a run resumes from."""
 
     checkpoint: Checkpoint
     state: Mapping[str, Any]
     own: bool
-    """Whether the checkpoint is one of this run's own folder, whose record goes on."""
+    """Whether the checkpoint is in this run's own folder, so that its record files are continued."""
     anew: bool
-    """Whether this is a new run, which counts from step 0 and takes over no record."""
+    """Whether this is a new run that counts from step 0 and does not continue the record files."""
 
     @property
     def step(self) -> int:
-        """Steps that lie behind."""
+        """Number of completed steps."""
         return 0 if self.anew else self.checkpoint.step
 
     @property
     def run(self) -> Path:
-        """The folder of the run that wrote the checkpoint."""
+        """Folder of the run that wrote the checkpoint."""
         return self.checkpoint.path.parent.parent
 
 
 def find_start(experiment: Experiment) -> Start | None:
-    """The checkpoint that `experiment.resume` asks for, read and compared with the config; None: there is none yet.
+    """Read the checkpoint that `experiment.resume` selects and compare it with the config.
+
+    Returns:
+        The checkpoint; None if `resume` is None, or if `resume=auto` finds no checkpoint.
 
     Raises:
-        ValueError: there is no checkpoint at that path, none can be read, it is of another config, or no step is left.
+        ValueError: The path has no readable checkpoint, the config differs, or no step is left.
     """
     if experiment.resume is None:
         return None
@@ -117,13 +120,13 @@ def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any
     """Raise an error for a checkpoint of an earlier version whose config has keys that this version lacks.
 
     Args:
-        path: of the checkpoint, for the message.
-        state: content of the checkpoint.
-        present: config of the resumed run.
-        running: this version of realign.
+        path: Path of the checkpoint, for the message.
+        state: Content of the checkpoint.
+        present: Config of the resumed run.
+        running: Installed version of realign.
 
     Raises:
-        CheckpointError: names the version that can resume it.
+        CheckpointError: The checkpoint cannot be resumed. The message names the version that can resume it.
     """
     written = str(state.get("realign", ""))
     minor = ".".join(written.split(".")[:2])
@@ -140,15 +143,15 @@ def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any
 
 
 def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: Iterable[str]) -> None:
-    """Refuse to go on under a config that would compute something else.
+    """Check that the config matches the config of the checkpoint.
 
     Args:
-        saved: the config that the checkpoint was written under.
-        present: the config of now.
-        allow: keys that may differ; a key stands for all below it.
+        saved: Config that the checkpoint was written with.
+        present: Config of the resumed run.
+        allow: Keys that may differ. A key includes all keys below it.
 
     Raises:
-        ValueError: names every key that differs, with both values; or one of `allow` is no key of either.
+        ValueError: Keys differ (the message lists them with both values), or a key of `allow` does not exist.
     """
     before, now = dict(_leaves(saved)), dict(_leaves(present))
     known = {key[:end] for key in before | now for end in _ends(key)}
@@ -171,7 +174,7 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Path and value (as JSON) of everything in a config that is no mapping with entries."""
+    """Yield path and value (as JSON) of each leaf of a config. An empty mapping is a leaf."""
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
@@ -180,12 +183,12 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _ends(key: str) -> list[int]:
-    """Where the parts of a dotted key end."""
+    """Return the end index of each component of a dotted key."""
     return [i for i, char in enumerate(key) if char == "."] + [len(key)]
 
 
 def warn_of_another_environment(saved: Mapping[str, Any]) -> None:
-    """Say what is not as it was: such a run goes on, but not bit for bit."""
+    """Warn if software or hardware differs from the checkpoint: the resumed run is then not bit-exact."""
     now = environment()
     differing = [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]
     if differing:

@@ -1,4 +1,4 @@
-"""`RunCheckpoints`: the checkpoints of a run: when they are due, what goes in, and what could not be written."""
+"""`RunCheckpoints`: when the checkpoints of a run are due, what they contain, and how failed writes are reported."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from realign.runtime.step import LocalRuntime
 
 
 class RunCheckpoints:
-    """Writes them until the end of the context; several processes call each method together.
+    """Writes the checkpoints of a run until the context ends. In distributed training each method is a collective.
 
     Args:
-        runtime: what is to be kept.
-        records: the files of the run, which are cut back to their present size on a resume.
-        saves: the folders of models.
-        frozen: what `frozen_weights` gave before the first step.
+        runtime: Runtime whose state is saved.
+        records: Record files of the run. Resuming truncates them to their size at the checkpoint.
+        saves: Saved folders of models.
+        frozen: Result of `frozen_weights` before the first step.
     """
 
     def __init__(self, runtime: LocalRuntime, records: Records, saves: Saves, frozen: Mapping[str, Any]) -> None:
@@ -44,17 +44,17 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if not isinstance(value, KeyboardInterrupt):  # whoever interrupts does not want to wait
+        if not isinstance(value, KeyboardInterrupt):  # exit at once on an interrupt
             _warn_of(self.close())
 
     def begin(self) -> None:
-        """Write one before the first step: where models are saved, there is something to go on from."""
+        """Write a checkpoint before the first step, so that a run can always be resumed."""
         if self._writer is not None:
             self._write(self._writer, 0)
             self._writer.close()
 
     def after_step(self, step: int, *, now: bool) -> None:
-        """Write one if it is due, or `now`, or if this is the best step so far."""
+        """Write a checkpoint if one is due, if `now` is set, or if this is the best step so far."""
         now = now or self._saves.best_step == step
         if self._spec is None or self._writer is None:
             return
@@ -62,21 +62,21 @@ class RunCheckpoints:
             self._write(self._writer, step)
 
     def finish(self, step: int) -> None:
-        """Write the last one: that it is there says that the run is done, with its models saved."""
+        """Write the last checkpoint. Its existence shows that the run is complete and its models are saved."""
         if self._writer is not None:
             self._write(self._writer, step)
 
     def metrics(self) -> dict[str, float]:
-        """`time/checkpoint_s`, once, when one was written before the step that has just been made."""
+        """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step."""
         stalled, self._stalled = self._stalled, {}
         return stalled
 
     def keep_interfaces(self) -> None:
-        """Take the interfaces as they are now into the next one, whatever is done with them until then."""
+        """Store the current interface state for the next checkpoint, regardless of later changes."""
         self._interfaces = interface_states(self._runtime)
 
     def close(self) -> list[str]:
-        """Wait until the last one is written; returns what could not be, if it has not been said."""
+        """Wait until the last checkpoint is written, and return the errors that were not reported before."""
         if self._writer is not None:
             self._writer.close()
         return self._take_problems()
@@ -90,7 +90,7 @@ class RunCheckpoints:
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces
             writer.write(step, state, best=self._saves.best_step)
-        except (OSError, ValueError) as error:  # a full disk; a value of an interface that cannot be kept
+        except (OSError, ValueError) as error:  # full disk; interface state that cannot be serialized
             self._problems.append(f"the checkpoint of step {step} was not written: {error}")
         self._last = time.monotonic()
         self._stalled = {"time/checkpoint_s": time.perf_counter() - started}

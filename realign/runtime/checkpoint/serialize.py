@@ -1,8 +1,8 @@
-"""Trees of plain values and tensors as JSON and safetensors: every bit comes back, and nothing is unpickled.
+"""Serialize trees of plain values and tensors as JSON and safetensors, bit-exact and without pickle.
 
-JSON alone has no tensors, tuples, keys that are numbers, or values that are not finite. They become objects of one
-key: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}`, `{"$float": "nan"}`, and, for
-text that has no UTF-8 (a lone surrogate), `{"$text": hex}`.
+JSON has no tensors, tuples, numeric keys or non-finite numbers. They are stored as objects with one key:
+`{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and `{"$float": "nan"}`. Text that UTF-8
+cannot encode (a lone surrogate) is stored as `{"$text": hex}`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from realign.engines.distributed.shards import is_part, memory_of, whole
 
 Tree: TypeAlias = Mapping[str, Any]
-"""Dicts (keys: text or whole numbers), lists and tuples of None, bool, int, float, str and tensors."""
+"""Dicts (keys: str or int), lists and tuples of None, bool, int, float, str and tensors."""
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -40,32 +40,32 @@ DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-"""What a safetensors file calls each dtype that it can hold here."""
+"""Supported dtypes and their names in safetensors files."""
 
 CHUNK = 1 << 22
-"""Bytes that are written at once."""
+"""Bytes per write call."""
 
 
 class Packed(NamedTuple):
-    """A tree taken apart."""
+    """A tree, split into JSON and tensors."""
 
     state: dict[str, Any]
-    """What JSON can hold, with the names of tensors."""
+    """JSON-compatible content, with the names of the tensors."""
     tensors: dict[str, torch.Tensor]
-    """Contiguous, on the CPU; tensors that were the same memory are one."""
+    """Contiguous tensors on the CPU by name. Tensors with the same memory are stored once."""
     parts: dict[str, torch.Tensor]
-    """Of tensors that several ranks divide, this rank's part; never copied."""
+    """This rank's shards of sharded tensors by name; never copied."""
 
 
 def pack(tree: Tree, *, copy: bool) -> Packed:
-    """Take a tree apart.
+    """Split a tree into JSON and tensors.
 
     Args:
-        tree: what is to be kept.
-        copy: give copies of the tensors, so that `tree` may change from now on.
+        tree: Tree to serialize.
+        copy: Copy the tensors, so that `tree` may be modified afterward.
 
     Raises:
-        ValueError: a value or key of another kind stands in the tree; the message has its place.
+        ValueError: The tree contains a value or key of an unsupported type. The message includes its path.
     """
     if not isinstance(tree, Mapping):
         raise ValueError(f"a checkpoint is made of a mapping, found {type(tree).__name__}")
@@ -75,14 +75,14 @@ def pack(tree: Tree, *, copy: bool) -> Packed:
 
 
 def unpack(state: Any, tensors: Mapping[str, Any]) -> Any:
-    """Put together what `pack` took apart.
+    """Rebuild a tree from the result of `pack`.
 
     Args:
-        state: of `Packed`.
-        tensors: of its `tensors` and `parts`, or what stands for them.
+        state: `Packed.state`.
+        tensors: `Packed.tensors` and `Packed.parts` in one mapping, or placeholders for them.
 
     Raises:
-        ValueError: `pack` cannot have made this.
+        ValueError: `pack` cannot have produced `state`.
     """
     if not isinstance(state, dict) or set(state) != {"tree"}:
         raise ValueError("the state must be an object whose only key is 'tree'")
@@ -148,7 +148,7 @@ class _Packer:
         into: dict[str, torch.Tensor],
         take: Callable[[], torch.Tensor],
     ) -> str:
-        """The name of what lies in `memory`, put `into` where it belongs when it is met first."""
+        """Return the name of the tensor in `memory`. On its first occurrence, choose a name and add it to `into`."""
         if memory not in self._names:
             name = "/".join(path).encode(errors="replace").decode()
             while name in self.tensors or name in self.parts or name == "__metadata__":
@@ -211,11 +211,11 @@ def _shown(path: tuple[str, ...]) -> str:
 
 
 def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a safetensors file to `write`, part by part.
+    """Pass the content of a safetensors file to `write`, chunk by chunk.
 
-    The library's own writer gives no bytes to hash on the way, and turns a full disk into an error of its own.
+    The writer of the safetensors library does not expose its bytes for hashing, and hides the OSError of a full disk.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # what is wide comes first: aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide dtypes first: alignment
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -233,10 +233,10 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, each in memory of its own.
+    """Return the tensors of a safetensors file, each in separate memory.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: The file is not a safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -246,7 +246,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def hash_of(tree: Any) -> str:
-    """sha256 of the tensors of a tree, with their places, shapes and dtypes; a collective where ranks have parts."""
+    """Return the sha256 of the tensors of a tree and their paths, shapes and dtypes; a collective if sharded."""
     digest = hashlib.sha256()
     for path, x in tensors_of(tree):
         digest.update(f"{path} {x.dtype} {list(x.shape)}\n".encode())
@@ -255,7 +255,7 @@ def hash_of(tree: Any) -> str:
 
 
 def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Place and value of each tensor in mappings, lists and tuples."""
+    """Yield path and value of each tensor in mappings, lists and tuples."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, Mapping | list | tuple):

@@ -1,9 +1,8 @@
-"""The state of a run as one tree, and the way back.
+"""Save the state of a run as one tree, and restore it.
 
-Everything that a step changes is in it, so that a run that is killed and resumed computes what it would have computed
-(bit for bit on a CPU). What no step changes is not: models that are neither trained nor take weights from one that is,
-and the frozen start of one that is trained, are loaded from where they came from, and their weights compared with those
-of then.
+The tree contains everything that a step changes, so a resumed run matches an uninterrupted one (bitwise on CPU). It
+does not contain frozen weights: models that never change, and the initial policy used as a reference. A resumed run
+loads frozen weights from their original path and compares their hash with the saved one.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from realign.runtime.step import Counters, LocalRuntime
 
 
 def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the steps so far have made of a run, but for its records and saves.
+    """Return the state of a run, without its records and saves.
 
     Args:
-        runtime: between two steps.
-        frozen: what `frozen_weights` gave before the first step.
+        runtime: Runtime between two steps.
+        frozen: Result of `frozen_weights` before the first step.
     """
     return {
         "realign": version("realign"),
@@ -50,15 +49,15 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
 
 
 def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str] = ()) -> None:
-    """Bring a runtime that was just loaded to where `run_state` was taken.
+    """Restore a freshly loaded runtime to the state that `run_state` returned.
 
     Args:
-        runtime: before its first step.
-        state: what `run_state` gave.
-        skip: parts that stay as they are.
+        runtime: Runtime before its first step.
+        state: Result of `run_state`.
+        skip: Parts to leave unchanged.
 
     Raises:
-        ValueError: models, interfaces or data do not fit the state; says which, and how.
+        ValueError: Models, interfaces or data do not match the state. The message names the mismatch.
     """
     skipped = set(skip)
     _restore_models(runtime, state["models"], skipped)
@@ -73,7 +72,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
         _restore_place(runtime, state["data"], state.get("rollout"))
     if Part.counters not in skipped:
         runtime.counters = Counters.from_state(state["counters"])
-    if Part.random not in skipped:  # last: nothing above may draw from them
+    if Part.random not in skipped:  # last, because the code above may draw random numbers
         restore_random(state["random"])
 
 
@@ -95,7 +94,7 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
         if trained:
             with _fitting(f"models.{role}", Part.optimizer):
                 model.machine.load_state_dict(state["engine"], weights_only=Part.optimizer in skipped)
-        if "weights" in state:  # of a role that takes them from a trained one
+        if "weights" in state:  # a role that is synced from a trained role
             model.machine.load_weights(state["weights"])
         if Part.counters not in skipped:
             model.version = state["version"]
@@ -104,7 +103,7 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
 
 
 def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
-    """Where the next prompt stands, and which had begun ahead and were not trained on."""
+    """Restore the position in the data, and the prompts that were sampled ahead but not trained on."""
     place = data["drawn"] * data["batch_prompts"] if rollout is None else rollout["next_place"]
     runtime.prompts.load_state_dict(data, place, cut=runtime.ahead is not None)
     if runtime.ahead is not None and rollout is not None:
@@ -120,7 +119,7 @@ def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapp
 
 
 def interface_states(runtime: LocalRuntime) -> dict[str, Any]:
-    """The state of the interface of each role, and of those that judge held-out responses."""
+    """Return the state of the interface of each role and of each evaluation."""
     return {name: interface.state_dict() for name, interface in used_interfaces(runtime.experiment).items()}
 
 
@@ -133,10 +132,10 @@ def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> Non
 
 @contextmanager
 def _fitting(what: str, part: Part) -> Iterator[None]:
-    """Say whose state it is that does not fit."""
+    """Add the name of the mismatched component to errors raised inside the context."""
     try:
         yield
-    except (WorkerLost, WorkerHangs):  # not what it holds
+    except (WorkerLost, WorkerHangs):  # not a mismatch of the state
         raise
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         detail = " ".join(f"{type(error).__name__}: {error}".split())
@@ -147,14 +146,14 @@ def _fitting(what: str, part: Part) -> Iterator[None]:
 
 
 def seed_random(seed: int) -> None:
-    """Seed the global generators: the project draws from none of them, but a reward function of a user may."""
+    """Seed the global random number generators, which only user code such as a reward function draws from."""
     random.seed(derive_seed(seed, "python"))
     np.random.seed(derive_seed(seed, "numpy") % 2**32)
     torch.manual_seed(derive_seed(seed, "torch"))
 
 
 def random_state() -> dict[str, Any]:
-    """Where the global random number generators stand."""
+    """Return the state of the global random number generators."""
     kind, words, place = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     return {
@@ -170,7 +169,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any]) -> None:
-    """Take back what `random_state` gave; the devices of now that were not there then stay as they are."""
+    """Restore the state that `random_state` returned. CUDA devices without saved state are unchanged."""
     kind, words, place = state["python"]
     random.setstate((kind, tuple(words), place))
     numpy = dict(state["numpy"])
@@ -183,23 +182,26 @@ def restore_random(state: Mapping[str, Any]) -> None:
 
 
 def config_of(experiment: Experiment) -> dict[str, Any]:
-    """What a resumed run is compared with: the resolved config; of a script, the settings that order the data."""
+    """Return the config that a resumed run is compared with: the resolved config and the settings of the data order.
+
+    An experiment built in Python has no resolved config.
+    """
     own = {"seed": experiment.seed, "batch_prompts": experiment.batch_prompts, "shuffle": experiment.shuffle}
     return own | dict(experiment.resolved)
 
 
 def environment() -> dict[str, Any]:
-    """What can change the last bits of a number."""
+    """Return the versions and hardware facts that can change floating-point rounding."""
     packages = {name: version(name) for name in ("torch", "transformers")}
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {**packages, "python": platform.python_version(), "device": where, "threads": torch.get_num_threads()}
 
 
 def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
-    """Path and hash of the weights that no checkpoint holds: those that do not train.
+    """Return path and hash of the frozen weights, which checkpoints do not contain.
 
-    Of a model whose frozen start is a role of its own, the hash is of all weights. To be taken before the first step,
-    and before a state is restored.
+    If the initial policy of a model also serves as a separate frozen role, the hash covers all its weights. Call this
+    before the first step and before `restore`.
     """
     found = {}
     for role, model in runtime.models.items():
@@ -214,10 +216,10 @@ def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
 
 
 def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to go on with other weights where the checkpoint has none.
+    """Check that the frozen weights are those that the run started with.
 
     Raises:
-        ValueError: names the role and the path.
+        ValueError: Weights differ. The message names the role and the path.
     """
     for role, then in saved.items():
         now = present.get(role)

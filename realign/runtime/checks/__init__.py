@@ -1,1 +1,1 @@
-"""Checks of an experiment before anything is loaded, and of its data once it is."""
+"""Checks of an experiment before loading, and of its data after loading."""

@@ -1,4 +1,4 @@
-"""Compares what interfaces declare (`ModelInterface.keys`) with the graph that calls them, before loading."""
+"""Compare the keys that interfaces declare (`ModelInterface.keys`) with the graph that calls them, before loading."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from realign.api import RPC, DataflowGraph, Keys, ModelInterface, is_component_k
 
 
 def check_keys(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -> None:
-    """Check that every key that a method needs is provided, and that every key made for one component is read.
+    """Check that every key that a method needs is provided, and that every key written for one component is read.
 
-    An interface that declares no keys for a method is not checked there.
+    A method for which the interface declares no keys is not checked.
 
     Raises:
-        ValueError: names the RPC, the key and the setting.
+        ValueError: the message contains the RPC, the key and the setting.
     """
     declared = {rpc.name: _keys(rpc, interfaces[rpc.model]) for rpc in graph.rpcs}
     for rpc in graph.rpcs:
@@ -31,7 +31,7 @@ def check_keys(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -
 
 
 def unread_inputs(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -> dict[str, list[str]]:
-    """Return the inputs of each RPC that its interface does not declare to read; RPCs without any are left out."""
+    """Return the inputs of each RPC that its interface does not read, without RPCs that have none."""
     found = {}
     for rpc in graph.rpcs:
         read = _read(rpc, _keys(rpc, interfaces[rpc.model]))
@@ -48,12 +48,12 @@ def _keys(rpc: RPC, interface: ModelInterface) -> Keys:
 
 
 def _own_names(rpc: RPC) -> dict[str, str]:
-    """The interface's name of each key of the RPC that is renamed, by its name in the graph."""
+    """Map the graph's name of each renamed key of the RPC to the interface's name."""
     return {theirs: ours for ours, theirs in rpc.rename.items()}
 
 
 def _read(rpc: RPC, keys: Keys) -> set[str]:
-    """Inputs that the method reads, by their names in the graph; all of them if it declares none."""
+    """Return the inputs that the method reads, by their names in the graph; all inputs if it declares none."""
     if not keys.needs and not keys.uses:
         return set(rpc.inputs)
     own = _own_names(rpc)

@@ -1,4 +1,4 @@
-"""Whether the rows of a dataset suit an experiment: their keys, their number, and the tokens a pass may hold."""
+"""Check that a dataset fits the experiment: its keys, its number of rows, and the token budget of a forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from realign.runtime.experiment import Experiment
 
 
 def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
-    """Compare what the dataset gives with what the graph expects of it, and its lengths with the token budget."""
+    """Check the dataset against the keys that the graph reads, the batch size and the token budget."""
     if not len(dataset):
         raise ValueError("the dataset holds no row")
     if missing := sorted(set(experiment.graph.dataset_keys) - set(dataset.keys)):
@@ -37,7 +37,7 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
 
 
 def check_budget(dataset: Dataset, response: int, experiment: Experiment) -> None:
-    """Compare the longest row, with a response of so many tokens, with the token budget."""
+    """Check that the longest row plus a response of `response` tokens fits the token budget."""
     limit = experiment.microbatch.max_tokens_per_microbatch
     what = f" and a response up to {response}" if response else ""
     longest = dataset.longest_row

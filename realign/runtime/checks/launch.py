@@ -1,8 +1,8 @@
-"""What is looked at before anything is loaded, at launch and in `realign check`: roles, files, the folder of the run.
+"""Checks before loading, at launch and in `realign check`: roles, files and the output folder.
 
-`Experiment` compares values with each other. Here they are compared with what is on the disk, and roles with the models
-that play them, as far as the config tells. What needs the tokenizer (lengths of rows) or the weights (does a family run
-packed) comes with them, still before the first rollout.
+`Experiment` compares settings with each other. This module compares them with the files on disk, and roles with their
+models, as far as the config describes them. Checks that need the tokenizer (row lengths) or the weights (support for
+packed sequences) follow during loading, before the first rollout.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
 
 
 def check_ready(experiment: Experiment) -> None:
-    """Find what would end the run later.
+    """Find configuration errors that would otherwise stop the run later.
 
     Raises:
-        ValueError: names the key, what was found and what is valid.
-        OSError: `output_dir` cannot be written.
+        ValueError: the message contains the key, its value and the valid values.
+        OSError: `output_dir` is not writable.
     """
     check_runtime(experiment)
     check_optimizers(experiment)
@@ -56,19 +56,19 @@ def check_ready(experiment: Experiment) -> None:
 
 
 def used_interfaces(experiment: Experiment) -> dict[str, ModelInterface]:
-    """The interfaces that take part, by their config keys: those of the graph, and those that only evaluate."""
+    """Return the interfaces that the run uses, by config key: those of the graph, and those of the evaluation."""
     used = {f"interfaces.{rpc.model}": experiment.interfaces[rpc.model] for rpc in experiment.graph.rpcs}
     judges = experiment.evaluation.judges if experiment.evaluation is not None else {}
     return used | {f"evaluation.{key}": judge for key, judge in judges.items()}
 
 
 def open_interfaces(experiment: Experiment) -> None:
-    """Let the interfaces acquire what they need, such as a reward function.
+    """Open the interfaces, which acquire resources such as a reward function.
 
-    Of several processes rank 0 alone opens those without a model, since it alone makes their calls.
+    With several ranks, only rank 0 opens interfaces without a model, because only rank 0 calls them.
 
     Raises:
-        ValueError: names the key.
+        ValueError: the message contains the config key.
     """
     ranks = current()
     for where, interface in used_interfaces(experiment).items():
@@ -82,17 +82,17 @@ def open_interfaces(experiment: Experiment) -> None:
 
 
 def writable(output_dir: Path) -> Path:
-    """The nearest folder of `output_dir` that exists.
+    """Return the nearest existing folder of `output_dir`.
 
     Raises:
-        OSError: names `output_dir`; files cannot be made there.
+        OSError: files cannot be created there; the message contains `output_dir`.
     """
     folder = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
     choose = "choose another output_dir"
     if not folder.is_dir():
         raise NotADirectoryError(f"output_dir {str(output_dir)!r}: {str(folder)!r} is not a folder; {choose}")
     try:
-        with tempfile.TemporaryFile(dir=folder):  # of a name of its own, since several runs may look at once
+        with tempfile.TemporaryFile(dir=folder):  # a unique name, since several runs may check at once
             pass
     except OSError as error:
         why = f"output_dir {str(output_dir)!r}: cannot write to {str(folder)!r} ({error.strerror}); {choose}"
@@ -101,7 +101,7 @@ def writable(output_dir: Path) -> Path:
 
 
 def _check_model(rpc: RPC, experiment: Experiment) -> None:
-    """Compare what an interface asks of its model with the head that the config gives it."""
+    """Check that the head in the config produces the outputs that the interface needs."""
     spec = experiment.models.get(rpc.model)
     if spec is None:
         return
@@ -121,7 +121,7 @@ def _check_model(rpc: RPC, experiment: Experiment) -> None:
 
 
 def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
-    """A frozen start inside a model needs a part of it that does not move."""
+    """Check that a reference branch inside a model has weights that are not trained."""
     facts = owner.facts()
     if facts.trainable and facts.branches is False:
         raise ValueError(
@@ -131,7 +131,7 @@ def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
 
 
 def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
-    """Compare the weights that a role has with those that its interface, or a role that learns from it, asks for."""
+    """Check a role's weights against the requirements of its interface and of the roles that train on its outputs."""
     trained = {other.model for other in experiment.graph.rpcs if other.method == "train_step"}
     spec, plan = experiment.models.get(rpc.model), experiment.interfaces[rpc.model].plan()
     if isinstance(spec, SharedModel):
@@ -164,14 +164,14 @@ def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
 
 
 def _trained_reader(rpc: RPC, key: str, trained: Collection[str], experiment: Experiment) -> str | None:
-    """The trained role that reads a key which `rpc` writes; None if there is none."""
+    """Return the trained role that reads a key which `rpc` writes; None if there is none."""
     if key not in rpc.outputs:
         return None
     return next((r.model for r in experiment.graph.rpcs if r.model in trained and key in r.inputs), None)
 
 
 def _check_responses(experiment: Experiment) -> None:
-    """Compare the responses that a role generates with those that the roles trained on them expect."""
+    """Check that a role generates the responses that the roles trained on them expect."""
     for rpc in experiment.graph.rpcs:
         if rpc.method != "generate":
             continue
@@ -201,7 +201,7 @@ def _check_plans(sampler: str, made: Plan, learner: str, expected: Plan) -> None
 
 
 def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
-    """Warn of a learning rate that reaches 0 before the run ends: what is made from then on changes nothing."""
+    """Warn about a learning rate that reaches 0 before the run ends; later steps would not change the weights."""
     spec = experiment.models.get(rpc.model)
     facts = None if spec is None else spec.facts()
     if rpc.method != "train_step" or facts is None or facts.rate_ends is None:
@@ -220,7 +220,7 @@ def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
 
 
 def _check_rollout(experiment: Experiment) -> None:
-    """Find what cannot be sampled ahead of training, and warn of an objective that does not make up for it."""
+    """Reject calls that cannot run asynchronously, and warn about objectives that do not correct for staleness."""
     rollout = experiment.rollout
     if not isinstance(rollout, Async):
         return
@@ -277,7 +277,7 @@ def _check_budget(experiment: Experiment) -> None:
 
 
 def _check_save_best(experiment: Experiment) -> None:
-    """Refuse a metric that cannot come; one that only the first step can tell of is looked for then."""
+    """Reject a `save_best` metric that the run cannot report, as far as this is known before the first step."""
     if experiment.save_best is None:
         return
     metric = experiment.save_best.removeprefix("-")

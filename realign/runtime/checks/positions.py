@@ -1,4 +1,4 @@
-"""Whether rows, and the responses to them, fit the positions of the models that read them: asked before training."""
+"""Check before training that rows and their responses fit the context window of the models that read them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def check_positions(
     *,
     setting: str = "generation.max_new_tokens",
 ) -> None:
-    """Compare the longest row, with a response of `response` tokens, with the positions of every model that reads it.
+    """Check that the longest row plus a response fits the positions of every model that reads it.
 
-    Without this a long prompt would end the run when it is drawn, hours later.
+    Without this check, a prompt that is too long would stop the run when it is drawn, possibly hours later.
 
     Args:
-        dataset: the rows; nothing is compared with one that does not tell its longest sequence.
-        response: tokens that a response to a row can have; 0 where there is none.
-        models: by role.
-        roles: those that read the rows.
+        dataset: the rows; not checked if the dataset does not report its longest sequence.
+        response: maximum number of tokens of a response to a row; 0 without responses.
+        models: models by role.
+        roles: roles that read the rows.
         what: config key of the rows, for messages.
-        setting: of the length of a response, for messages.
+        setting: setting that limits the response length, for messages.
 
     Raises:
-        ValueError: a row leaves no room; names the role, the numbers and what to set.
+        ValueError: a row does not fit; the message contains the role, the lengths and the setting to change.
     """
     rows, texts = dataset.longest_sequence, dataset.longest_text
     for role in dict.fromkeys(roles):

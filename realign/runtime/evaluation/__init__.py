@@ -1,1 +1,1 @@
-"""Evaluations of a run: generated responses, losses, episodes, and calibration of rewards."""
+"""Evaluations of a run: generated responses, losses, episodes, and reward calibration."""

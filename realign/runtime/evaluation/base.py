@@ -1,4 +1,4 @@
-"""`Evaluator`: what every kind of evaluation on held-out rows has; `Evaluation` and `LossEvaluation` are two."""
+"""`Evaluator`: base class of evaluations on held-out rows, such as `Evaluation` and `LossEvaluation`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from realign.settings import Count, Settings
 
 
 class LoadedRun(Protocol):
-    """What an evaluation needs of a loaded run."""
+    """Access of an evaluation to a loaded run."""
 
     @property
     def models(self) -> Mapping[str, Model]:
@@ -27,68 +27,68 @@ class LoadedRun(Protocol):
 
     @property
     def graph(self) -> DataflowGraph:
-        """The calls of a step."""
+        """RPCs of a step."""
         ...
 
     @property
     def microbatch(self) -> MicroBatchSpec:
-        """The token budget of a pass."""
+        """Token budget of a forward pass."""
         ...
 
 
 @dataclass
 class Evaluator(Settings, ABC):
-    """Measures a role's model on held-out rows, now and then; no part of the training graph."""
+    """Base class that measures a role's model on held-out rows at intervals, outside the training graph."""
 
     data: DataSpec
     """Held-out rows: a data node such as `realign.data.PromptData`."""
     every_steps: Count = field(default=10, kw_only=True)
     """Steps between evaluations; there is always one before and one after training."""
     role: str = field(default="actor", kw_only=True)
-    """Whose model is measured."""
+    """Role whose model is evaluated."""
     batch_prompts: Count = field(default=256, kw_only=True)
-    """Prompts taken at once."""
+    """Prompts per evaluation batch."""
 
     @property
     def judges(self) -> dict[str, ModelInterface]:
-        """Interfaces that belong to the evaluation alone, by key, to be opened and closed with the run."""
+        """Interfaces that only the evaluation uses, by key; the run opens and closes them."""
         return {}
 
     @property
     def longest_response(self) -> int:
-        """Tokens that a response to a row can have; 0 where none is sampled."""
+        """Longest response in tokens that the evaluation can sample; 0 without sampling."""
         return 0
 
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
-        """Check that this can be measured in a run of this graph, whose `models` are the roles with a network.
+        """Check that the evaluation works in a run of this graph, whose `models` are the roles with a network.
 
         Raises:
-            ValueError: says what is in the way.
+            ValueError: the message names the cause.
         """
         if self.role not in (roles := list(models)):
             raise ValueError(f"evaluation.role {self.role!r} has no model; roles with one: {', '.join(roles)}")
 
     def metric_names(self) -> frozenset[str] | None:
-        """Names of what `measure` gives, where they are known before it is called; None: they are not."""
+        """Return the names of the metrics of `measure`; None if they are not known before it is called."""
         return None
 
     @abstractmethod
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
-        """Take every row of `dataset` once.
+        """Evaluate every row of `dataset` once.
 
         Returns:
-            The metrics `eval/...`, and the first batch with what was made of it.
+            The metrics `eval/...`, and the first batch with the evaluation's outputs.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """A few words for the table that is shown at launch."""
+        """Return a short description for the launch table."""
 
     def batches(self, dataset: Any) -> Iterator[SequenceSample]:
-        """The rows of `dataset` in their order, `batch_prompts` at a time.
+        """Yield the rows of `dataset` in order, `batch_prompts` at a time.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the dataset is empty.
         """
         if not len(dataset):
             raise ValueError("the evaluation data holds no row")

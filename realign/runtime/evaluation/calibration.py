@@ -1,8 +1,8 @@
-"""`RewardCalibration`: gives the rewards of a policy's responses a known mean and deviation, before or after training.
+"""`RewardCalibration`: normalize the rewards of a policy's responses to a known mean and standard deviation.
 
 Source: arXiv:1909.08593, section 2.1, and openai/lm-human-preferences (`normalize_before`, `normalize_after`,
-`normalize_samples`, `debug_normalize`). A reward model that was trained on comparisons has an arbitrary scale; once its
-rewards have mean 0 and deviation 1 on the reference policy, a KL coefficient means the same from model to model.
+`normalize_samples`, `debug_normalize`). A reward model trained on comparisons has an arbitrary scale. With mean 0 and
+standard deviation 1 on the reference policy, a KL coefficient has the same meaning for every reward model.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from realign.functional import score_moments
 from realign.settings import Count, Range, Settings
 
 LABEL_ROWS = 1024
-"""Rows of the training data that are looked at together for their labels."""
+"""Rows of the training data per batch when reading labels."""
 
 
 @dataclass
 class RewardCalibration(Settings):
-    """Which responses to sample, and when to set gain and bias of the reward model by them (config node)."""
+    """Calibration of a reward model's gain and bias on sampled responses, before or after training (config node)."""
 
     data: DataSpec
     """Prompts: a data node such as `realign.data.PromptData`."""
     role: str = "reward"
-    """The reward model; its interface is `Calibratable`, such as `RewardModelInterface`."""
+    """Role of the reward model, whose interface must be `Calibratable`, such as `RewardModelInterface`."""
     policy: str = "policy"
-    """Whose responses; a role under `models`, which needs no part in the graph (usually the reference policy)."""
+    """Role that samples the responses, usually the reference policy. It needs an entry in `models`, but no RPC in the
+    graph."""
     before: bool = False
-    """Before training: to the mean and deviation of the labels, where they are ratings, and else to 0 and 1."""
+    """Calibrate before training: to the mean and standard deviation of the labels if they are ratings, otherwise to 0
+    and 1."""
     after: bool = False
-    """After training: to 0 and 1. What was saved on the way keeps the gain and bias from before."""
+    """Calibrate after training, to mean 0 and standard deviation 1. Models saved during training keep the earlier
+    gain and bias."""
     samples: Annotated[int, Range(ge=2)] = 256
-    """Responses; a multiple of `generation.n`."""
+    """Number of responses; must be a multiple of `generation.n`."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How they are sampled, best as the policy will be in training; any settings."""
+    """Sampling settings; any are allowed. The settings of training are recommended."""
     batch_prompts: Count = 64
-    """Prompts answered at once."""
+    """Prompts per generation batch."""
     verify: bool = False
-    """Report mean and deviation of as many other responses afterwards."""
+    """Report mean and standard deviation on the same number of other responses after calibration."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +62,7 @@ class RewardCalibration(Settings):
         return self.before if when == "before" else self.after
 
     def describe(self) -> str:
-        """A row of the table that is shown at launch."""
+        """Return a description for the launch table."""
         times = [when for when in ("before", "after") if self.due(when)]
         return (
             f"gain and bias of {self.role} {' and '.join(times)} training, by {self.samples} responses of "
@@ -77,23 +80,23 @@ class RewardCalibration(Settings):
         when: str,
         target: tuple[float, float] = (0.0, 1.0),
     ) -> dict[str, float]:
-        """Sample, score, and set gain and bias of the interface.
+        """Sample and score responses, and set gain and bias of the interface.
 
         Args:
-            interface: of the reward model.
+            interface: interface of the reward model.
             reward: the reward model.
-            policy: who answers.
+            policy: the model that samples the responses.
             prompts: the dataset of `data`.
             mb_spec: token budget of a forward pass of the reward model.
-            when: "before" or "after"; for seeds.
-            target: wanted mean and deviation.
+            when: "before" or "after"; part of the random seeds.
+            target: target mean and standard deviation.
 
         Returns:
-            The metrics `calibration/...`: `mean` and `std` found, `gain` and `bias` set, and with `verify`
+            The metrics `calibration/...`: measured `mean` and `std`, the new `gain` and `bias`, and with `verify`
             `verified_mean` and `verified_std`.
 
         Raises:
-            ValueError: the scores are all the same, or not finite.
+            ValueError: the scores are all equal, or not finite.
         """
 
         def scores(draw: int) -> Tensor:
@@ -107,7 +110,7 @@ class RewardCalibration(Settings):
         return {f"calibration/{name}": value for name, value in found.items()}
 
     def target(self, interface: Calibratable, dataset: Dataset) -> tuple[float, float]:
-        """What rewards should be like before training, by the labels of the training data where it has any."""
+        """Return the target mean and std before training: those of numeric training labels, or else 0 and 1."""
         if "labels" not in dataset.keys or not interface.labels_are_numbers:
             return 0.0, 1.0
         starts = range(0, len(dataset), LABEL_ROWS)
@@ -116,7 +119,7 @@ class RewardCalibration(Settings):
         return interface.label_scale(torch.cat(labels))
 
     def _answers(self, policy: Model, prompts: Dataset, purpose: str, draw: int) -> Iterator[SequenceSample]:
-        """`samples` responses, in batches; draw 1 has other prompts than draw 0, as far as there are enough."""
+        """Yield `samples` responses in batches; draw 1 uses other prompts than draw 0 if there are enough prompts."""
         rows = batch_indices(len(prompts), self.samples // self.generation.n, draw, policy.seed, shuffle=True)
         for start in range(0, len(rows), self.batch_prompts):
             asked = prompts.sample(rows[start : start + self.batch_prompts]).select(["prompt_ids"])

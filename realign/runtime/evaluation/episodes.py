@@ -1,4 +1,4 @@
-"""`EpisodeEvaluation`: conversations with an environment on held-out rows; no part of the training graph."""
+"""`EpisodeEvaluation`: run environment episodes on held-out rows, outside the training graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from realign.runtime.evaluation.generation import SEQUENCE_METRICS, sequence_sta
 
 @dataclass
 class EpisodeEvaluation(Evaluator):
-    """What to converse with, and how to sample."""
+    """Evaluation of a role in an environment, with separate sampling settings (config node)."""
 
     episodes: ModelInterface = field(kw_only=True)
-    """Samples and scores, such as `EnvironmentInterface`, with any sampler, since nothing trains on the samples."""
+    """Interface that samples and scores episodes, such as `EnvironmentInterface`. Any sampling settings are allowed,
+    because the samples are not trained on."""
 
     @property
     def judges(self) -> dict[str, ModelInterface]:

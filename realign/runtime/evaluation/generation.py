@@ -1,4 +1,4 @@
-"""`Evaluation`: held-out prompts answered by a role and judged by a reward function; no part of the training graph."""
+"""`Evaluation`: sample responses to held-out prompts and score them, outside the training graph."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ SEQUENCE_METRICS = frozenset({"reward", "missing_rewards", "response_tokens", "t
 
 @dataclass
 class Evaluation(Evaluator):
-    """What to ask, how to sample, how to judge."""
+    """Evaluation of sampled responses: prompts, sampling settings and reward functions."""
 
     reward: ModelInterface
-    """Judges each response: an interface whose `inference` writes `rewards`."""
+    """Interface that scores each response; its `inference` must write `rewards`."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(greedy=True))
-    """How responses are sampled; any settings, since nothing trains on them."""
+    """Sampling settings. Any are allowed, because the samples are not trained on."""
     metrics: dict[str, ModelInterface] = field(default_factory=dict)
-    """Further judges, by the name of their metric: `eval/<name>` is the mean of what they write as `rewards`."""
+    """Additional scoring interfaces by metric name; `eval/<name>` is the mean of the `rewards` that the interface
+    writes."""
     sweep: dict[str, list[Any]] = field(default_factory=dict)
-    """One field of `generation` and values to try besides its own, such as `{max_new_tokens: [16, 64]}`; their metrics
-    are called `eval/reward@max_new_tokens=16`."""
+    """One field of `generation` with additional values to evaluate, such as `{max_new_tokens: [16, 64]}`. The metric
+    names contain the value: `eval/reward@max_new_tokens=16`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +64,7 @@ class Evaluation(Evaluator):
         return max(generation.max_new_tokens for generation in self._variants.values())
 
     def _checked_sweep(self) -> dict[str, GenerationConfig]:
-        """The sampler behind each ending of a metric's name."""
+        """Return the generation settings for each suffix of the metric names."""
         if len(self.sweep) > 1:
             raise ValueError(f"evaluation.sweep takes one setting, found {', '.join(self.sweep)}")
         variants = {"": self.generation}
@@ -99,10 +100,10 @@ class Evaluation(Evaluator):
         return self.run(runtime.models[self.role], dataset)
 
     def run(self, model: Model, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
-        """Answer and judge every prompt of `dataset` once.
+        """Sample and score responses to every prompt of `dataset` once.
 
         Returns:
-            The metrics `eval/...`, and the judged responses of the first batch.
+            The metrics `eval/...`, and the scored responses of the first batch.
         """
         values: dict[str, float] = {}
         shown: SequenceSample | None = None
@@ -119,7 +120,7 @@ class Evaluation(Evaluator):
     def _judge(
         self, model: Model, prompts: SequenceSample, generation: GenerationConfig, number: int
     ) -> tuple[SequenceSample, Stats]:
-        """The responses with their rewards, and what the further judges say."""
+        """Return the responses with their rewards, and the statistics of the additional metrics."""
         seed = model.call_seed(f"evaluation/{number}")
         answered = model.sampler.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
         answered = answered.merge(prompts.select(["row"]))
@@ -137,11 +138,13 @@ class Evaluation(Evaluator):
 
 
 def sequence_stats(batch: SequenceSample) -> Stats:
-    """Metrics of sampled sequences, as far as their keys are there; each a mean over the sequences of the batch.
+    """Return metrics of sampled sequences, for the keys that the batch contains; each is a mean over its sequences.
 
-    `reward` (of those that have one; dense ones add up), `missing_rewards` (fraction), `response_tokens` (all that
-    were not given, also those of responses without reward), `truncated_fraction` and, of conversations, `turns` of the
-    policy.
+    - `reward`: total reward, over the responses with a reward
+    - `missing_rewards`: fraction of responses without a reward
+    - `response_tokens`: tokens outside the prompt mask, also of responses without a reward
+    - `truncated_fraction`: fraction of truncated responses
+    - `turns`: policy turns of a multi-turn episode
     """
     stats: Stats = {}
     if "rewards" in batch:

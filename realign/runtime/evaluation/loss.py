@@ -1,8 +1,8 @@
-"""`LossEvaluation`: the loss and the metrics of a training call on held-out rows, without a step.
+"""`LossEvaluation`: the loss and the metrics of a training RPC on held-out rows, without an optimizer step.
 
-For models that do not sample: the accuracy of a reward model, the likelihood of demonstrations under SFT, the accuracy
-of DPO. The calls of the graph that the training call waits for are made first (a reference's log-probs, say), then its
-own `train_step`, on an engine that only runs forward. So it works with every interface, and measures what it trains on.
+For models that do not sample: reward model accuracy, likelihood of demonstrations (SFT), DPO accuracy. The RPCs that
+the training RPC depends on, such as a reference's log-probs, are called first. Then its `train_step` runs on a
+forward-only engine. This works with every interface, and measures the quantity that the interface trains on.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from realign.runtime.step import call, inputs_of
 
 @dataclass
 class LossEvaluation(Evaluator):
-    """The loss of `role`, and the metrics that come with it, on rows like those that it trains on (config node)."""
+    """Loss and training metrics of `role` on held-out rows of the same format as its training data (config node)."""
 
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
-        """See `Evaluator`; also, the graph must train `role`, by one call."""
+        """See `Evaluator`; also checks that the graph trains `role` with exactly one RPC."""
         super().check(graph, models)
         self._training(graph)
 
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
-        """See `Evaluator`. The metrics are means over the whole of `dataset`, however it is cut."""
+        """See `Evaluator`. The metrics are means over the whole of `dataset`, independent of the batch size."""
         training = self._training(runtime.graph)
         stats: list[Stats] = []
         first: SequenceSample | None = None
         for batch in self.batches(dataset):
             for rpc in self._before(training, runtime.graph):
                 interface = runtime.interfaces[rpc.model]
-                if rpc.method == "credit":  # counts the scores that it shapes into moments
+                if rpc.method == "credit":  # a copy, because shaping updates running reward statistics
                     interface = copy.deepcopy(interface)
                 batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.microbatch)
             first = first or batch
@@ -70,21 +70,21 @@ class LossEvaluation(Evaluator):
         return found[0]
 
     def _before(self, training: RPC, graph: DataflowGraph) -> list[RPC]:
-        """The calls that `training` needs the keys of, in their order."""
+        """Return the RPCs that `training` depends on, in execution order."""
         needed = {rpc.name for key in training.inputs for rpc in graph.leading_to(key)}
         return [rpc for rpc in graph.order if rpc.name in needed]
 
     def _loss(self, training: RPC, runtime: LoadedRun, batch: SequenceSample) -> Stats:
-        interface = copy.deepcopy(runtime.interfaces[self.role])  # it may keep state, which nothing here may move
+        interface = copy.deepcopy(runtime.interfaces[self.role])  # a copy, because train_step may change its state
         model = runtime.models[self.role]
         forward_only = dataclasses.replace(model, engine=ForwardOnly(model.name, model.name, model.machine))
         return interface.train_step(forward_only, inputs_of(training, batch), runtime.microbatch)
 
 
 class ForwardOnly(SharedEngine):
-    """An engine whose `train_batch` measures the loss and takes no step; it skips prompts that it has measured.
+    """An engine whose `train_batch` computes the loss without an optimizer step, and skips prompts already measured.
 
-    So an interface that passes over its batch several times, in mini-batches, is measured once on each prompt.
+    An interface that passes over its batch several times, or in mini-batches, therefore measures each prompt once.
     """
 
     trainable = True
@@ -102,7 +102,7 @@ class ForwardOnly(SharedEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """The metrics of `loss_fn`, and `loss`; nothing of a batch of weight 0."""
+        """Return the metrics of `loss_fn` and `loss`; empty for measured prompts and for a batch of weight 0."""
         if self._measured.issuperset(data.ids):
             return {}
         self._measured.update(data.ids)

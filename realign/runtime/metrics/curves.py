@@ -1,4 +1,4 @@
-"""Learning curves as a picture: one panel per subject, drawn from the history of a run."""
+"""Draw the learning curves of a run as an image with one panel per topic."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Record = Mapping[str, float]
 
 
 def draw_curves(phases: Mapping[str, Sequence[Record]], path: Path, *, title: str, panels: Sequence[Panel]) -> Path:
-    """Draw the curves of one or more runs that follow each other, and write a PNG.
+    """Draw the curves of one run or of consecutive runs, and write them to a PNG file.
 
-    Each run gets the same width in a panel, with its own steps below; runs without a panel's metrics are left out of
-    it, and so are metrics that never leave 0 (up to 1e-6).
+    Each run has the same width in a panel, and its own step axis. A panel omits runs that lack its metrics, and
+    metrics that are always 0 (up to 1e-6).
 
     Args:
-        phases: for each run its records (`step` and metrics), in order.
-        path: where the picture goes.
-        title: above the picture.
-        panels: what to draw, see `display.panels`; held-out values (`eval/...`) are added, and a panel without
-            anything to draw is left out.
+        phases: Records of each run (`step` and metrics), in order.
+        path: Path of the image.
+        title: Title of the image.
+        panels: Panels to draw, see `display.panels`. Held-out metrics (`eval/...`) are added. Empty panels are
+            omitted.
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: no panel has anything to draw.
+        ValueError: All panels are empty.
     """
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ Points = list[tuple[float, float]]
 
 
 def _lines(panel: Panel, phases: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Points]]:
-    """For each run that has something to draw: the points (step, value) of each metric."""
+    """Return the points (step, value) of each metric, for each run that has points to draw."""
     found: dict[str, dict[str, Points]] = {}
     for name, records in phases.items():
         for metric in panel.metrics:

@@ -1,4 +1,4 @@
-"""Where metrics go: one `log` call per step feeds the JSONL file, the live display and whoever else listens."""
+"""Metric sinks: one `log` call per step updates the JSONL file, the live display and other trackers."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _MOST_WAITING = 10_000
 
 
 class Tracker(Protocol):
-    """Something that takes the metrics of a step."""
+    """A sink for the metrics of each step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of `step` (0: before training)."""
+        """Log the metrics of `step` (0: before training)."""
         ...
 
     def close(self) -> None:
-        """Flush and release."""
+        """Flush the metrics and release resources."""
         ...
 
 
 class JsonLines:
-    """One JSON object per line of a file, written through at once so that a killed run keeps what it had.
+    """A file with one JSON object per line. Each line is written immediately, so a killed run loses no lines.
 
-    A line that cannot be written (a full disk) ends no run: a warning says so, and the line waits until the next one
-    goes through, so that nothing is missing once there is space. The file never holds a part of a line. If it is
-    removed or moved meanwhile, it is begun anew at its path.
+    If a line cannot be written (a full disk), the class warns and keeps the line. It retries with the next line, so
+    no line is missing once there is space. The file never contains a partial line. If the file is removed or moved
+    during the run, it is created again at its path.
 
     Args:
-        path: of the file.
-        keep_bytes: of an earlier run that stay at its beginning.
-        seconds: what its clock starts at.
+        path: Path of the file.
+        keep_bytes: Bytes of an earlier run to keep at the start of the file. The rest is truncated.
+        seconds: Elapsed seconds at which the clock starts.
     """
 
     def __init__(self, path: Path, keep_bytes: int = 0, *, seconds: float = 0.0) -> None:
@@ -62,36 +62,36 @@ class JsonLines:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole lines in the file."""
+        """Size of the complete lines in the file, in bytes."""
         return os.fstat(self._file.fileno()).st_size if self._torn_at is None else self._torn_at
 
     @property
     def seconds(self) -> float:
-        """Since the run started, without the time between a stop and the resume."""
+        """Seconds since the run started, without the time between a stop and a resume."""
         return time.perf_counter() - self._start
 
     def sync(self) -> int:
-        """Bring the file to the disk, with the lines that wait if there is room by now; returns its size."""
+        """Retry pending lines, sync the file to disk, and return its size in bytes."""
         self._write_waiting()
         os.fsync(self._file.fileno())
         return self.size
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append `{"step", "seconds", metric: value, ...}`; a non-finite value becomes null, as JSON has none."""
+        """Append `{"step", "seconds", metric: value, ...}`. Non-finite values become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.write({"step": step, "seconds": round(self.seconds, 3), **finite})
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append any JSON object."""
+        """Append a JSON object."""
         line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-        self._waiting.append(line.encode(errors="backslashreplace"))  # half a surrogate pair, as JSON escapes it
+        self._waiting.append(line.encode(errors="backslashreplace"))  # escape lone surrogates as JSON does
         if len(self._waiting) > _MOST_WAITING:
             self._waiting.popleft()
             self._lost += 1
         self._write_waiting()
 
     def close(self) -> None:
-        """Close the file; what could never be written is said."""
+        """Close the file, and warn about lines that could not be written."""
         self._write_waiting()
         if lines := self._lost + len(self._waiting):
             warnings.warn(f"{self.path}: {lines} lines could not be written and are lost", stacklevel=2)
@@ -118,7 +118,7 @@ class JsonLines:
             warnings.warn(f"{self.path} can be written again; {lost}", stacklevel=3)
 
     def _find(self) -> None:
-        """Make the open file the one at its path."""
+        """Reopen the file at its path if it was removed or moved."""
         try:
             if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
                 return
@@ -148,28 +148,28 @@ class JsonLines:
 
 
 class Nowhere(JsonLines):
-    """Of a process that writes no files, since another one of its run does."""
+    """No-op JSONL writer for ranks other than 0."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
 
     def sync(self) -> int:
-        """There is no file."""
+        """Return 0, since there is no file."""
         return 0
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Forget it."""
+        """Discard the record."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class Forgiving:
-    """A tracker whose failures are warnings: a run is worth more than a record of it elsewhere.
+    """A tracker wrapper that turns failures into warnings, so that they never stop a run.
 
     Args:
-        name: of the tracker, for messages.
-        tracker: what takes the metrics.
+        name: Name of the tracker, for messages.
+        tracker: Wrapped tracker.
     """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
@@ -178,7 +178,7 @@ class Forgiving:
         self._missed: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand the metrics on; the first failure is told, and later ones are counted."""
+        """Forward the metrics to the tracker. Warn about the first failure and count later ones."""
         try:
             self._tracker.log(step, metrics)
         except Exception as error:
@@ -188,7 +188,7 @@ class Forgiving:
                 warnings.warn(f"{what}; the run goes on, and metrics.jsonl has it", stacklevel=2)
 
     def close(self) -> None:
-        """Close the tracker, and say how many steps it missed."""
+        """Close the tracker, and warn about the number of steps that it missed."""
         try:
             self._tracker.close()
         except Exception as error:
@@ -200,7 +200,7 @@ class Forgiving:
 
 
 class LiveDisplay:
-    """A progress bar over a table of the latest metrics; plain lines now and then where there is no terminal."""
+    """A progress bar above a table of the latest metrics. Without a terminal, it prints a line every few steps."""
 
     def __init__(self, console: Console, title: str, steps: int, shown: Sequence[str] = ()) -> None:
         self._console, self._steps, self._shown = console, steps, tuple(shown)
@@ -243,7 +243,7 @@ class LiveDisplay:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop the live update; the last state stays on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None

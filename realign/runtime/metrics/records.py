@@ -1,4 +1,4 @@
-"""The files of a run that get a line per step or response, and how a resumed run goes on with them."""
+"""Record files of a run with one line per step or response, and how a resumed run continues them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from realign.runtime.metrics.live_display import JsonLines, Nowhere
 
 
 class Records:
-    """metrics.jsonl, samples.jsonl and eval_samples.jsonl."""
+    """The record files metrics.jsonl, samples.jsonl and eval_samples.jsonl."""
 
     NAMES = ("metrics", "samples", "eval_samples")
 
     def __init__(self, folder: Path, start: Start | None) -> None:
-        """Open them in `folder`, cut to where they were when the checkpoint of `start` was written."""
+        """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
         state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
         if start is not None and not start.anew:
             state = start.state["records"]
@@ -35,17 +35,17 @@ class Records:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        with ExitStack() as stack:  # one that fails to close keeps no other from it
+        with ExitStack() as stack:  # close all files, even if one fails to close
             for file in (self.metrics, self.samples, self.eval_samples):
                 stack.callback(file.close)
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds so far, and the size of each file, which is on the disk."""
+        """Sync the files to disk, and return the elapsed seconds and the size of each file in bytes."""
         files = dict(zip(self.NAMES, (self.metrics, self.samples, self.eval_samples), strict=True))
         return {"seconds": self.metrics.seconds, "sizes": {name: file.sync() for name, file in files.items()}}
 
     def history(self) -> list[dict[str, float]]:
-        """The metrics of the steps so far; what cannot be read is left out, and said."""
+        """Return the metrics of all steps so far. Unreadable lines are skipped with a warning."""
         records = []
         for number, line in enumerate(self.metrics.path.read_bytes().splitlines(), 1):
             try:
@@ -77,7 +77,7 @@ class Records:
 
 
 class NoRecords(Records):
-    """Of a process that writes no files, since another one of its run does."""
+    """No-op record writer for ranks other than 0."""
 
     def __init__(self) -> None:
         self.metrics = self.samples = self.eval_samples = Nowhere()

@@ -1,4 +1,4 @@
-"""Responses as text, for people: `samples.jsonl`, and now and then a few on the screen."""
+"""Human-readable samples: records for `samples.jsonl`, of which a few are printed to the console."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHOWN = 3
 
 
 def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
-    """The first `prompts` prompts of a batch with all their responses; none if nothing was judged.
+    """Return a record for each response to the first `prompts` prompts of a batch; empty if the batch has no rewards.
 
-    Each record has the prompt's `id`, `prompt`, `response` (all that follows the prompt), `reward` (None: no verdict)
-    and, where the batch has a reference, `kl`: the sum of log-prob differences over the response (nats). Of a
-    conversation it also has `turns`: the texts of the policy's turns and of the observations between them, by turns.
+    Each record contains the prompt's `id`, `prompt`, `response` (all text after the prompt) and `reward` (None if it
+    is missing). If the batch has reference log-probs, it also contains `kl`: the log-prob differences, summed over
+    the response (nats). A multi-turn record also contains `turns`: policy turns and observations, alternating.
     """
     if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
         return []
@@ -54,27 +54,30 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
 
 
 def _runs(ids: Tensor, given: Tensor) -> list[Tensor]:
-    """The tokens of a sequence, cut where given and sampled ones meet; given ones, if need be none, come first."""
+    """Split a sequence into alternating runs of `prompt_mask` tokens (prompt, observations) and sampled tokens.
+
+    The first run contains prompt tokens and may be empty.
+    """
     changes = (given[1:] != given[:-1]).nonzero()[:, 0] + 1
     runs = list(ids.tensor_split(changes.tolist()))
     return runs if bool(given[:1].all()) else [ids[:0], *runs]
 
 
 def spoken(record: Mapping[str, Any]) -> str:
-    """Prompt and response of a record in one line; what the environment of a conversation said is in brackets."""
+    """Return prompt and response of a record in one line. Observations of an environment are in brackets."""
     turns = record.get("turns", [record["response"]])
     said = " ".join(f"[{text!r}]" if place % 2 else repr(text) for place, text in enumerate(turns))
     return f"{record['prompt']!r} -> {said}"
 
 
 def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None:
-    """Print the first response to each of the first `SHOWN` prompts; a screen that takes no text ends no run."""
+    """Print the first response to each of the first `SHOWN` prompts. Warn if printing fails."""
     first = {record["id"]: record for record in reversed(records)}
     for record in list(reversed(first.values()))[:SHOWN]:
         numbers = [f"{name} {record[name]:.4g}" for name in ("reward", "kl") if record.get(name) is not None]
         line = f"step {step}: {spoken(record)}  {', '.join(numbers) or 'no reward'}"
         try:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        except OSError as error:  # standard output may be a file on a disk that is full
+        except OSError as error:  # standard output may be a file on a full disk
             warnings.warn(f"responses of step {step} were not shown: {error}", stacklevel=2)
             return

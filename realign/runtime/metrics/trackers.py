@@ -1,4 +1,4 @@
-"""Trackers of others behind the `Tracker` protocol: TensorBoard and Weights & Biases, each an extra."""
+"""Adapters of TensorBoard and Weights & Biases to the `Tracker` protocol; each needs an extra."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from realign.settings import Settings
 
 
 class TrackerSpec(Protocol):
-    """What can open a tracker for a run, such as `TensorBoard`."""
+    """Config of a tracker, such as `TensorBoard`, which opens the tracker of a run."""
 
     def open(self, name: str, output_dir: Path) -> Tracker:
-        """Start a record called `name`, of the run in `output_dir`."""
+        """Open a tracker with the name `name` for the run in `output_dir`."""
         ...
 
 
 @dataclass
 class TensorBoard:
-    """Event files that `tensorboard --logdir runs` shows (extra `tensorboard`)."""
+    """Write event files for TensorBoard (extra `tensorboard`); view them with `tensorboard --logdir runs`."""
 
     folder: str | None = None
-    """Where they go; null: `tensorboard` in the run's folder."""
+    """Folder of the event files, in a subfolder with the name of the run. null: `tensorboard` in the run's folder."""
 
     def __post_init__(self) -> None:
         _extra("torch.utils.tensorboard", "tensorboard")
@@ -41,7 +41,7 @@ class TensorBoard:
 
 
 class WandbMode(StrEnum):
-    """Where Weights & Biases keeps a run."""
+    """Where Weights & Biases stores a run."""
 
     online = "online"
     offline = "offline"
@@ -49,14 +49,14 @@ class WandbMode(StrEnum):
 
 @dataclass
 class WandB(Settings):
-    """A run of Weights & Biases, with the resolved config (extra `wandb`). Its login is wandb's own."""
+    """Log to Weights & Biases, including the resolved config (extra `wandb`). Log in with `wandb login`."""
 
     project: str = "realign"
-    """Name of the project."""
+    """Name of the Weights & Biases project."""
     group: str | None = None
-    """Runs of one group stand together."""
+    """Group name under which Weights & Biases shows related runs; null means no group."""
     mode: WandbMode = WandbMode.online
-    """online | offline (files that `wandb sync` uploads later)."""
+    """`online` uploads during the run; `offline` writes files that `wandb sync` uploads later."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a second one would cut the records of the first."""
+"""Lock an output folder: a second run in the same folder would truncate the records of the first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder until the end of the context or of the process, however it ends.
+    """Lock a folder until the context ends or the process exits, for any reason.
 
-    Where the system or the file system knows no locks on folders (Windows, some network disks), nothing is held.
+    Where folder locks are not supported (Windows, some network file systems), this does nothing.
 
     Raises:
-        ValueError: another run holds it.
+        ValueError: Another run has locked the folder.
     """
     try:
         import fcntl

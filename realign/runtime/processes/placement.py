@@ -1,4 +1,4 @@
-"""Which roles share worker processes, and how many of them there are (config node `runtime.placement`)."""
+"""Plan which roles share worker processes, and the number of processes (config node `runtime.placement`)."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ if TYPE_CHECKING:
     from realign.runtime.experiment import Experiment
 
 ROLLOUT = "rollout"
-"""The name in a placement of the workers that sample ahead (rollout=async); they hold copies of the policy."""
+"""Name of the asynchronous rollout workers in a placement (rollout=async). They contain copies of the policy."""
 FIELDS = ("devices", "with", "offload")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Worker processes that hold the same roles: one rank each, on one device each."""
+    """Worker processes that serve the same roles. Each process is one rank on one device."""
 
     roles: tuple[str, ...]
-    """The first one gives the group its name."""
+    """Roles of the group. The first one names the group."""
     devices: int = 1
-    """Processes: data-parallel ranks. On CUDA each has a GPU."""
+    """Number of processes (data-parallel ranks). On CUDA each process has one GPU."""
     offload: frozenset[str] = frozenset()
-    """Roles whose weights and optimizer state wait on the host between their calls."""
+    """Roles whose weights and optimizer state are offloaded to host memory between calls."""
 
     @property
     def name(self) -> str:
-        """Of its first role."""
+        """Name of the group: its first role."""
         return self.roles[0]
 
     def describe(self) -> str:
-        """For people."""
+        """Return a human-readable description."""
         waiting = f", offloaded between calls: {', '.join(sorted(self.offload))}" if self.offload else ""
         return f"{' + '.join(self.roles)} on {self.devices} device{'s' * (self.devices != 1)}{waiting}"
 
 
 def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
-    """The worker groups of an experiment.
+    """Return the worker groups of an experiment.
 
-    A role that `runtime.placement` does not name has a process of its own if a call trains it, and else lives with the
-    first role that has one. "colocated" puts all roles into one process, "separate" each into its own. A role that
-    shares the model of another lives with that.
+    A role that `runtime.placement` does not list has a separate process if the graph trains it. Otherwise it shares
+    the process of the first role that has one. "colocated" places all roles in one process, "separate" each role in
+    its own process. A role that shares the model of another role is placed in the same process.
 
     Raises:
-        ValueError: names the key of the placement, what was found and what is valid.
+        ValueError: The placement is invalid. The message names the key, the found value and the valid values.
     """
     held = [role for role in experiment.roles if role in experiment.models]
     owners = [role for role in held if not isinstance(experiment.models[role], SharedModel)]
@@ -72,7 +72,7 @@ def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
 
 
 def _node(role: str, node: Any) -> dict[str, Any]:
-    """The fields of a role's placement, each checked by itself."""
+    """Check each field of a role's placement, and return the fields."""
     where = f"runtime.placement.{role}"
     if not isinstance(node, Mapping):
         raise ValueError(f"{where} must be a mapping such as {{devices: 2}} or {{with: actor}}, found {node!r}")
@@ -144,10 +144,10 @@ def _groups(
 
 
 def check_runtime(experiment: Experiment) -> None:
-    """Find what is wrong with the runtime of an experiment before anything is started.
+    """Check the runtime config of an experiment before any process is started.
 
     Raises:
-        ValueError: Ray is not installed; or names the key, of a placement or a device.
+        ValueError: Ray is not installed, or a placement or device is invalid. The message names the key.
     """
     if experiment.runtime.starts_workers:
         if find_spec("ray") is None:

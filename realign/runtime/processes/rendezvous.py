@@ -1,8 +1,8 @@
-"""The processes that torchrun started: they meet, one of them says what is to be done, and they join for it.
+"""Rendezvous of the processes that torchrun started.
 
-They meet at the launcher's store, a small key-value server, before anything is loaded: from then on one that fails ends
-all (`realign.runtime.processes.watchdog`). They join as torch's default process group once it is known how long a call
-may take.
+The ranks connect to the launcher's store, a small key-value server, before they load anything. From then on, a failure
+of one rank ends all ranks (`realign.runtime.processes.watchdog`). Rank 0 publishes the plan of the run. When the time
+limit of calls is known, the ranks join torch's default process group.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from realign.engines.distributed.ranks import Ranks
 from realign.runtime.processes.watchdog import Describe, RankWatch
 
 START = timedelta(minutes=10)
-"""How long ranks wait for each other to start; machines may come one after the other."""
+"""Time to wait for all ranks to start. Machines may start one after the other."""
 MARGIN = timedelta(minutes=1)
-"""How much longer a collective may wait than a call may take: the watch, which knows more, speaks first."""
+"""Added to the time limit of a call to get the timeout of collectives, so that the watchdog reports first."""
 GONE = timedelta(seconds=30)
-"""How long rank 0 waits for the others to leave."""
+"""Time that rank 0 waits for the other ranks to leave."""
 PLAN = "plan"
-"""Key of the store: what rank 0 says is to be done."""
+"""Key of the store: the plan of rank 0."""
 ASK_S = 0.1
 
 
 class Meeting:
-    """The ranks of a run that have met and not joined yet.
+    """The ranks of a run that are connected to the store, but not to a process group.
 
     Attributes:
-        watch: over this rank.
+        watch: Watchdog of this rank.
     """
 
     def __init__(self, ranks: Ranks, describe: Describe) -> None:
         self.ranks = ranks
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=START))
-        # the store of a launcher that starts its processes again (--max-restarts) has what was said in it before
+        # with --max-restarts, the launcher's store still contains the keys of earlier attempts
         prefix = f"realign/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self.watch = RankWatch(ranks, own, describe)
 
     def plan(self, text: str | None = None) -> str:
-        """What rank 0 gives here; the others wait for it, however long it takes.
+        """Publish the plan on rank 0, or wait for it on the other ranks without a timeout.
 
         Raises:
-            SystemExit: a rank ended before.
+            SystemExit: A rank exited before.
         """
         if text is not None:
             self._store.set(PLAN, text)
@@ -61,30 +61,30 @@ class Meeting:
                 self.watch.leave_if_ended()
                 time.sleep(ASK_S)
             return self._store.get(PLAN).decode()
-        except RuntimeError:  # rank 0 held the store, and has left
+        except RuntimeError:  # rank 0 hosted the store, and has left
             self.watch.leave_if_ended()
             raise
 
     def part(self) -> None:
-        """Leave, rank 0 last, since it may hold the store."""
+        """Leave the store. Rank 0 leaves last, because it may host the store."""
         if not self.ranks.leader:
             self._store.set(f"left/{self.ranks.rank}", "")
             return
-        with suppress(RuntimeError):  # one that does not come ends by what keeps it
+        with suppress(RuntimeError):  # a missing rank ends by its own error
             self._store.wait([f"left/{rank}" for rank in range(1, self.ranks.size)], GONE)
 
     @contextmanager
     def joined(self, minutes: float) -> Iterator[None]:
-        """Inside this context the ranks are torch's default process group.
+        """Join torch's default process group inside this context.
 
-        gloo where there is no CUDA device; where there is, NCCL too, and the device of the local rank is the current
-        one.
+        The backend is gloo, plus NCCL for CUDA tensors if there are CUDA devices. Each rank then selects the CUDA
+        device of its local rank.
 
         Args:
-            minutes: that a call of the graph may take on any rank.
+            minutes: Time limit of a call of the graph on any rank.
 
         Raises:
-            ValueError: this machine has fewer devices than ranks.
+            ValueError: This machine has fewer CUDA devices than ranks.
         """
         timeout = timedelta(minutes=minutes) + MARGIN
         store = dist.PrefixStore("group", self._store)  # type: ignore[attr-defined]
@@ -94,18 +94,18 @@ class Meeting:
         try:
             self.watch.limit_s = 60 * minutes
             yield
-            self.ranks.barrier()  # one that fails at the very end still ends all
+            self.ranks.barrier()  # a failure at the very end still ends all ranks
         finally:
             dist.destroy_process_group()
 
 
 @contextmanager
 def met(ranks: Ranks, describe: Describe) -> Iterator[Meeting]:
-    """Inside this context the `launched` ranks know of each other, and an error of one ends all.
+    """Connect the `launched` ranks inside this context; an error of one rank ends all of them.
 
     Args:
-        ranks: what `launched` says.
-        describe: how an error is shown, by the rank that is the first to meet one.
+        ranks: Result of `launched`.
+        describe: Formats an error. Only the first rank that fails prints it.
     """
     meeting = Meeting(ranks, describe)
     with meeting.watch, meeting.watch.telling():

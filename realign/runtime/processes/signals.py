@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run trains: the first lets the step end, a second one ends the run at once."""
+"""Handle Ctrl-C and SIGTERM: the first signal stops the run after the current step, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped by a signal; the message says how far it came.
+    """A run was stopped by a signal. The message describes its progress.
 
     Attributes:
-        exit_code: 128 + the number of the signal: 130 for Ctrl-C, 143 for SIGTERM.
+        exit_code: 128 + signal number: 130 for Ctrl-C, 143 for SIGTERM.
     """
 
     def __init__(self, number: int, message: str = "interrupted") -> None:
@@ -24,18 +24,18 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Inside this context the first signal is noted, and the second one raises `Interrupted`; a third one kills.
+    """Signal handlers for a context: the first signal is recorded, the second raises `Interrupted`, the third kills.
 
-    Signals can be handled in the main thread only; in another one nothing changes.
+    Python handles signals in the main thread only. In other threads this class has no effect.
 
     Args:
-        quiet: say nothing, as one of several processes that a signal stops together.
+        quiet: Print no message. Use this for all ranks but one in distributed training.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self.received: int | None = None
-        """The number of the first signal."""
+        """Number of the first signal; None before it arrives."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -54,5 +54,5 @@ class StopSignals:
             raise Interrupted(number, "interrupted; the steps after the last checkpoint are lost")
         self.received = number
         if not self._quiet:
-            # print could be called while it is in the middle of another print
+            # print is not reentrant, and the signal may interrupt another print
             os.write(2, b"\nstopping after this step; once more to end at once\n")

@@ -1,7 +1,7 @@
-"""`Watch`: one rank among others that fails, hangs or is stopped ends all of them, and says why, once.
+"""Watchdog of distributed training: if one rank fails, hangs or is stopped, all ranks exit and one reports the cause.
 
-A rank that raises tells the others through the launcher's store, since they may be waiting for it in a collective from
-which nothing else would wake them. A thread of each rank looks at the store, and at how long the call under way takes.
+A rank that raises notifies the others through the launcher's store, because they may be blocked in a collective. A
+thread of each rank polls the store and checks the duration of the current call.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 Describe: TypeAlias = Callable[[BaseException], tuple[str, int]]
-"""The text of an error for people, and the exit code of a process that ends by it."""
+"""Returns the message of an error for the user, and the exit code of the process."""
 
 ENDED = "ended"
-"""Key of the store: which rank was the first to end, and with which exit code."""
+"""Key of the store: the first rank that exited, and its exit code."""
 LOST = re.compile(r"Connection (closed|reset) by peer|[Rr]emote process exited")
-"""What gloo and NCCL say of a rank that is not there any more."""
+"""Matches the errors of gloo and NCCL for a lost rank."""
 LOOK_S = 0.5
-"""Seconds between two looks of the thread."""
+"""Polling interval of the thread, in seconds."""
 GRACE_S = 10.0
-"""Seconds that a rank has to end by itself once one has; then it is ended, whatever it waits for."""
+"""Seconds that a rank has to exit after the first rank exited. After that, the thread terminates the process."""
 ANSWER_S = 3.0
-"""Seconds that ranks have to say what they are doing when one hangs."""
+"""Seconds to wait for the state reports of all ranks when one hangs."""
 
 
 class Watch:
-    """Knows what this process is doing. Where it makes a run alone, as here, nobody needs to be told."""
+    """Tracks the current operation of this rank. This base class does nothing; single-process runs use it."""
 
     @contextmanager
     def doing(self, what: str, data: object = None, *, limited: bool = False) -> Iterator[None]:
-        """Inside this context the process does `what` on `data`, for a limited time."""
+        """Mark the context as operation `what` on `data`; `limited` applies the time limit."""
         yield
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error that leaves this context is told to the other ranks."""
+        """Report errors that leave this context to the other ranks."""
         yield
 
 
@@ -66,21 +66,21 @@ class _Doing:
         return time.monotonic() - self.since
 
     def describe(self, where: str = "") -> str:
-        """For people; `where`: a place in the code."""
+        """Return a human-readable description; `where` is a location in the code."""
         return f"{self.what} for {self.seconds:.0f} s{where}" + ("" if self.data is None else f" on {self.data!r}")
 
 
 class RankWatch(Watch):
-    """The watch of one of several ranks, from `__enter__` on.
+    """The watchdog of one rank in distributed training; it starts with `__enter__`.
 
     Args:
-        ranks: this one among all.
-        store: what they share; a connection of the watch's own, since its thread asks it at any time.
-        describe: see `Describe`.
+        ranks: This rank and the number of ranks.
+        store: Store that all ranks share. The watchdog needs a separate connection, because its thread polls the store.
+        describe: See `Describe`.
 
     Attributes:
-        code: exit code of this process, once a rank has ended by an error.
-        limit_s: seconds that what is limited may take.
+        code: Exit code of this process, set when a rank fails.
+        limit_s: Time limit of a limited operation, in seconds.
     """
 
     def __init__(self, ranks: Ranks, store: Store, describe: Describe) -> None:
@@ -100,16 +100,16 @@ class RankWatch(Watch):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        """Stop watching, once every other rank knows of an error; rank 0 may hold the store, which ends with it."""
+        """Stop watching. After an error, rank 0 first waits for the others, because it may host the store."""
         if kind is not None and self._ranks.leader:
             self._wait_for_states()
-            time.sleep(LOOK_S)  # until they have left the store alone
+            time.sleep(LOOK_S)  # wait until they no longer use the store
         self._over.set()
         self._thread.join(LOOK_S)
 
     @contextmanager
     def doing(self, what: str, data: object = None, *, limited: bool = False) -> Iterator[None]:
-        """Inside this context the process does `what` on `data`; it ends if that is limited, and takes too long."""
+        """Mark the context as operation `what` on `data`. If `limited`, end all ranks after `limit_s` seconds."""
         before, self._doing = self._doing, _Doing(what, data, limited, time.monotonic())
         try:
             yield
@@ -121,7 +121,7 @@ class RankWatch(Watch):
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error that leaves this context is shown, if it is the first of all ranks, and ends the others."""
+        """On an error, end all ranks. Print the error if this rank is the first that failed."""
         try:
             yield
         except BaseException as error:
@@ -131,13 +131,13 @@ class RankWatch(Watch):
             raise
 
     def leave(self, code: int) -> NoReturn:
-        """End by an exit code, of which has been told, and with this rank the others."""
+        """Exit with `code`, whose reason has already been reported, and make the other ranks exit too."""
         self._told = True
         self.end(code)
         raise SystemExit(self.code)
 
     def leave_if_ended(self) -> None:
-        """Raise SystemExit once a rank has ended."""
+        """Raise SystemExit if a rank has exited."""
         if self._ended.is_set():
             self._told = True
             raise SystemExit(self.code)
@@ -145,7 +145,7 @@ class RankWatch(Watch):
     def _tell(self, error: BaseException) -> None:
         text, self.code = self._describe(error)
         first = self._ranks.rank
-        with suppress(Exception):  # the store is gone: there is nobody left to tell
+        with suppress(Exception):  # the store is gone
             if is_of_another_rank(error):
                 self._ended.wait(GRACE_S)
             first = self.end(self.code)
@@ -159,7 +159,7 @@ class RankWatch(Watch):
         sys.stderr.flush()
 
     def end(self, code: int) -> int:
-        """Be the first that ends, with this exit code, unless another one was; its rank, whose code is taken over."""
+        """Claim to be the first rank that exits. Return the rank that was first, and adopt its exit code."""
         mine = json.dumps({"rank": self._ranks.rank, "code": code})
         ended: dict[str, Any] = json.loads(self._store.compare_set(ENDED, "", mine))
         self.code = ended["code"]
@@ -177,7 +177,7 @@ class RankWatch(Watch):
             self.end(1)
             self._ended.set()
             self._store.set(self._states()[self._ranks.rank], self._state())
-        except Exception as error:  # the process that holds the store is gone, which is the launcher of all ranks
+        except Exception as error:  # the process that hosts the store is gone: the launcher of all ranks
             gone = f"rank {self._ranks.rank}: the launcher is gone ({error}); it ends, too\n"
         if self._over.wait(GRACE_S):
             return
@@ -185,11 +185,11 @@ class RankWatch(Watch):
         os._exit(self.code or 1)
 
     def _states(self) -> list[str]:
-        """Keys under which the ranks say what they are doing."""
+        """Return the keys of the store under which the ranks report their state."""
         return [f"doing/{rank}" for rank in range(self._ranks.size)]
 
     def _wait_for_states(self) -> None:
-        """Until the others have said what they are doing; asks again and again, since the store waits for one only."""
+        """Wait until the other ranks have reported their state. Poll, because the store can wait for one key only."""
         until = time.monotonic() + ANSWER_S
         others = [key for rank, key in enumerate(self._states()) if rank != self._ranks.rank]
         with suppress(Exception):
@@ -197,14 +197,14 @@ class RankWatch(Watch):
                 time.sleep(0.1)
 
     def _state(self) -> str:
-        """What this rank is doing, and where its main thread stands."""
+        """Return the current operation of this rank and the code location of its main thread."""
         doing = self._doing or self._failed_in
         frame = sys._current_frames().get(self._main)
         where = f" in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else ""
         return f"between two calls{where}" if doing is None else doing.describe(where)
 
     def _hang(self, doing: _Doing) -> None:
-        """End all ranks, and show what each is doing."""
+        """End all ranks, and print the current operation of each rank."""
         if self.end(1) != self._ranks.rank:
             return
         keys = self._states()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class WorkerLost(RuntimeError):
-    """A worker process has died: killed, out of memory, or with its machine. The run continues from a checkpoint."""
+    """A worker process died: killed, out of memory, or its machine failed. The run continues from a checkpoint."""
 
 
 class WorkerHangs(RuntimeError):
-    """A worker process did not answer a call of the graph in time."""
+    """A worker process did not complete a call of the graph within the time limit."""

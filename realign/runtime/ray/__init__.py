@@ -1,4 +1,4 @@
-"""Experiments whose models live in the processes of a Ray cluster (`runtime=ray`, extra `ray`)."""
+"""Ray runtime: the models run in worker processes of a Ray cluster (`runtime=ray`, extra `ray`)."""
 
 from realign.runtime.ray.cluster import connected
 from realign.runtime.ray.runtime import RayRuntime

@@ -1,4 +1,4 @@
-"""A Ray cluster for the time of a run: one of our own on this machine's loopback, or one that is there already."""
+"""Connect to a Ray cluster for a run: a private one on the loopback interface, or an existing one."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from typing import Any
 import ray
 
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-"""Ray takes 127.0.0.1 for a machine that wants to be reached from others, and uses its outer address."""
+"""Loopback address of the private cluster. Ray replaces 127.0.0.1 by the machine's external address."""
 TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 ANSWER_S = 10.0
-"""Seconds that whoever listens at an address has to answer."""
+"""Timeout in seconds of a connection attempt to a cluster address."""
 OBJECT_STORE_BYTES = 2**30
-"""Of our own cluster, at most half of the machine's shared memory; what does not fit goes to disk."""
+"""Maximum object store size of the private cluster in bytes, limited to half of the free shared memory.
+
+Ray spills objects that do not fit to disk.
+"""
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
 @contextmanager
 def connected(address: str | None, processes: int) -> Iterator[None]:
-    """Inside this context this process is connected to a cluster; one that we started ends with it.
+    """Connect this process to a Ray cluster inside the context, and shut down a private cluster at the end.
 
-    If Ray is initialised already, that cluster is used and left as it is.
+    If Ray is already initialized, its cluster is used and not shut down.
 
     Args:
-        address: of a cluster that is there already; None starts one.
-        processes: workers that our own cluster must have room for. Roles take turns, so that it may be more than there
-            are cores; on GPUs each has its own.
+        address: Address of an existing cluster. None starts a private cluster.
+        processes: Number of workers that the private cluster must have room for. It may exceed the number of CPU
+            cores, because roles take turns. On GPUs, each worker has its own GPU.
 
     Raises:
-        ValueError: `address` is none, or no cluster answers there.
+        ValueError: `address` is invalid, or no cluster is reachable there.
     """
     if ray.is_initialized():
         yield
@@ -69,11 +72,11 @@ def _join(address: str) -> None:
 
 @contextmanager
 def _connected_by_a_thread(connect: Callable[[], None]) -> Iterator[None]:
-    """Connect to Ray in a thread, in which it can set no handlers of signals: ours are heard meanwhile.
+    """Connect to Ray in a thread, so that Ray cannot replace the signal handlers of the run.
 
-    Its own handler of SIGTERM ends the process without a word. Processes that the thread starts do not end by SIGTERM,
-    which a scheduler sends to all processes of a job: the driver decides what becomes of it, and a step that is under
-    way needs Ray to end. Ray does the same for Ctrl-C. They do end with the thread, which therefore stays.
+    Ray's own SIGTERM handler ends the process without a message. A scheduler sends SIGTERM to all processes of a job,
+    but the driver needs Ray to finish the current step. Therefore the thread blocks SIGTERM, and the processes that it
+    starts inherit this. Ray does the same for Ctrl-C. The thread stays alive, because these processes end with it.
     """
     failed: list[BaseException] = []
     there, over = threading.Event(), threading.Event()
@@ -96,19 +99,19 @@ def _connected_by_a_thread(connect: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         if thread in threading.enumerate():
-            there.wait()  # after a signal, too: what is half there could not be shut down
+            there.wait()  # also after a signal: a partly started cluster cannot be shut down
         ray.shutdown()
         over.set()
 
 
 def check_answers(address: str) -> None:
-    """Find out whether anybody listens at an address: Ray itself would go on asking for many minutes.
+    """Check that a process listens at an address. Ray itself would retry for many minutes.
 
     Args:
         address: `HOST:PORT`, or `auto` for the cluster that this machine is part of.
 
     Raises:
-        ValueError: it is no address, or nobody does.
+        ValueError: The address is invalid or not reachable.
     """
     if address == "auto":
         return
@@ -129,16 +132,17 @@ def _store_bytes() -> int:
 
 @contextmanager
 def _token(address: str | None) -> Iterator[None]:
-    """Whoever wants to talk to our own cluster needs a token that only this process and its children have.
+    """Protect the private cluster with a token that only this process and its children have.
 
-    Ray answers on all interfaces, and runs what it is sent. It asks for a token unless RAY_AUTH_MODE says otherwise.
+    Ray listens on all interfaces and runs any code that it receives. It requires a token unless RAY_AUTH_MODE disables
+    that.
     """
     before = {name: os.environ.get(name) for name in TOKEN}
     if address is None and not any(before.values()):
-        os.environ["RAY_AUTH_TOKEN"] = _own_token()  # else Ray would make one and leave it in the home folder
+        os.environ["RAY_AUTH_TOKEN"] = _own_token()  # otherwise Ray creates a token in the home folder
     try:
         yield
-    finally:  # of a cluster that is there already, a later run reads it elsewhere
+    finally:  # a later run on an existing cluster must not use this token
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -148,5 +152,5 @@ def _token(address: str | None) -> Iterator[None]:
 
 @cache
 def _own_token() -> str:
-    """The same for every cluster that this process starts: Ray reads its token once."""
+    """Return one token for all clusters that this process starts, because Ray reads the token once per process."""
     return secrets.token_hex(32)

@@ -1,4 +1,4 @@
-"""`RayEngine`: a `PipelinableEngine` whose network is in the worker processes of a group."""
+"""`RayEngine`: a `PipelinableEngine` whose model is in the worker processes of a group."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ PROMPTS = "prompt_ids"
 
 
 class RayEngine(PipelinableEngine):
-    """Sends each rank its prompts, of a batch that is whole here, and puts results back in order.
+    """Engine that shards each batch across the ranks of a worker group, and merges the results in order.
 
-    Functions that interfaces give along are made anew in the workers: what they write there is lost.
+    Functions passed by interfaces (hooks, losses) are pickled and run in the workers. Their side effects there are
+    lost.
     """
 
     def __init__(self, name: str, group: WorkerGroup, ranks: Sequence[Loaded]) -> None:
-        """Of the role `name`, which the ranks of `group` have loaded."""
+        """Create the engine of the role `name`, which the ranks of `group` have loaded."""
         self.name = name
         self.group = group
         self._loaded = ranks[0]
@@ -50,7 +51,7 @@ class RayEngine(PipelinableEngine):
 
     @property
     def data_ranks(self) -> int:
-        """See `PipelinableEngine.data_ranks`; of the workers."""
+        """See `PipelinableEngine.data_ranks`; counts the workers' data-parallel ranks."""
         return self._loaded.data_ranks
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -58,7 +59,7 @@ class RayEngine(PipelinableEngine):
         return self._cut("forward", data, TOKENS, mb_spec, HOOK, hook=post_hook)
 
     def reference(self, layers: int | None = None) -> Forward:
-        """See `TransformersEngine.reference`: the copies are made, and stay, in the workers."""
+        """See `TransformersEngine.reference`; the copies are created and stay in the workers."""
         self._tell("reference", layers)
 
         def score(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -79,7 +80,7 @@ class RayEngine(PipelinableEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """See `PipelinableEngine.train_batch`. One hop, or two with `step_if`, which is asked here."""
+        """See `PipelinableEngine.train_batch`; one RPC, or two with `step_if`, which runs in the driver."""
         weight = step_weight(data, loss_weight_fn)
         if float(weight) == 0:
             return self._tell("skip", "zero_weight_steps")
@@ -87,7 +88,7 @@ class RayEngine(PipelinableEngine):
         if step_if is None:
             halves = self._ask("train", given, loss_fn)
             return {**merge_stats(own for own, _ in halves), **halves[0][1]}
-        with self.group.busy:  # nothing comes between the halves
+        with self.group.busy:  # no other request between the two halves
             stats = merge_stats(self._ask("accumulate", given, loss_fn))
             return {**stats, **self._tell("apply", weight, not step_if(stats))}
 
@@ -96,7 +97,7 @@ class RayEngine(PipelinableEngine):
         return self._cut("generate", data, PROMPTS, config, seed)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The identity: whoever asks has the whole batch."""
+        """Return `x` unchanged, because the driver has the whole batch."""
         return x
 
     def start_step(self, version: int) -> None:
@@ -104,7 +105,7 @@ class RayEngine(PipelinableEngine):
         self._tell("start_step", version)
 
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`; on the machine of the first rank, whose disk should be that of all."""
+        """See `PipelinableEngine.save`; writes on the machine of rank 0, so `path` should be on a shared disk."""
         self._tell("save", Path(path).absolute())
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class RayEngine(PipelinableEngine):
         self._tell("load_weights", weights, mix)
 
     def _tell(self, verb: str, *arguments: Any) -> Any:
-        """The same for all ranks; what the first one answers."""
+        """Send the same arguments to all ranks, and return the answer of the first rank."""
         return self.group.ask(self.name, verb, [arguments])[0]
 
     def _cut(self, verb: str, data: SequenceSample, key: str, *arguments: Any, hook: Any = None) -> SequenceSample:
@@ -140,6 +141,6 @@ class RayEngine(PipelinableEngine):
         return shard(data, self.data_ranks, key)
 
     def _ask(self, verb: str, of_parts: Sequence[tuple[Any, ...]], hook: Any = None) -> list[Any]:
-        """Ask with the arguments for each part of a batch; one answer for each."""
+        """Send each shard of a batch to its data rank, and return one answer per shard."""
         answers = self.group.ask(self.name, verb, [of_parts[part] for part in self._data_rank_of], hook)
         return [answers[self._data_rank_of.index(part)] for part in range(self.data_ranks)]

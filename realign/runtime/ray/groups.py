@@ -1,4 +1,4 @@
-"""`WorkerGroup`: the processes that hold the same roles, as the driver sees them."""
+"""`WorkerGroup`: the driver's handle to the worker processes that serve the same roles."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from realign.runtime.ray.worker import Failure, Reply, Setup, Worker
 from realign.runtime.runtime_spec import RuntimeSpec
 
 GRACE_S = 5.0
-"""Seconds after the error of one rank in which another one may turn out to have died, and to be its cause."""
+"""Seconds to wait after the error of one rank for the death of another rank that may have caused it."""
 
 
 class RemoteError(Exception):
-    """Something went wrong in a worker that nobody raised on purpose; the message is its traceback there."""
+    """An unexpected error in a worker. The message contains the worker's traceback."""
 
 
 class WorkerGroup:
-    """Worker processes of one `Group`, one for each rank. All of them are asked the same thing at the same time."""
+    """Worker processes of one `Group`, one for each rank. All of them receive the same request at the same time."""
 
     def __init__(self, group: Group, spec: RuntimeSpec, room: PlacementGroup, setup: Setup, *, gpu: bool) -> None:
         """Start the processes, each in its bundle of `room`; `ready` waits for them.
 
-        With `setup.callers` above 1 they are no ranks, but workers that do not know each other, and are asked one by
-        one, from many threads.
+        With `setup.callers` above 1 they are independent workers, not ranks. Each request goes to one of them, from
+        many threads.
         """
         self.group = group
         self._alone = setup.callers == 1
         self.busy = threading.RLock()
-        """Whoever holds it may ask: ranks have to meet each other's collectives in one order."""
+        """Lock for requests to the ranks, which must run their collectives in the same order."""
         self._limit_s = 60 * spec.rpc_timeout_minutes
         self._warned: dict[Any, Any] = {}
         self._ended_by: BaseException | None = None
         self.pids: list[int] = []
-        """Process ids of the ranks, once they are `ready`."""
+        """Process ids of the ranks; empty before `ready`."""
         actor = ray.remote(Worker)
         self._workers: list[Any] = [
             actor.options(
                 num_cpus=1,
                 num_gpus=int(gpu),
-                max_restarts=0,  # a worker that came back would have lost its state, and a call made twice
+                max_restarts=0,  # a restarted worker would lack its state, and a retried call would run twice
                 max_task_retries=0,
                 max_concurrency=setup.callers,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank),
@@ -64,23 +64,23 @@ class WorkerGroup:
         ]
 
     def __len__(self) -> int:
-        """The number of ranks."""
+        """Return the number of processes."""
         return len(self._workers)
 
     def ready(self) -> None:
-        """Wait until all processes are there, and have met if there are several."""
+        """Wait until all processes have started and, if there are several ranks, joined a process group."""
         self.pids = self._gathered([worker.pid.remote() for worker in self._workers], "start")
         if len(self) > 1 and self._alone:
             point = self._gathered([self._workers[0].meeting_point.remote()], "start")[0]
             self._values([worker.join.remote(point, self._limit_s / 60) for worker in self._workers], "join")
 
     def load(self, specs: Mapping[str, Any], seed: int) -> dict[str, list[Loaded]]:
-        """Load the models of these roles; for each, what every rank has."""
+        """Load the models of these roles, and return what each rank loaded, by role."""
         loaded: list[dict[str, Loaded]] = self._load((dict(specs), seed, self.group.offload))
         return {role: [of_rank[role] for of_rank in loaded] for role in specs}
 
     def load_copies(self, specs: Mapping[str, Any], seed: int, *, recompute: bool) -> None:
-        """Load copies of the models of these roles in every process, see `Host.load_copies`."""
+        """Load copies of the models of these roles in every process; see `Host.load_copies`."""
         self._load((dict(specs), seed, recompute))
 
     def _load(self, arguments: tuple[Any, ...]) -> list[Any]:
@@ -90,24 +90,24 @@ class WorkerGroup:
     def ask(
         self, role: str, verb: str, parts: Sequence[tuple[Any, ...]], hook: Any = None, *, only: int | None = None
     ) -> list[Any]:
-        """Ask every rank for a verb of `Host`.
+        """Call a method of `Host` on every rank.
 
         Args:
-            role: whose model is meant.
-            verb: its name.
-            parts: the arguments of each rank; one entry is for all.
-            hook: a function that takes the place of `HOOK` in them.
-            only: ask this one alone.
+            role: Role of the model.
+            verb: Name of the method.
+            parts: Arguments for each rank. A single entry is sent to all ranks.
+            hook: Function that replaces `HOOK` in the arguments.
+            only: Index of the only rank to call. None calls all ranks.
 
         Returns:
-            The results in the order of the ranks. Tensors in them are to be read, not written.
+            The results in rank order. Their tensors are read-only.
 
         Raises:
-            ValueError: the hook cannot be sent to another process; or what the worker raised on purpose.
-            WorkerLost: a worker has died.
-            RemoteError: a worker met an error; the message has its traceback.
-            WorkerHangs: a rank did not answer in time.
-            BaseException: what has ended the group while another thread asked it.
+            ValueError: The hook cannot be pickled, or the worker raised this error deliberately.
+            WorkerLost: A worker died.
+            RemoteError: A worker failed unexpectedly. The message contains its traceback.
+            WorkerHangs: A rank did not answer in time.
+            BaseException: The error that ended the group in another thread.
         """
         started = time.perf_counter()
         pickled = None if hook is None else _pickled(hook, f"models.{role}: what its interface gives to {verb}")
@@ -124,9 +124,9 @@ class WorkerGroup:
         return values
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """Kill the processes immediately."""
         for worker in self._workers:
-            with suppress(RayError, ValueError):  # it is gone already
+            with suppress(RayError, ValueError):  # the process has already exited
                 ray.kill(worker, no_restart=True)
 
     def _values(self, refs: list[Any], what: str) -> list[Any]:
@@ -143,9 +143,10 @@ class WorkerGroup:
         return replies
 
     def _gathered(self, refs: list[Any], what: str, parts: Sequence[tuple[Any, ...]] = (), first: int = 0) -> list[Any]:
-        """What the ranks from `first` on answer, each a ref; of a call of the graph within the limit.
+        """Wait for the answers of the ranks from `first` on, one ref per rank.
 
-        An error of one of several ends the group: others may wait for that one forever.
+        The time limit applies to calls of the graph only. If one of several ranks fails, the group is killed, because
+        the other ranks may wait for the failed rank forever.
         """
         rank_of = {ref: rank for rank, ref in enumerate(refs, first)}
         answers: dict[int, Any] = {}
@@ -171,10 +172,10 @@ class WorkerGroup:
     def _answer(self, ref: Any, what: str, rank: int) -> Any:
         try:
             return ray.get(ref)
-        except RayTaskError as error:  # outside of what a worker answers for: arguments that cannot be unpickled
+        except RayTaskError as error:  # not handled in the worker, such as arguments that cannot be unpickled
             raise RemoteError(f"{self._where(what, rank)} failed:\n{error}") from None
         except RayError as error:
-            if self._ended_by is not None:  # it did not die: another thread has ended the group
+            if self._ended_by is not None:  # not a worker death: another thread killed the group
                 raise self._ended_by from None
             first = next(iter(str(error).strip().splitlines()), "")
             raise WorkerLost(
@@ -182,7 +183,7 @@ class WorkerGroup:
             ) from error
 
     def _look_for_the_dead(self, pending: list[Any], what: str, rank_of: Mapping[Any, int]) -> None:
-        """A rank that dies makes others fail in their collectives, perhaps sooner than its own death is known."""
+        """Raise WorkerLost if another rank died. Its death may be detected later than the failures that it causes."""
         if not pending:
             return
         for ref in ray.wait(pending, num_returns=len(pending), timeout=GRACE_S)[0]:

@@ -1,4 +1,4 @@
-"""What one rank of a worker group holds, and what it can be asked to do with it. It knows nothing of Ray."""
+"""`Host`: the models of one rank of a worker group and the operations on them. This module does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from realign.runtime.ray.wire_format import mapped
 from realign.runtime.rollout.asynchronous import load_background_sampler
 
 WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
-"""Verbs to which all ranks have the same answer, a large one, so that one of them gives it."""
+"""Methods whose large result is the same on all ranks, so that only rank 0 returns it."""
 
 
 class WorkerEngine(PipelinableEngine, Protocol):
-    """What a worker calls on an engine beyond `PipelinableEngine`: the halves of a step, to train, and `resident`."""
+    """Methods that a worker needs in addition to `PipelinableEngine`: the halves of a train step, and `resident`."""
 
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
-        """Add the gradient of this rank's part of a batch of weight `weight`; return its metrics."""
+        """Accumulate the gradient of this rank's shard of a batch with loss weight `weight`; return its metrics."""
         ...
 
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
-        """Take the optimizer step of the gradient that was accumulated, unless it is vetoed."""
+        """Run the optimizer step with the accumulated gradient, unless it is vetoed."""
         ...
 
     def skip(self, reason: str) -> Stats:
-        """Count an optimizer step that is not taken."""
+        """Count a skipped optimizer step."""
         ...
 
     def resident(self) -> Iterator[Tensor]:
@@ -45,15 +45,15 @@ class WorkerEngine(PipelinableEngine, Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the driver has to know of a role whose model another process holds."""
+    """Facts about a loaded model that a worker reports to the driver."""
 
     trainable: bool
     outputs: frozenset[str]
     positions: int | None
     data_ranks: int
-    """Parts into which a batch is cut."""
+    """Number of shards of a batch."""
     data_rank: int
-    """Which of them this rank is given; ranks that divide layers among them are given the same."""
+    """Index of the shard that this rank receives. Model-parallel ranks of one replica receive the same shard."""
     tokenizer: Any
     saved: Mapping[str, Any]
     saved_views: Mapping[str, Mapping[str, Any]]
@@ -75,13 +75,13 @@ class _Received:
 
 
 class Host:
-    """The models of a group, on one of its ranks. Each verb is a collective: all ranks are asked the same at once.
+    """The models of a group on one of its ranks. Each method is a collective: all ranks call it at the same time.
 
-    A verb that takes a `part` is given this rank's prompts of the batch, and gives back what belongs to them.
+    A method with a `part` parameter receives this rank's shard of the batch, and returns the results for that shard.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        """Of rank `rank` in a group of `size`."""
+        """Create the host of rank `rank` in a group of `size` ranks."""
         self._rank = rank
         self._size = size
         self._models: dict[str, Model] = {}
@@ -90,7 +90,7 @@ class Host:
         self._samplers: dict[str, Sampler] = {}
 
     def load(self, specs: Mapping[str, ModelSpec], seed: int, offload: frozenset[str]) -> dict[str, Loaded]:
-        """Load the models of these roles; those of `offload` wait on the host until they are called."""
+        """Load the models of these roles. Models of roles in `offload` stay in host memory until they are called."""
         found = {}
         for role, model in load_own(specs, seed).items():
             self._models[role] = model
@@ -111,18 +111,18 @@ class Host:
         return found
 
     def load_copies(self, specs: Mapping[str, ModelSpec], seed: int, recompute: bool) -> None:
-        """Load copies of the models of these roles, which `sample` for many callers at once (rollout=async)."""
+        """Load copies of the models of these roles for concurrent sampling (rollout=async)."""
         for role, spec in specs.items():
             self._samplers[role] = load_background_sampler(role, spec, seed, recompute=recompute)
 
     def sample(self, role: str, data: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
-        """See `Sampler.generate`; from any thread."""
+        """See `Sampler.generate`; callable from any thread."""
         return self._samplers[role].generate(data, config, seed=seed)
 
     def complete(
         self, role: str, id: Hashable, response_index: int, prompt_ids: Tensor, config: GenerationConfig, seed: int
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """See `Sampler.submit`: ids, log-probs and versions of the response, and whether it was truncated."""
+        """See `Sampler.submit`; returns ids, log-probs and versions of the response, and whether it was truncated."""
         done = self._samplers[role].submit(Request(id, response_index, prompt_ids, config, seed)).result()
         return done.ids, done.logprobs, done.versions, done.truncated
 
@@ -131,7 +131,7 @@ class Host:
         self._samplers[role].update(_Received(weights), version)
 
     def pause(self, role: str) -> None:
-        """See `Sampler.pause`, also for the next three."""
+        """See `Sampler.pause`."""
         self._samplers[role].pause()
 
     def resume(self, role: str) -> None:
@@ -147,8 +147,8 @@ class Host:
         self._samplers[role].wake()
 
     def ask(self, role: str, verb: str, arguments: tuple[Any, ...]) -> Any:
-        """Call the method `verb` for a role."""
-        with self._present(role, stays=verb == "accumulate"):  # its gradient is used by the next verb, `apply`
+        """Call the method `verb` for a role, and load an offloaded model for the duration of the call."""
+        with self._present(role, stays=verb == "accumulate"):  # the next call, `apply`, needs its gradient
             return getattr(self, verb)(role, *arguments)
 
     @contextmanager
@@ -168,17 +168,17 @@ class Host:
         return self._engine(role).forward_part(part, mb_spec, hook)
 
     def reference(self, role: str, layers: int | None) -> None:
-        """Keep the policy as it is now, for `score`."""
+        """Store a copy of the current policy for `score`."""
         self._references[role, layers] = self._engine(role).reference(layers)
 
     def score(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook, layers: int | None
     ) -> SequenceSample:
-        """`forward` of the policy as it was when `reference` was called; `part` is the whole batch on every rank."""
+        """Run `forward` with the policy that `reference` stored; `part` is the whole batch on every rank."""
         return self._references[role, layers](part, mb_spec, hook)
 
     def measure(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """The loss and its metrics, without a gradient."""
+        """Return the loss and its metrics, without a gradient."""
         return measured(self._engine(role).forward_part, part, mb_spec, loss_fn)
 
     def generate(self, role: str, part: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
@@ -188,21 +188,21 @@ class Host:
     def accumulate(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
     ) -> Stats:
-        """The first half of an optimizer step: the gradient, and the metrics of this part."""
+        """Run the first half of a train step: accumulate the gradient, and return the metrics of this shard."""
         return self._engine(role).accumulate(part, mb_spec, loss_fn, weight)
 
     def apply(self, role: str, weight: Tensor, vetoed: bool) -> Stats:
-        """The second half: the step itself, with the metrics of the whole batch."""
+        """Run the second half of a train step: the optimizer step. Return the metrics of the whole batch."""
         return self._engine(role).apply(weight, vetoed=vetoed)
 
     def train(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
     ) -> tuple[Stats, Stats]:
-        """Both halves."""
+        """Run both halves of a train step."""
         return self.accumulate(role, part, mb_spec, loss_fn, weight), self.apply(role, weight, False)
 
     def skip(self, role: str, reason: str) -> Stats:
-        """Count a step that is not made."""
+        """Count a skipped optimizer step."""
         return self._engine(role).skip(reason)
 
     def start_step(self, role: str, version: int) -> None:
@@ -222,7 +222,7 @@ class Host:
         return self._whole(self._engine(role).fixed_weights())
 
     def _whole(self, tree: Any) -> Any:
-        """A tree whose tensors, of which each rank has a part, are whole on rank 0, one after the other."""
+        """Gather the sharded tensors of a tree on rank 0, one after the other. Other ranks get empty tensors."""
         if self._size == 1:
             return tree
 

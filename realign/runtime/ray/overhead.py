@@ -1,4 +1,4 @@
-"""What the driver is doing, and how much of its time went by on the way to workers and back."""
+"""Measure the RPC overhead of each call of the graph: the time outside of the workers' computation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass
 class Hops:
-    """The hops of one call of the graph: it may ask workers several times."""
+    """RPC overhead of one call of the graph, which may send several requests to workers."""
 
     name: str
-    """Of the call."""
+    """Name of the call."""
     seconds: float = 0.0
-    """In which no worker computed for it: pickling, transfer, and waiting for workers that another call has."""
+    """Seconds without computation in a worker: pickling, transfer, and waiting for workers that another call uses."""
 
 
 _CURRENT: ContextVar[Hops | None] = ContextVar("hops", default=None)
@@ -23,7 +23,7 @@ _CURRENT: ContextVar[Hops | None] = ContextVar("hops", default=None)
 
 @contextmanager
 def counted_hops(name: str) -> Iterator[Hops]:
-    """Inside this context, and in this thread, hops are those of the call `name`."""
+    """Attribute the RPC overhead of this context and thread to the call `name`."""
     hops = Hops(name)
     token = _CURRENT.set(hops)
     try:
@@ -33,5 +33,5 @@ def counted_hops(name: str) -> Iterator[Hops]:
 
 
 def current_hops() -> Hops | None:
-    """Of the call that is being made, if there is one."""
+    """Return the RPC overhead record of the current call; None outside of a call."""
     return _CURRENT.get()

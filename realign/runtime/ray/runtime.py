@@ -1,4 +1,4 @@
-"""`RayRuntime`: the driver's loop of `LocalRuntime`, with the models in the processes of a Ray cluster."""
+"""`RayRuntime`: the training loop of `LocalRuntime` in the driver, with the models in worker processes of Ray."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from realign.runtime.step import LocalRuntime, Made
 
 
 class RayRuntime(LocalRuntime):
-    """Loads models into worker groups, and makes calls that do not wait for each other at the same time.
+    """Runtime that loads models into worker groups, and runs independent calls of the graph concurrently.
 
-    To be used inside of `cluster.connected`.
+    Use it inside of `cluster.connected`.
     """
 
     def __init__(self, experiment: Experiment, spec: Ray) -> None:
         """Start the workers, and load models and data.
 
         Args:
-            experiment: the run.
-            spec: its `runtime`.
+            experiment: Experiment to run.
+            spec: The experiment's `runtime` config.
         """
         self._spec = spec
         self._workers = ExitStack()
@@ -55,7 +55,7 @@ class RayRuntime(LocalRuntime):
         return load_models(self.experiment, self._load_own)
 
     def _load_own(self, specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
-        """Start a group for the roles that share processes, and have it load them; all groups at the same time."""
+        """Start a worker group for each set of roles that share processes, and load their models concurrently."""
         ahead = sampled_roles(self.experiment)
         rollout = self.experiment.rollout
         copied: dict[str, ModelSpec] = {}
@@ -87,7 +87,7 @@ class RayRuntime(LocalRuntime):
         return RemoteSampler(role, self._rollout)
 
     def _started(self, group: Group, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
-        """Processes for the models of `specs`, which are on their way."""
+        """Start the processes for the models of `specs`, and return without waiting for them."""
         gpu = _wants_gpu(list(specs.values()))
         room = reserve(group, self._spec.placement_timeout_s, gpu=gpu)
         self._workers.callback(remove_placement_group, room)
@@ -100,17 +100,17 @@ class RayRuntime(LocalRuntime):
     def _calls(
         self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
     ) -> SequenceSample:
-        """See `LocalRuntime._calls`; each call is made as soon as those that it waits for are done.
+        """See `LocalRuntime._calls`; each call starts as soon as its dependencies are done.
 
-        Results are taken in the order of the graph, whichever call ends first. The calls of one role are made one after
-        another, since its interface may keep state.
+        Results are merged in the order of the graph, independent of completion order. The calls of one role run one
+        after another, because its interface may be stateful.
         """
         waits_for = _dependencies(rpcs, self.experiment.graph.edges)
         made: dict[str, Made] = {}
         running: dict[Future[Made], RPC] = {}
 
         def known() -> SequenceSample:
-            """The batch with all keys that are there, in the order in which `LocalRuntime` would have added them."""
+            """Return the batch with all keys so far, in the order in which `LocalRuntime` adds them."""
             whole = batch
             for rpc in rpcs:
                 if rpc.name in made and rpc.outputs:
@@ -120,12 +120,12 @@ class RayRuntime(LocalRuntime):
         while len(made) < len(rpcs):
             started = {rpc.name for rpc in running.values()} | made.keys()
             ready = [rpc for rpc in rpcs if rpc.name not in started and waits_for[rpc.name] <= made.keys()]
-            if len(ready) == 1 and not running:  # in this thread: a breakpoint in an interface just works
+            if len(ready) == 1 and not running:  # in this thread, so that breakpoints in interfaces work
                 made[ready[0].name] = self._call(ready[0], known(), draw)
                 continue
             running |= {self._threads.submit(self._call, rpc, known(), draw): rpc for rpc in ready}
             done = wait(running, return_when=FIRST_COMPLETED).done
-            for future in sorted(done, key=lambda f: isinstance(f.exception(), WorkerLost)):  # an error ends its group
+            for future in sorted(done, key=lambda f: isinstance(f.exception(), WorkerLost)):  # raise the cause first
                 made[running.pop(future).name] = future.result()
         for rpc in rpcs:
             self._note(rpc, made[rpc.name], values)
@@ -138,7 +138,7 @@ class RayRuntime(LocalRuntime):
         return made
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
-        """See `LocalRuntime._make`; messages of workers name the call."""
+        """See `LocalRuntime._make`; error messages of workers include the name of the call."""
         with counted_hops(rpc.name):
             return super()._make(rpc, model, batch)
 
@@ -149,7 +149,7 @@ class RayRuntime(LocalRuntime):
             values[key] = values.get(key, 0.0) + self._waits[rpc.name]
 
     def close(self) -> None:
-        """End the workers, and release what the interfaces hold."""
+        """Kill the workers, and release the resources of the interfaces."""
         try:
             self._workers.close()
         finally:
@@ -158,10 +158,11 @@ class RayRuntime(LocalRuntime):
 
 
 def reserve(group: Group, timeout_s: float, *, gpu: bool) -> PlacementGroup:
-    """Room in the cluster for all processes of a group, as near to each other as can be.
+    """Reserve resources of the cluster for all processes of a group, on as few machines as possible.
 
     Raises:
-        ValueError: there is none within `timeout_s`; says what was asked for, and what the cluster has.
+        ValueError: The resources are not free within `timeout_s` seconds. The message lists required and available
+            resources.
     """
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpu else {})
     room = placement_group([bundle] * group.devices, strategy="PACK")
@@ -178,7 +179,7 @@ def reserve(group: Group, timeout_s: float, *, gpu: bool) -> PlacementGroup:
 
 
 def _wants_gpu(specs: Sequence[ModelSpec]) -> bool:
-    """Whether a process that holds these models gets a GPU."""
+    """Return whether a process with these models needs a GPU."""
     devices = [spec.facts().device or "cpu" for spec in specs]
     if any(device.startswith("cuda") for device in devices):
         return True
@@ -192,7 +193,7 @@ def _model(role: str, group: WorkerGroup, ranks: Sequence[Loaded], seed: int) ->
 
 
 def _dependencies(rpcs: Sequence[RPC], edges: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
-    """For each call those among `rpcs` that it waits for: by the graph, and the one before it of the same role."""
+    """Return the dependencies of each call in `rpcs`: those of the graph and the previous call of the same role."""
     names = {rpc.name for rpc in rpcs}
     found: dict[str, set[str]] = {}
     last_of: dict[str, str] = {}

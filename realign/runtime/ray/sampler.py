@@ -1,4 +1,4 @@
-"""`RemoteSampler`: copies of the policy in rollout workers, which sample ahead of training (rollout=async)."""
+"""`RemoteSampler`: copies of the policy in rollout workers, for asynchronous rollout (rollout=async)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from realign.runtime.ray.groups import WorkerGroup
 
 
 class RemoteSampler:
-    """Implements `realign.api.Sampler`. A call goes to the worker that has the fewest calls."""
+    """Implements `realign.api.Sampler`. Each call goes to the worker with the fewest active calls."""
 
     def __init__(self, role: str, group: WorkerGroup) -> None:
-        """Of the policy `role`, of which each process of `group` has loaded a copy."""
+        """Create a sampler of the policy `role`. Each process of `group` has loaded a copy of the policy."""
         self._role = role
         self._group = group
         self._version = 0
@@ -35,7 +35,7 @@ class RemoteSampler:
         return IN_PROCESS
 
     def submit(self, request: Request) -> FutureHandle:
-        """See `Sampler.submit`; one thread waits for each response."""
+        """See `Sampler.submit`; starts one thread per response."""
         handle = FutureHandle(request)
         with self._lock:
             if self._closed:
@@ -45,7 +45,7 @@ class RemoteSampler:
         return handle
 
     def _complete(self, handle: FutureHandle) -> None:
-        """Have a worker sample a response; a thread's work."""
+        """Sample a response in a worker and complete the handle; runs in a thread."""
         r = handle.request
         try:
             with self._worker() as worker:
@@ -74,7 +74,7 @@ class RemoteSampler:
         return found
 
     def update(self, source: WeightSource, version: int) -> None:
-        """See `Sampler.update`: all workers have the weights when it returns."""
+        """See `Sampler.update`; returns after all workers have the new weights."""
         self._group.ask(self._role, "update", [(source.weights(), version)])
         self._version = version
 
@@ -95,7 +95,7 @@ class RemoteSampler:
         self._group.ask(self._role, "wake", [()])
 
     def close(self) -> None:
-        """See `Sampler.close`: ends the workers."""
+        """See `Sampler.close`; kills the workers."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, set()

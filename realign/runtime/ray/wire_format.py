@@ -1,4 +1,4 @@
-"""What travels between processes: trees whose tensors are numpy arrays, which Ray maps without a copy."""
+"""Wire format between processes: trees whose tensors are numpy arrays, which Ray maps without a copy."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from realign.api import Lengths, SequenceSample
 
 @dataclass(frozen=True, eq=False)
 class Array:
-    """A tensor on its way."""
+    """A tensor in the wire format."""
 
     data: npt.NDArray[Any]
     dtype: str
-    """Of the tensor, by its name in torch; numpy has no bfloat16, say, whose bits travel as integers."""
+    """Name of the torch dtype. Dtypes that numpy lacks, such as bfloat16, are sent as integers with the same bits."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A `SequenceSample` on its way."""
+    """A `SequenceSample` in the wire format."""
 
     ids: tuple[Hashable, ...]
     data: Mapping[str, Array]
     cuts: tuple[Lengths, ...]
     cut_of: Mapping[str, int]
-    """Which of `cuts` each key has: equal lengths travel once."""
+    """Index into `cuts` for each key. Keys that share a lengths object share an entry, so it is sent once."""
     metadata: Mapping[str, tuple[Any, ...]]
 
 
 def to_wire(tree: Any) -> Any:
-    """`tree` with an `Array` for each tensor and a `Batch` for each sample, in mappings, lists and (named) tuples."""
+    """Replace each tensor by an `Array` and each sample by a `Batch`, in mappings, lists and (named) tuples."""
     return mapped(tree, _array, _batch)
 
 
@@ -51,7 +51,7 @@ def _batch(sample: SequenceSample) -> Batch:
 
 
 def from_wire(tree: Any) -> Any:
-    """What `to_wire` was given. Its tensors share the memory of the arrays: they are to be read, not written."""
+    """Restore the tree that `to_wire` converted. Its tensors share the memory of the arrays and are read-only."""
     if isinstance(tree, Array):
         return _tensor(tree)
     if isinstance(tree, Batch):
@@ -64,7 +64,7 @@ def from_wire(tree: Any) -> Any:
 def mapped(
     tree: Any, of_tensor: Callable[[Tensor], Any], of_sample: Callable[[SequenceSample], Any] = lambda sample: sample
 ) -> Any:
-    """`tree` with other things for its tensors and samples."""
+    """Return a copy of `tree` with `of_tensor` applied to each tensor and `of_sample` to each sample."""
     if isinstance(tree, Tensor):
         return of_tensor(tree)
     if isinstance(tree, SequenceSample):
@@ -73,7 +73,7 @@ def mapped(
 
 
 def shapes_of(tree: Any) -> str:
-    """The keys and shapes of the samples in a tree, for people."""
+    """Return a human-readable list of the keys and shapes of the samples in a tree."""
     if isinstance(tree, SequenceSample):
         return f"{len(tree)} prompts, " + ", ".join(f"{key} {list(x.shape)}" for key, x in tree.data.items())
     inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
@@ -81,7 +81,7 @@ def shapes_of(tree: Any) -> str:
 
 
 def _inside(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """A mapping, list or tuple with its items changed; anything else as it is."""
+    """Apply `change` to the items of a mapping, list or tuple; return anything else unchanged."""
     if isinstance(tree, Mapping):
         return {key: change(value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -96,7 +96,7 @@ def _array(x: Tensor) -> Array:
     name = str(x.dtype).removeprefix("torch.")
     try:
         return Array(host.numpy(), name)
-    except TypeError:  # a dtype that numpy does not have
+    except TypeError:  # a dtype that numpy lacks
         bits = {1: torch.uint8, 2: torch.int16}[x.itemsize]
         return Array(host.view(bits).numpy(), name)
 
@@ -110,7 +110,7 @@ def _tensor(array: Array) -> Tensor:
 
 @cache
 def _accept_read_only() -> None:
-    """Let torch give its warning about arrays that cannot be written, which it gives once in a process, to nobody."""
+    """Suppress torch's warning about read-only arrays, which torch emits once per process."""
     array = np.zeros(1)
     array.flags.writeable = False
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""`Worker`: the process of one rank. It answers calls, and tells what went wrong rather than raise it."""
+"""`Worker`: the process of one rank. It answers calls with a `Reply`, which contains the error of a failed call."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from realign.runtime.ray.host import WHOLE, Host
 from realign.runtime.ray.wire_format import from_wire, to_wire
 
 HOOK = "<hook>"
-"""Stands for the function that a call brings along."""
+"""Placeholder in the arguments for the function that is sent with a call."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker has in common with the process that drives it."""
+    """Settings that a worker takes over from the driver."""
 
     folder: str
-    """The current one."""
+    """Current working directory."""
     path: tuple[str, ...]
-    """Where modules are found: a class of the user's own file must be the same in both."""
+    """Module search path, so that driver and worker import the same user code."""
     threads: int
-    """CPU threads of torch. The bits of a sum depend on them."""
+    """CPU threads of torch. The rounding of sums depends on this number."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     callers: int = 1
-    """Calls that it serves at a time."""
+    """Maximum number of concurrent calls."""
 
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning that a call gave."""
+    """A warning that a call emitted."""
 
     text: str
     category: type[Warning]
@@ -63,28 +63,28 @@ class Failure:
     text: str
     traceback: str
     error: bytes | None
-    """It, pickled, if realign raised it on purpose: it speaks for itself."""
+    """The pickled exception if realign raised it deliberately, and None otherwise."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a worker says to a call."""
+    """The reply of a worker to a call."""
 
     seconds: float
-    """That it took here, without its way to and fro."""
+    """Duration of the call in the worker, in seconds, without transfer."""
     value: Any = None
     failure: Failure | None = None
     warned: list[Warned] = field(default_factory=list)
 
 
 class Worker:
-    """One rank of a group, in a process of its own. Every method but `pid` and `meeting_point` gives a `Reply`."""
+    """One rank of a group, in a separate process. Every method except `pid` and `meeting_point` returns a `Reply`."""
 
     def __init__(self, rank: int, size: int, setup: Setup) -> None:
-        """Become rank `rank` of `size`."""
+        """Set up this process as rank `rank` of `size`."""
         self._rank = rank
         self._size = size
-        with suppress(OSError):  # on another machine the folder may not be there
+        with suppress(OSError):  # the folder may not exist on another machine
             os.chdir(setup.folder)
         sys.path += [entry for entry in setup.path if entry not in sys.path]
         torch.set_num_threads(setup.threads)
@@ -94,18 +94,18 @@ class Worker:
         self._host = Host(rank, size)
 
     def pid(self) -> int:
-        """Of the process; also says that it is there."""
+        """Return the process id; also serves as a health check."""
         return os.getpid()
 
     def meeting_point(self) -> tuple[str, int]:
-        """Of rank 0: where the ranks of the group can meet."""
+        """Return host and port for the rendezvous of the group's ranks; called on rank 0."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
     def join(self, point: tuple[str, int], minutes: float) -> Reply:
-        """Meet the other ranks: they become torch's default process group."""
+        """Join the other ranks of the group in torch's default process group."""
 
         def meet() -> None:
             import torch.distributed as dist
@@ -124,16 +124,16 @@ class Worker:
         return _answer(meet)
 
     def load(self, pickled: bytes) -> Reply:
-        """`Host.load`, or `Host.load_copies` where there are many callers.
+        """Call `Host.load`, or `Host.load_copies` if the worker serves concurrent calls.
 
-        Given the pickle of its arguments, since user code is found only now.
+        The arguments are pickled, because user code can be imported only after `__init__`.
         """
 
         def load() -> Any:
             from transformers.utils import logging
 
             logging.disable_progress_bar()
-            torch.set_num_threads(self._threads)  # of this thread, which a worker with many callers has many of
+            torch.set_num_threads(self._threads)  # per thread; a worker with concurrent calls has many threads
             arguments = cloudpickle.loads(pickled)
             return self._host.load(*arguments) if self._alone else self._host.load_copies(*arguments)
 
@@ -143,10 +143,10 @@ class Worker:
         """See `Host.ask`.
 
         Args:
-            role: whose model is meant.
-            verb: a method of `Host`.
-            arguments: of it, but for the role.
-            hook: a pickled function that takes the place of `HOOK` among the arguments.
+            role: Role of the model.
+            verb: Name of a method of `Host`.
+            arguments: Arguments of that method, without the role.
+            hook: Pickled function that replaces `HOOK` in the arguments.
         """
 
         def ask() -> Any:
@@ -159,7 +159,7 @@ class Worker:
 
 
 def _answer(action: Callable[[], Any], *, hear: bool = True) -> Reply:
-    """What `action` gives or raises, and unless other threads are at work, too, the warnings that it gives."""
+    """Run `action` and return its result or error. With `hear` (single-threaded workers), also collect warnings."""
     started = time.perf_counter()
     value, failure = None, None
     hearing: AbstractContextManager[list[Warned]] = _heard() if hear else nullcontext([])
@@ -173,7 +173,7 @@ def _answer(action: Callable[[], Any], *, hear: bool = True) -> Reply:
 
 @contextmanager
 def _heard() -> Iterator[list[Warned]]:
-    """Collect warnings: the driver gives them, and decides by its own filters which of them are shown."""
+    """Collect warnings, so that the driver can emit them under its own warning filters."""
     heard: list[Warned] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
@@ -186,7 +186,7 @@ def _heard() -> Iterator[list[Warned]]:
 def _failure(error: Exception) -> Failure:
     pickled = None
     if raised_on_purpose(error):
-        with suppress(Exception):  # one that cannot be made again is told by its text
+        with suppress(Exception):  # an error that cannot be unpickled is sent as text
             made = pickle.dumps(error)
             pickle.loads(made)
             pickled = made

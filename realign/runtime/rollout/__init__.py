@@ -1,1 +1,1 @@
-"""Prompts of a run, and when their responses are sampled."""
+"""The prompts of a run, and when their responses are sampled."""

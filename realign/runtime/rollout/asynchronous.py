@@ -1,11 +1,11 @@
-"""`RolloutAhead`: responses are sampled and judged in threads while earlier ones are trained on.
+"""`RolloutAhead`: asynchronous rollout, which samples and scores responses in threads during training.
 
-The calls of the graph that lead to `rewards` are made for one prompt at a time (few, where there are very many), each
-in a thread of its own, with a sampler that gets the new weights after each step. So a slow reward delays neither the
-decoding of other prompts nor the training step. `Staleness` says which prompts begin and which are trained on next.
+Each thread executes the RPCs that lead to `rewards` for one prompt, or for a few prompts if very many are running.
+The sampler gets the new weights after each step. A slow reward therefore delays neither the decoding of other prompts
+nor the training step. `Staleness` decides which prompts start and which are trained on next.
 
-With `max_staleness=0` a batch begins when its step does, in one call, and what is computed is what a step without a
-copy computes, bit by bit.
+With `max_staleness=0` a batch starts when its step starts, in one call. The result is bitwise identical to
+synchronous rollout.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from realign.runtime.rollout.spec import Async
 from realign.runtime.rollout.staleness import Staleness
 
 MOST_CALLS = 256
-"""Threads at most; with more prompts under way, several make up a call."""
+"""Maximum number of threads; with more running prompts, each call processes several prompts."""
 LISTEN_S = 1.0
-"""Seconds after which a wait looks up: a signal that comes just before a wait without an end is heard after it."""
+"""Timeout in seconds of each wait, so that Python can handle signals between waits."""
 END_S = 5.0
-"""Seconds that calls under way have to end when the run does."""
+"""Seconds to wait for running calls when the run ends."""
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """A prompt that is ready."""
+    """A scored prompt, ready for training."""
 
     sample: SequenceSample
     version: int
-    """Training steps of the policy when it began."""
+    """Policy version (training steps made) when the prompt was started."""
 
 
 class RolloutAhead:
-    """The prompts of a run that are under way, from their place in the stream to the batch of a step."""
+    """The running prompts, from their place in the prompt stream to the batch of a step."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class RolloutAhead:
         make: Callable[[RPC, Model, SequenceSample], SequenceSample],
         samplers: Mapping[str, Sampler],
     ) -> None:
-        """Nothing begins before the first `take`.
+        """Prepare asynchronous rollout; no prompt is started before the first `take`.
 
         Args:
-            experiment: its graph.
-            rollout: how far to run ahead.
-            models: of all roles.
-            prompts: the stream.
-            make: makes a call of the graph with a model on a batch; returns the batch with what it wrote.
-            samplers: what samples while the engine trains, for each of `sampled_roles`.
+            experiment: the settings of the run, with the graph.
+            rollout: settings of asynchronous rollout, such as the maximum staleness.
+            models: models of all roles.
+            prompts: the prompt stream.
+            make: executes an RPC with a model on a batch; returns the batch with the outputs of the RPC.
+            samplers: for each of `sampled_roles`, the sampler to use while the engine trains.
         """
         self._experiment, self._models, self._prompts, self._make = experiment, models, prompts, make
         self._samplers = samplers
@@ -81,21 +81,21 @@ class RolloutAhead:
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
         self._locks = {owner_of(experiment, rpc.model): threading.Lock() for rpc in self._leading}
         self._torch_threads = torch.get_num_threads()
-        self._versions: dict[str, int] = {}  # of the models; empty before the first `take`
+        self._versions: dict[str, int] = {}  # by role; empty before the first `take`
         self._training: list[int] = []
         self._taken_at = time.perf_counter()
-        self._changed = threading.Condition()  # guards what follows, and `staleness`
+        self._changed = threading.Condition()  # guards the fields below and `staleness`
         self._judged: dict[int, _Judged] = {}
-        self._calls: list[dict[str, float]] = []  # metrics of those that ended since the last `take`
+        self._calls: list[dict[str, float]] = []  # metrics of the calls finished since the last `take`
         self._threads: set[threading.Thread] = set()
         self._error: BaseException | None = None
         self._closed = False
 
     def take(self, step: int, values: dict[str, float]) -> SequenceSample:
-        """The judged batch of a step (counted from 1); waits for it. Adds metrics to `values`.
+        """Wait for the scored batch of a step (counted from 1) and return it; adds metrics to `values`.
 
         Raises:
-            BaseException: what a call in a thread has raised, the first of them.
+            BaseException: the first exception that a thread raised.
         """
         started = time.perf_counter()
         if not self._versions:
@@ -123,7 +123,7 @@ class RolloutAhead:
         return SequenceSample.gather([one.sample for one in judged])
 
     def advance(self) -> None:
-        """A step has trained on what `take` gave: samplers get the new weights, and further prompts begin."""
+        """Update the samplers after a training step on the batch of `take`, and start further prompts."""
         self._give_weights()
         with self._changed:
             self.staleness.train(self._training)
@@ -137,22 +137,22 @@ class RolloutAhead:
             return self.staleness.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; before the first `take`."""
+        """Restore a `state_dict`; call it before the first `take`."""
         self.staleness.load_state_dict(state)
 
     def start_at(self, place: int) -> None:
-        """Go on after a run that did not sample ahead, at this place of the stream."""
+        """Continue at this place of the prompt stream, after a run with synchronous rollout."""
         self.staleness.next_place = place
 
     def stop(self) -> None:
-        """Begin nothing any more, and let the calls that sample end."""
+        """Start no further prompts, and close the samplers, which ends their running calls."""
         with self._changed:
             self._closed = True
         for sampler in self._samplers.values():
             sampler.close()
 
     def join(self) -> None:
-        """Wait, not for long, until no thread makes a call; after `stop`."""
+        """Wait up to `END_S` seconds for all threads to finish; call `stop` first."""
         deadline = time.monotonic() + END_S
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -160,19 +160,19 @@ class RolloutAhead:
     def _give_weights(self) -> None:
         versions = {role: model.version for role, model in self._models.items()}
         for role, sampler in self._samplers.items():
-            if sampler is not self._models[role].external_sampler:  # which the model keeps up to date
+            if sampler is not self._models[role].external_sampler:  # the model updates its external sampler
                 sampler.update(self._models[role].machine, versions[role])
         with self._changed:
             self._versions = versions
 
     def _choose(self) -> list[int] | None:
-        """The batch of the next step, as soon as there is one."""
+        """Return the batch of the next step; None if it is not complete."""
         if (batch := self.staleness.choose()) is not None or self._refill is None:
             return batch
         return self._refill.short_batch(self.staleness)
 
     def _begin(self) -> None:
-        """Begin what may begin; the lock is held."""
+        """Start all prompts that may start; the caller holds the lock."""
         if self._closed or self._error is not None or (self._together and self._threads):
             return
         places = []
@@ -188,7 +188,7 @@ class RolloutAhead:
             thread.start()
 
     def _walk(self, places: Sequence[int], batch: SequenceSample, version: int, versions: Mapping[str, int]) -> None:
-        """Make the calls that lead to rewards for some prompts; a thread's work."""
+        """Execute the RPCs that lead to rewards for some prompts; target of a thread."""
         try:
             values: dict[str, float] = {}
             torch.set_num_threads(self._torch_threads)
@@ -206,12 +206,12 @@ class RolloutAhead:
         except BaseException as error:
             with self._changed:
                 self._threads.discard(threading.current_thread())
-                self._error = self._error or error  # nobody looks at it once the run has ended
+                self._error = self._error or error  # ignored once the run has ended
         with self._changed:
             self._changed.notify_all()
 
     def _keep(self, places: Sequence[int], judged: SequenceSample, version: int) -> None:
-        """Prompts that are ready; those that do not pass the filter make room. The lock is held."""
+        """Store the prompts that pass the filter and drop the others; the caller holds the lock."""
         passed = range(len(places)) if self._refill is None else self._refill.chosen(judged)
         for i, (place, one) in enumerate(zip(places, judged.unpack(), strict=True)):
             if i in passed:
@@ -221,23 +221,23 @@ class RolloutAhead:
                 self.staleness.drop(place)
 
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
-        """Make one call, with the background sampler where the graph means the policy."""
+        """Execute one RPC, with the background sampler if the RPC uses the policy."""
         model = replace(self._models[rpc.model], version=version)
         owner = owner_of(self._experiment, rpc.model)
         if owner not in self._samplers:
-            # an engine serves one caller at a time; a rule that has none may judge for several
+            # an engine serves one caller at a time; interfaces without an engine may run concurrently
             alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[owner]
             with alone, self._tallies[rpc.name].counting():
                 return self._make(rpc, model, batch)
         sampler = self._samplers[owner]
-        # A copy of the model in this process is an engine, too: it can score.
+        # A copy of the model in this process is also an engine, which can score.
         copy: Any = sampler
         engine = copy if isinstance(copy, SharedEngine) else _SamplesOnly(rpc.model, owner, model.machine, sampler)
         with self._tallies[rpc.name].counting():
             return self._make(rpc, replace(model, engine=engine, external_sampler=sampler), batch)
 
     def _call_metrics(self) -> dict[str, float]:
-        """Of the calls that ended since the last step: the mean of their times, and their tokens."""
+        """Return the mean times and the token counts of the calls finished since the last step."""
         calls, self._calls = self._calls, []
         now = time.perf_counter()
         seconds, self._taken_at = now - self._taken_at, now
@@ -248,14 +248,14 @@ class RolloutAhead:
 
 
 class _SamplesOnly(SharedEngine):
-    """The engine of a policy that trains meanwhile, as calls ahead of training see it: they may only sample."""
+    """Engine of a policy in training for calls of asynchronous rollout, which may only sample."""
 
     def __init__(self, name: str, of: str, engine: PipelinableEngine, sampler: Sampler) -> None:
         super().__init__(name, of, engine)
         self._sampler = sampler
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Raise an error: the engine trains meanwhile."""
+        """Raise an error, because the engine is in use by training."""
         raise ValueError(
             f"models.{self.name}: {type(self._sampler).__name__} samples ahead of training and cannot score. Use "
             "rollout=sync."
@@ -267,15 +267,15 @@ class _SamplesOnly(SharedEngine):
 
 
 def background_sampler(experiment: Experiment, rollout: Async, role: str) -> Sampler:
-    """A sampler of a copy of the role's model, in this process."""
+    """Return a sampler with a copy of the role's model, in this process."""
     return load_background_sampler(role, experiment.models[role], experiment.seed, recompute=rollout.recompute)
 
 
 def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bool) -> Sampler:
-    """A sampler of a copy of the model of `spec`; see `SamplesInBackground`.
+    """Return a sampler with a copy of the model of `spec`; see `SamplesInBackground`.
 
     Raises:
-        ValueError: the spec cannot construct one.
+        ValueError: the spec cannot construct a background sampler.
     """
     if not isinstance(spec, SamplesInBackground):
         raise ValueError(
@@ -286,13 +286,13 @@ def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bo
 
 
 def owner_of(experiment: Experiment, role: str) -> str:
-    """The role whose weights a role uses: its own, or those that it shares."""
+    """Return the role that owns the weights of `role`: itself, or the role whose model it shares."""
     spec = experiment.models.get(role)
     return spec.of if isinstance(spec, SharedModel) else role
 
 
 def sampled_roles(experiment: Experiment) -> tuple[str, ...]:
-    """The roles that are trained and take part in the calls that lead to rewards: those that need a copy."""
+    """Return the trained roles that are called on the way to rewards; each needs a background sampler."""
     trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
     owners = (owner_of(experiment, rpc.model) for rpc in experiment.graph.leading_to("rewards"))
     return tuple(dict.fromkeys(owner for owner in owners if owner in trained))

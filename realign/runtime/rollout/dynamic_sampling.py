@@ -1,13 +1,13 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): sample until a batch is full of prompts that teach something.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): sample until a batch is full of informative prompts.
 
-A group whose rewards are all equal has no advantage and thins out its batch. Here the calls that lead to `rewards` are
-made on batch after batch of new prompts, until `batch_prompts` groups have passed the filter; the other calls
-of the graph see those groups only. All of them are sampled by the present policy within the step: nothing is kept for a
-later one. Groups beyond `batch_prompts` are dropped (as in the paper's code), since in a later step they would be
-off-policy. No row of the dataset is used twice in a step.
+A group whose rewards are all equal has zero advantage and adds nothing to the gradient. With dynamic sampling, the
+RPCs that lead to `rewards` are called on one batch of new prompts after another, until `batch_prompts` groups have
+passed the filter. The other RPCs of the graph see only those groups. The current policy samples all of them within
+the step. Surplus groups are dropped, as in the paper's code, because they would be off-policy in a later step. No row
+of the dataset is used twice in a step.
 
-Two things to know when reading curves: the metric `reward` is that of the groups that train, a selection
-(`dynamic_sampling/sampled_reward` is that of all); and a step costs as many rollouts as it takes.
+The metric `reward` is averaged over the groups that are trained on; `dynamic_sampling/sampled_reward` is averaged
+over all sampled groups. The number of rollouts per step varies.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ from realign.functional import degenerate_groups, segment_sum
 from realign.settings import Count, Finite, NonNegative, Settings
 
 Draw: TypeAlias = Callable[[int], SequenceSample | None]
-"""Sample and judge one more batch of new prompts (numbered from 0 in each step); None when there are none left."""
+"""Sample and score one more batch of new prompts (numbered from 0 in each step); None when no prompts are left."""
 
 
 @dataclass
 class DynamicSampling(Settings):
-    """Which groups pass, and how long to look for them (config node)."""
+    """Filter of prompt groups, and limits of the sampling per step (config node)."""
 
     min_reward_std: NonNegative | None = 0.0
-    """A group passes if the population deviation of its rewards is above this; at 0: unless all are equal up to
-    rounding. null: groups without spread pass too."""
+    """Minimum population standard deviation of the rewards of a group (exclusive). At 0, groups whose rewards are all
+    equal up to rounding fail. null disables this filter."""
     min_mean_reward: Finite | None = None
-    """A group passes if its mean reward is above this (exclusive); with rewards 0 and 1 that is its success rate."""
+    """Minimum mean reward of a group (exclusive); null disables it. With rewards 0 and 1 the mean is the success
+    rate."""
     max_mean_reward: Finite | None = None
-    """A group passes if its mean reward is below this (exclusive)."""
+    """Maximum mean reward of a group (exclusive); null disables it."""
     min_group_size: Count = 2
-    """A group passes if so many of its responses have a reward (and a token that trains): GRPO's field of that name."""
+    """Minimum number of responses of a group that have a reward and a trained token; same as the GRPO field of that
+    name."""
     max_batches: Count = 10
-    """Batches sampled in a step at most; then the step trains on the groups that passed, if there is any."""
+    """Maximum number of batches sampled per step. After them, the step trains on the groups that passed, if there are
+    any."""
     generation_prompts: Count | None = None
-    """Prompts sampled at once; null: `batch_prompts`. More need fewer rounds and drop more groups that passed."""
+    """Prompts sampled together; null uses `batch_prompts`. A larger value needs fewer rounds, but drops more surplus
+    groups."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +69,7 @@ class DynamicSampling(Settings):
             )
 
     def passes(self, rewards_G: Tensor) -> bool:
-        """Whether a group with these rewards [G] is trained on; those that are missing must not be among them."""
+        """Return whether to train on a group with these rewards [G]; missing rewards must be removed before."""
         if len(rewards_G) < self.min_group_size:
             return False
         if self.min_reward_std is not None:
@@ -79,7 +83,7 @@ class DynamicSampling(Settings):
         return above and (self.max_mean_reward is None or mean < self.max_mean_reward)
 
     def chosen(self, judged: SequenceSample) -> list[int]:
-        """Indices of the prompts of a judged batch whose groups pass, ascending."""
+        """Return the indices of the prompts of a scored batch whose groups pass, in ascending order."""
         rewards_S = total_rewards(judged)
         valid_S = rewards_S.isfinite()
         if "loss_mask" in judged:
@@ -89,13 +93,18 @@ class DynamicSampling(Settings):
         return [index for index, (rewards_G, valid_G) in enumerate(groups) if self.passes(rewards_G[valid_G])]
 
     def fill(self, batch_prompts: int, draw: Draw) -> tuple[SequenceSample, dict[str, float]]:
-        """Draw until `batch_prompts` prompts have passed, `max_batches` were drawn, or no prompt is left.
+        """Draw batches until `batch_prompts` prompts have passed, `max_batches` were drawn, or no prompt is left.
 
         Returns:
-            The first `batch_prompts` prompts that passed (or all of them, where there are fewer), in the order in which
-            they were drawn; and the metrics `dynamic_sampling/...`: `batches` drawn, `sampled_prompts`,
-            `accepted_fraction` of them, `surplus_prompts` that passed and were dropped, `missing_prompts` by which the
-            batch is short, and `sampled_reward`, the mean over all responses that have one.
+            The first `batch_prompts` prompts that passed, or fewer if not enough passed, in the order of drawing; and
+            these metrics, prefixed with `dynamic_sampling/`:
+
+            - `batches`: batches drawn
+            - `sampled_prompts`: prompts sampled
+            - `accepted_fraction`: fraction of the sampled prompts that passed
+            - `surplus_prompts`: prompts that passed and were dropped
+            - `missing_prompts`: prompts missing for a full batch
+            - `sampled_reward`: mean over all responses with a reward
 
         Raises:
             RuntimeError: no prompt passed.
@@ -127,7 +136,7 @@ class DynamicSampling(Settings):
         return batch, {f"dynamic_sampling/{name}": value for name, value in values.items()}
 
     def nothing(self, sampled: int, batches: int, reward: float | None) -> str:
-        """Why a step has no prompt to train on: of so many, whose rewards have this mean, none passed."""
+        """Return the error message for a step in which no sampled prompt passed; `reward` is the mean reward."""
         found = "none of their responses has a reward" if reward is None else f"their mean reward is {reward:.3g}"
         ended = "max_batches" if batches == self.max_batches else "the end of the dataset"
         return (
@@ -137,7 +146,7 @@ class DynamicSampling(Settings):
         )
 
     def describe(self) -> str:
-        """The filter in a few words, for people."""
+        """Return a short description of the filter."""
         parts = [] if self.min_reward_std is None else [f"std of rewards > {self.min_reward_std:g}"]
         parts += [] if self.min_mean_reward is None else [f"mean reward > {self.min_mean_reward:g}"]
         parts += [] if self.max_mean_reward is None else [f"mean reward < {self.max_mean_reward:g}"]

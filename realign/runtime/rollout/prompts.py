@@ -1,4 +1,4 @@
-"""`PromptStream`: the prompts of training in their order, and the one number that says how far a run has come."""
+"""`PromptStream`: the training prompts in order, with the data position of the run as a single number."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from realign.data.order import epoch_order
 
 @dataclass
 class PromptStream:
-    """The dataset as one epoch after another, cut into batches of `batch_prompts` prompts.
+    """The dataset repeated for all epochs, split into batches of `batch_prompts` prompts.
 
     Attributes:
         dataset: the rows.
-        batch_prompts: prompts of a batch.
-        seed: of the order.
-        shuffle: whether each epoch has an order of its own, or that of the file.
-        drawn: batches drawn so far. The next batch is a pure function of this number and the seed, so it is all that a
-            resumed run needs to know of its data.
+        batch_prompts: prompts per batch.
+        seed: seed of the order.
+        shuffle: whether to shuffle each epoch separately; otherwise each epoch has the order of the file.
+        drawn: batches drawn so far. The next batch depends only on this number and the seed, so this number is the
+            whole data position of a resumed run.
     """
 
     dataset: Dataset
@@ -35,16 +35,16 @@ class PromptStream:
     _orders: dict[int, IntArray] = field(default_factory=dict, init=False, repr=False)
 
     def rows(self, number: int) -> list[tuple[int, int]]:
-        """The (epoch, row) of each prompt of a batch (counted from 0): a pure function of seed and number."""
+        """Return (epoch, row) of each prompt of a batch (counted from 0); depends only on seed and number."""
         return batch_indices(len(self.dataset), self.batch_prompts, number, self.seed, self.shuffle)
 
     def at(self, places: Sequence[int]) -> SequenceSample:
-        """The prompts at these places of the stream, counted from its beginning through all epochs."""
+        """Return the prompts at these places of the stream, counted from the start of the first epoch."""
         n = len(self.dataset)
         return self.dataset.sample([(place // n, int(self._order(place // n)[place % n])) for place in places])
 
     def _order(self, epoch: int) -> IntArray:
-        """[rows] of an epoch; the latest two are kept, since a large one takes a while."""
+        """Return the row order of an epoch, [rows]; the latest two are cached, since large ones are slow."""
         if epoch not in self._orders:
             n = len(self.dataset)
             order = epoch_order(n, self.seed, epoch) if self.shuffle else np.arange(n)
@@ -52,14 +52,14 @@ class PromptStream:
         return self._orders[epoch]
 
     def draw(self) -> SequenceSample:
-        """The next batch."""
+        """Return the next batch."""
         self.drawn += 1
         return self.dataset.sample(self.rows(self.drawn - 1))
 
     def draw_new(self, used: set[int]) -> SequenceSample | None:
-        """The next batch without the rows in `used`, to which its own are added; None when every row is used.
+        """Return the next batch without the rows in `used`, and add its rows to `used`; None when every row is used.
 
-        Rows that were used come by again at the border of two epochs. Batches of nothing else are passed over.
+        Used rows can reappear at the border of two epochs. Batches that contain only used rows are skipped.
         """
         while len(used) < len(self.dataset):
             new = []
@@ -73,22 +73,22 @@ class PromptStream:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, in batches and (for people) in epochs and rows of the epoch."""
+        """Return the position in batches, and for display also as epoch and index within the epoch."""
         epoch, index = divmod(self.drawn * self.batch_prompts, len(self.dataset))
         where = {"epoch": epoch, "index": index, "seed": self.seed, "rows": len(self.dataset)}
         return {"drawn": self.drawn, "batch_prompts": self.batch_prompts, **where}
 
     def load_state_dict(self, state: Mapping[str, Any], place: int | None = None, *, cut: bool = False) -> None:
-        """Go on where `state_dict` was taken, also with another number of prompts in a batch.
+        """Restore the position of a `state_dict`, also with a different `batch_prompts`.
 
         Args:
-            state: what it gave.
-            place: of the next prompt, where prompts were taken one by one; None: behind the batches drawn.
-            cut: prompts will be taken one by one, so that it need not be the first of a batch.
+            state: the result of `state_dict`.
+            place: place of the next prompt if prompts were taken one by one; None: after the drawn batches.
+            cut: whether prompts will be taken one by one, so that `place` need not be the start of a batch.
 
         Raises:
-            ValueError: the dataset has another number of rows, and so another order, or no batch of this size begins
-                there.
+            ValueError: the dataset has a different number of rows, and so a different order; or no batch of this size
+                starts at the position.
         """
         if state["rows"] != len(self.dataset):
             raise ValueError(

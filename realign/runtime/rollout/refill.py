@@ -1,6 +1,6 @@
-"""`Refill`: dynamic sampling while responses are sampled ahead: a prompt that fails the filter makes room for another.
+"""`Refill`: dynamic sampling in asynchronous rollout, which replaces each prompt that fails the filter by a new one.
 
-No group that passed is dropped, unlike in a run that samples in its steps: there it would be too old for the next one.
+No group that passed is dropped. With synchronous rollout, surplus groups would be off-policy in the next step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from realign.runtime.rollout.staleness import Staleness
 
 
 class Refill:
-    """Filters judged prompts, and counts them from one step to the next."""
+    """Filters scored prompts, and counts them between steps."""
 
     def __init__(self, experiment: Experiment) -> None:
         assert experiment.dynamic_sampling is not None
@@ -20,16 +20,16 @@ class Refill:
         self._most = self._sampling.max_batches * experiment.prompts_at_once
         self._batch_prompts = experiment.batch_prompts
         self.begun = 0
-        """Prompts since the last step; no more begin than `max_batches` hold."""
+        """Prompts started since the last step; at most the prompts of `max_batches` batches."""
         self._sampled = self._passed = 0
         self._rewards: list[Mean] = []
 
     def may_sample(self) -> bool:
-        """Whether one more prompt may begin before the next step."""
+        """Return whether one more prompt may start before the next step."""
         return self.begun < self._most
 
     def chosen(self, judged: SequenceSample) -> set[int]:
-        """Indices of the prompts that pass."""
+        """Return the indices of the prompts that pass the filter."""
         passed = set(self._sampling.chosen(judged))
         rewards_S = total_rewards(judged)
         self._rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
@@ -38,10 +38,10 @@ class Refill:
         return passed
 
     def short_batch(self, staleness: Staleness) -> list[int] | None:
-        """What there is, once `max_batches` were sampled for a step and all of them are judged.
+        """Return an incomplete batch once `max_batches` batches were sampled and scored for the step; otherwise None.
 
         Raises:
-            RuntimeError: there is nothing.
+            RuntimeError: no prompt passed the filter.
         """
         if self.may_sample() or len(staleness.ready) < len(staleness.begun):
             return None
@@ -50,7 +50,11 @@ class Refill:
         return list(staleness.begun)[: self._batch_prompts]
 
     def metrics(self, batch: int) -> dict[str, float]:
-        """Of what was judged since the last step; then it counts anew. `batch`: prompts that the step trains on."""
+        """Return metrics of the prompts scored since the last step, and reset the counts.
+
+        Args:
+            batch: number of prompts that the step trains on.
+        """
         values = {
             "sampled_prompts": float(self._sampled),
             "missing_prompts": float(self._batch_prompts - batch),

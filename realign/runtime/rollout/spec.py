@@ -1,4 +1,4 @@
-"""When a step's responses are sampled: within it, or ahead of it (config node `rollout`)."""
+"""When the responses of a step are sampled: synchronously or asynchronously (config node `rollout`)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class OnUpdate(StrEnum):
     """What happens to the KV cache of responses that are being sampled when the weights change."""
 
     recompute = "recompute"
-    """It is recomputed with the new weights."""
+    """Recompute the KV cache with the new weights."""
     keep = "keep"
-    """It stays: tokens that the old weights processed are not processed again."""
+    """Keep the KV cache that was computed with the old weights."""
 
 
 class RolloutSpec(Settings, ABC):
-    """When the responses of a step are sampled; `Sync` and `Async` are the choices."""
+    """Base class of rollout settings; `Sync` and `Async` are the choices."""
 
     @property
     @abstractmethod
@@ -33,7 +33,7 @@ class RolloutSpec(Settings, ABC):
 
 @dataclass
 class Sync(RolloutSpec):
-    """Responses are sampled within the step that trains on them, by the current policy."""
+    """Synchronous rollout: the current policy samples responses within the step that trains on them."""
 
     @property
     def ahead(self) -> bool:
@@ -47,13 +47,13 @@ class Sync(RolloutSpec):
 
 @dataclass
 class Async(RolloutSpec):
-    """Responses are sampled while earlier ones are trained on, by a copy of the policy that may be versions older."""
+    """Asynchronous rollout: a possibly stale copy of the policy samples responses during training."""
 
     max_staleness: NonNegativeInt = 1
-    """Largest number of training steps between the start of a response and the step that trains on it; 0 computes what
-    `Sync` computes. See `realign.runtime.rollout.staleness`."""
+    """Maximum staleness: training steps between the start of a response and the step that trains on it. 0 gives the
+    same results as `Sync`. See `realign.runtime.rollout.staleness`."""
     on_update: OnUpdate = OnUpdate.recompute
-    """recompute | keep: the KV cache of unfinished responses when the weights change."""
+    """What happens to the KV cache of unfinished responses when the weights change: recompute | keep."""
 
     @property
     def ahead(self) -> bool:
