@@ -69,14 +69,14 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*GRPO, "interfaces.actor.adv_norm.std=grup"],
         (
             "interfaces.actor.adv_norm.std: unknown choice 'grup'; did you mean 'group'? (valid: batch, group, "
-            "none): The elements that a statistic is taken over"
+            "none): The elements over which a statistic is computed"
         ),
     ),
     (
         [*GRPO, "models.actor.dtype=bf16"],
         (
-            "models.actor.dtype: unknown choice 'bf16'; did you mean 'bfloat16'? (valid: bfloat16, float32): The "
-            "precision of matrix products"
+            "models.actor.dtype: unknown choice 'bf16'; did you mean 'bfloat16'? (valid: bfloat16, float32): Precision "
+            "of matrix products"
         ),
     ),
     (
@@ -173,15 +173,15 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "interfaces.actor.kl.place=both"],
         (
-            "interfaces.actor.kl.place: unknown choice 'both' (valid: loss, none, reward): Where the penalty is "
-            "applied: in one place, never in both"
+            "interfaces.actor.kl.place: unknown choice 'both' (valid: loss, none, reward): "
+            "Where the KL penalty is applied: in the reward or in the loss, not in both"
         ),
     ),
     (
         [*GRPO, "interfaces.actor.kl.place=[reward,loss]"],
         (
             "interfaces.actor.kl.place takes one choice, found ['reward', 'loss'] (valid: loss, none, reward): "
-            "Where the penalty is applied: in one place, never in both"
+            "Where the KL penalty is applied: in the reward or in the loss, not in both"
         ),
     ),
     (
