@@ -1,8 +1,9 @@
 """Errors that a user can cause and fix, and the exit codes of the command line.
 
 The modules at the boundaries (config, data, files, servers) raise `RealignError`s, which the command line prints in
-one line. Every other exception is a bug in the project or in a user's component, and keeps its traceback. Pure
-functions (`realign.functional`, `realign.api`) raise `ValueError` and `TypeError`.
+one line. Every other exception is a bug in the project or in a user's component, and keeps its traceback.
+`realign.functional` and `realign.api` raise `ValueError` and `TypeError`; their `SettingsError` and `GraphError` are
+both.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ class ConfigError(RealignError):
 
 class SettingsError(ConfigError, ValueError):
     """A field of a settings object outside its range or choices; `realign.config` prefixes the key."""
+
+
+class GraphError(ConfigError, ValueError):
+    """A dataflow graph whose calls do not fit together."""
 
 
 class DataError(RealignError):
@@ -64,6 +69,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "ExitCode",
+    "GraphError",
     "RealignError",
     "RewardError",
     "RunError",
