@@ -8,6 +8,7 @@ both.
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 
@@ -47,6 +48,10 @@ class TransientError(RealignError):
     """A failure that a restart with `resume=auto` can fix: a full disk, an unreachable server, a lost worker."""
 
 
+class NothingToDo(RealignError):
+    """A run whose steps are all done. The command line prints the message and exits with 0."""
+
+
 class ExitCode(IntEnum):
     """Exit codes of the command line."""
 
@@ -64,15 +69,22 @@ class ExitCode(IntEnum):
     """Stopped by SIGTERM."""
 
 
+def is_transient(error: OSError) -> bool:
+    """Return whether a restart with `resume=auto` can fix an operating system error, such as a full disk."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
     "ExitCode",
     "GraphError",
+    "NothingToDo",
     "RealignError",
     "RewardError",
     "RunError",
     "SettingsError",
     "TransientError",
+    "is_transient",
 ]

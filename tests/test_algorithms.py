@@ -205,7 +205,7 @@ def test_an_algorithm_normalises_the_same_over_experiments_that_normalise_otherw
 
 
 def test_dapo_asks_for_the_length_of_its_buffer():
-    with pytest.raises(ConfigError, match=rf"missing: {BUFFER}; give a value"):
+    with pytest.raises(ConfigError, match=rf"missing values: {BUFFER}\. Set a value"):
         compose(["experiment=grpo_arithmetic", "algorithm=dapo"])
 
 

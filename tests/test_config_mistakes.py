@@ -89,10 +89,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "interfaces.actor.objective.high=", "0.3"],
-        (
-            "'0.3' is no override, which is written key=value; no blank may stand behind the =: did you mean "
-            "interfaces.actor.objective.high=0.3?"
-        ),
+        "'0.3' is not an override. Write key=value. Remove the space after =: interfaces.actor.objective.high=0.3.",
     ),
     (
         [*GRPO, "interfaces.reward.timeout_s=30s"],
@@ -138,13 +135,15 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         ["experiment=grpo"],
         (
-            "missing: data.path, interfaces.reward.function, models.actor.path; give a value, such as "
-            "data.path=VALUE, or start from experiment=NAME"
+            "missing values: data.path, interfaces.reward.function, models.actor.path. Set a value, such as "
+            "data.path=VALUE, or start from experiment=NAME."
         ),
     ),
     (
         ["models.actor.path=m"],
-        ("missing: batch_prompts, steps; give a value, such as batch_prompts=VALUE, or start from experiment=NAME"),
+        (
+            "missing values: batch_prompts, steps. Set a value, such as batch_prompts=VALUE, or start from experiment=NAME."
+        ),
     ),
     (
         [*GRPO, "~data"],
@@ -520,7 +519,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "output_dir="],
-        "output_dir is empty, and the run would write into the current folder; name a folder",
+        "output_dir is empty: the run would write into the current folder. Name a folder.",
     ),
     (
         [*GRPO, "models.actor.head.vocabulary=0"],
@@ -528,7 +527,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "=1"],
-        "'=1' is no override, which is written key=value; its key is missing",
+        "'=1' is not an override: its key is missing. Write key=value.",
     ),
     (
         [*GRPO, "interfaces.actor.generation=null"],

@@ -43,7 +43,7 @@ class Chat:
         """Load the model, and pass its answers to each line to `say`.
 
         Raises:
-            ValueError: the model cannot be loaded, or a setting does not apply to the template.
+            RealignError: the model cannot be loaded, or a setting does not apply to the template.
         """
         model = self.model.load("chat", seed=self.seed)
         open_sampler(self.model, model)
@@ -56,9 +56,9 @@ class Chat:
     def _talk(self, model: Model, lines: Iterable[str], say: Callable[[str], None]) -> None:
         template = self.template or (Template.chat if model.tokenizer.chat_template else Template.plain)
         if template is Template.chat and (self.prefix or self.suffix):
-            raise ConfigError("prefix and suffix belong to template=plain, but the template is chat")
+            raise ConfigError("prefix and suffix apply only to template=plain, but template=chat. Remove them.")
         if template is Template.plain and self.system:
-            raise ConfigError("system belongs to template=chat, but the template is plain")
+            raise ConfigError("system applies only to template=chat, but template=plain. Remove it.")
         writer = Writer(model.tokenizer, template, self.prefix, self.suffix, self.system)
         conversation: list[Message] = []
         for turn, line in enumerate(lines):
@@ -100,7 +100,9 @@ def chat_of(words: Sequence[str]) -> Chat:
     """
     paths = [word for word in words if "=" not in word]
     if len(paths) != 1:
-        raise ConfigError(f"realign chat takes one model, a folder or hub name, and key=value; found {paths}")
+        raise ConfigError(
+            f"realign chat expects one model (a folder or hub name) and key=value settings, found {paths}"
+        )
     given = OmegaConf.to_container(OmegaConf.from_dotlist([word for word in words if "=" in word]))
     assert isinstance(given, Mapping)
     settings: dict[str, Any] = {str(name): value for name, value in given.items()}

@@ -30,7 +30,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     """Show the graph, disk and devices, load models and data, and run every call except training on two prompts.
 
     Raises:
-        ValueError: a step of the check fails, or the run cannot resume from the checkpoint; names the reason.
+        RealignError: a step of the check fails, or the run cannot resume from the checkpoint; names the reason.
         OSError: `output_dir` cannot be written.
     """
 
@@ -42,7 +42,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nDevices\n  " + devices_line())
     start = find_start(experiment)
     if experiment.resume is not None:
-        found = "no checkpoint yet: it would start" if start is None else f"it would go on from {start.checkpoint.path}"
+        found = "no checkpoint: the run would start from step 0" if start is None else f"from {start.checkpoint.path}"
         say(f"\nResume\n  {found}")
     with cluster_for(experiment), closing(open_runtime(experiment)) as runtime:
         if start is not None:
@@ -51,7 +51,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
         held_out = f", {len(runtime.held_out):,} held out for evaluation" if runtime.held_out is not None else ""
         say(f"\nData\n  {len(runtime.dataset):,} rows{held_out}")
         batch = run_calls(runtime)
-        say(f"\nTwo prompts through every call but training\n{batch!r}")
+        say(f"\nTwo prompts through every call except training\n{batch!r}")
         shown: Counter[str] = Counter()
         for record in runtime.readable(batch, ROWS):
             shown[record["id"]] += 1

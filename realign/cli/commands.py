@@ -23,32 +23,35 @@ HELP = """\
 realign: reinforcement learning for language models on packed sequences
 
 Usage
-  realign <overrides>          train
-  realign check <overrides>    everything but training: graph, data, shapes, rewards, devices, disk
-  realign graph <overrides>    show the graph: [--format text|mermaid|svg] [--out FILE]
-  realign chat MODEL           talk to a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
-  realign <overrides> resume=auto   go on with a run that was stopped or killed
-  realign -m <overrides>       one run for each combination of a=1,2 b=x,y
+  realign <overrides>             train
+  realign check <overrides>       run everything except training: graph, data, shapes, rewards, devices, disk
+  realign graph <overrides>       show the dataflow graph: [--format text|mermaid|svg] [--out FILE]
+  realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
+  realign <overrides> resume=auto   resume a run that was stopped or killed
+  realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y
   realign --cfg job <overrides>   print the composed config
-  torchrun --nproc-per-node N -m realign <overrides>   one run, of N processes
+  torchrun --nproc-per-node N -m realign <overrides>   train on N ranks
 
-  <overrides> are key=value; start from experiment=NAME, and lay algorithm=NAME over it. Any field of a component
-  can be set, listed in a YAML or not.
+  <overrides> are key=value. Start from experiment=NAME, and add algorithm=NAME to change its algorithm. Every field of
+  a component can be set, whether or not a YAML file lists it.
 
 Options
-  --config-dir DIR    a folder of your own, with experiment/NAME.yaml and algorithm/NAME.yaml
-  --debug             show the traceback of an error (as HYDRA_FULL_ERROR=1 does)
+  --config-dir DIR    your own folder with experiment/NAME.yaml and algorithm/NAME.yaml
+  --debug             show the traceback of every error (like HYDRA_FULL_ERROR=1)
   --version, --help
 
 Exit codes
-  0    done
-  2    a mistake, or nothing left to do: one line on stderr says which
-  130  stopped by Ctrl-C, 143 by SIGTERM, after the step under way and a checkpoint (a second signal ends at once)
+  0    success, or no steps left to do
+  1    a bug; the traceback is on stderr
+  2    an error that a restart does not fix; one line on stderr
+  75   a failure that restarting with resume=auto fixes, such as a full disk or a lost worker
+  130  stopped by Ctrl-C; 143: stopped by SIGTERM. The first signal finishes the step and saves a checkpoint, and the
+       second signal stops the run immediately.
 
 Experiments
 {experiments}
 
-Algorithms, over an experiment that trains an actor on rewards
+Algorithms (presets for experiments that train an actor on rewards)
 {algorithms}
 
 Examples
@@ -63,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Returns:
-        The exit code. 0: success. 2: user error, or nothing left to do (one line on stderr gives the reason).
-        130: stopped by Ctrl-C. 143: stopped by SIGTERM.
+        The exit code, as listed in `realign.errors.ExitCode`.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
@@ -121,11 +123,11 @@ def _dispatch(argv: list[str], start: Start) -> int:
         if command not in commands:
             raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}; overrides are key=value")
     if command != "graph" and (args.format or args.out):
-        raise ConfigError("--format and --out belong to realign graph")
+        raise ConfigError("--format and --out apply only to realign graph")
     if command and (args.multirun or args.cfg or args.info):
-        raise ConfigError(f"--multirun, --cfg and --info do not go with realign {command}")
+        raise ConfigError(f"--multirun, --cfg and --info do not apply to realign {command}")
     if not overrides and command != "chat" and not (args.cfg or args.info):
-        raise ConfigError("nothing to do: start from experiment=NAME; realign --help lists them")
+        raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
     if command is not None:
         return commands[command](args, overrides)
     return train(args, overrides, start)
@@ -157,7 +159,9 @@ def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
     ending = Path(args.out or "").suffix
     if args.format is None and ending not in endings:
         known = ", ".join(filter(None, endings))
-        raise ConfigError(f"--out {args.out}: no format ends in {ending!r}; give --format, or one of {known}")
+        raise ConfigError(
+            f"--out {args.out}: no format has the extension {ending!r}. Set --format, or use one of {known}."
+        )
     form = args.format or endings[ending]
     experiment = _built(args, overrides)
     drawn = FORMATS[form](experiment.graph, shared_roles(experiment.models))
@@ -190,7 +194,7 @@ def chat(args: argparse.Namespace, words: list[str]) -> int:
     from realign.cli.chat import chat_of
 
     if args.config_dir:
-        raise ConfigError("--config-dir does not go with realign chat, which takes no experiment")
+        raise ConfigError("--config-dir does not apply to realign chat, which has no experiment")
     conversation = chat_of(words)
     quiet_transformers()
     conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), _say)

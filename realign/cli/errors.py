@@ -1,4 +1,8 @@
-"""Error messages and exit codes of the command line."""
+"""Error messages and exit codes of the command line.
+
+The class of an exception decides: a `RealignError`, an `OSError` and an error of Hydra are printed in one line, and
+every other exception keeps its traceback.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,7 @@ from contextlib import contextmanager
 
 from realign.config.errors import one_line
 from realign.config.explain import explain
-from realign.errors import RealignError
-from realign.mistakes import raised_on_purpose
-
-BUG, USER_ERROR, INTERRUPTED = 1, 2, 130
+from realign.errors import ExitCode, NothingToDo, RealignError, TransientError, is_transient
 
 
 def guarded(action: Callable[[], int | None], debug: bool) -> int:
@@ -24,14 +25,14 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
         The exit code.
     """
     try:
-        return action() or 0
+        return action() or ExitCode.success
     except BrokenPipeError:
         # The reader of stdout closed the pipe. Without this, Python would report the error again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return USER_ERROR
+        return ExitCode.error
     except (Exception, KeyboardInterrupt) as error:
         text, code = described(error, debug)
-        if code == BUG:
+        if code == ExitCode.bug:
             raise
         sys.stderr.write(f"{text}\n")
         return code
@@ -61,27 +62,34 @@ def plain_warnings(debug: bool) -> Iterator[None]:
 
 
 def described(error: BaseException, debug: bool) -> tuple[str, int]:
-    """Return the text to print for an error, and the exit code. For bugs or with `debug`, returns the traceback."""
+    """Return the text to print for an error, and the exit code. For bugs or with `debug`, the text is the traceback."""
+    code = exit_code(error)
     if isinstance(error, KeyboardInterrupt):
-        return str(error) or "interrupted", getattr(error, "exit_code", INTERRUPTED)
+        return str(error) or "interrupted", code
     message = user_message(error) if isinstance(error, Exception) and not debug else None
     if message is None:
-        return "".join(traceback.format_exception(error)).rstrip(), BUG
-    return f"error: {message}", USER_ERROR
+        return "".join(traceback.format_exception(error)).rstrip(), code
+    return message if isinstance(error, NothingToDo) else f"error: {message}", code
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that an error ends, as listed in `ExitCode`."""
+    if isinstance(error, KeyboardInterrupt):
+        return int(getattr(error, "exit_code", ExitCode.interrupted))
+    if isinstance(error, NothingToDo):
+        return ExitCode.success
+    if isinstance(error, TransientError) or (isinstance(error, OSError) and is_transient(error)):
+        return ExitCode.transient
+    if isinstance(error, Exception) and user_message(error) is not None:
+        return ExitCode.error
+    return ExitCode.bug
 
 
 def user_message(error: Exception) -> str | None:
-    """Return one line for an error that realign or Hydra raised on purpose, or for an `OSError`; None for bugs."""
-    if isinstance(error, RealignError):
-        return one_line(error)
-    if isinstance(error, OSError):
-        return one_line(error)
-    kinds = (ValueError, RuntimeError, ArithmeticError, ImportError)
-    if isinstance(error, kinds) and raised_on_purpose(error):
+    """Return one line for a `RealignError`, an `OSError`, or an error of Hydra or its launcher; None for bugs."""
+    if isinstance(error, RealignError | OSError):
         return one_line(error)
     home = type(error).__module__.split(".")[0]
-    if raised_on_purpose(error, "submitit") and home == "builtins":
-        return one_line(error)  # for example, Slurm is not installed
     if home == "submitit":  # a failed job of a sweep: the message ends with the last line of the job
         lines = [line for line in str(error).splitlines() if line.strip()]
         return f"{lines[0]}: {lines[-1]}"

@@ -115,4 +115,4 @@ def _training_rows(experiment: Experiment, plan: Plan) -> dict[str, str]:
         "prompts per optimizer step": part_sizes(experiment.batch_prompts, plan.n_minibatches) + most,
     }
     rows |= {"steps before the first update": f"{idle:,}"} if idle else {}
-    return rows | {"optimizer steps in all": f"{total:,}{most}"}
+    return rows | {"total optimizer steps": f"{total:,}{most}"}

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Start: TypeAlias = "Callable[[ExperimentConfig], int]"
 """Function that runs a composed config and returns the exit code."""
+SLURM = "submitit_slurm"
 
 
 def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
@@ -45,9 +47,9 @@ def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
     from realign.config.composition import check_launch, register_schema, search_path
     from realign.config.loader import run_application, show_config, show_info
 
-    check_launch(overrides, args.config_dir)
+    launcher = check_launch(overrides, args.config_dir)
     if args.multirun:
-        _check_sweep(overrides)
+        _check_sweep(overrides, launcher)
     if not (args.multirun or args.cfg or args.info):
         _check_start(build(compose(overrides, args.config_dir)))  # before Hydra creates its folder
 
@@ -71,14 +73,22 @@ def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
     return 0
 
 
-def _check_sweep(overrides: Sequence[str]) -> None:
+def _check_sweep(overrides: Sequence[str], launcher: str) -> None:
     if given := [word for word in overrides if word.lstrip("+").startswith("resume=")]:
         raise ConfigError(
-            f"{given[0]} does not go with -m: every call of a sweep makes folders of its own, so that there is nothing "
-            "to go on from; resume its runs one by one, by resume=auto and their output_dir"
+            f"{given[0]}: a sweep (-m) always starts new runs. Resume the runs of a sweep one by one, with resume=auto "
+            "and the output_dir of the run."
         )
     if is_one_of_many():
-        raise ConfigError("-m does not go with torchrun, which starts the processes of one run; start each run by it")
+        raise ConfigError(
+            "-m: a sweep cannot run under torchrun, which starts the ranks of one run. Start each run separately."
+        )
+
+    if launcher == SLURM and not shutil.which("srun"):
+        raise ConfigError(
+            f"hydra/launcher={SLURM}: the command srun was not found. Start the sweep on a Slurm cluster, or use "
+            "hydra/launcher=submitit_local."
+        )
 
 
 def _check_start(experiment: Experiment) -> None:
@@ -190,7 +200,7 @@ def build(config: ExperimentConfig) -> Experiment:
 
     if config.threads is not None:
         if config.threads < 1:
-            raise ConfigError(f"threads must be at least 1 or null, found {config.threads}")
+            raise ConfigError(f"threads={config.threads}: must be at least 1, or null")
         torch.set_num_threads(config.threads)
     return build_experiment(config)
 
@@ -203,7 +213,7 @@ def print_derived(experiment: Experiment, console: Any) -> None:
 
     from realign.cli.launch_table import derived_rows
 
-    table = Table(title=f"{escape(experiment.name)}: what the config amounts to", title_justify="left", box=None)
+    table = Table(title=f"{escape(experiment.name)}: run summary", title_justify="left", box=None)
     table.add_column("", style="bold")
     table.add_column("")
     for name, value in derived_rows(experiment):

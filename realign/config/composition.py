@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.construct import fill
-from realign.config.errors import OPTIONAL, ConfigError, not_a_component, one_line
+from realign.config.errors import OPTIONAL, ConfigError, listed, not_a_component, one_line
 from realign.config.explain import explain
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
@@ -57,10 +57,10 @@ def check_words(overrides: Sequence[str]) -> None:
     """
     for before, word in zip(["", *overrides], overrides, strict=False):
         if "=" not in word and not word.startswith("~"):
-            torn = f"; no blank may stand behind the =: did you mean {before}{word}?" if before.endswith("=") else ""
-            raise ConfigError(f"{word!r} is no override, which is written key=value{torn}")
+            torn = f" Remove the space after =: {before}{word}." if before.endswith("=") else ""
+            raise ConfigError(f"{word!r} is not an override. Write key=value.{torn}")
         if not word.lstrip("+~").partition("=")[0].strip():
-            raise ConfigError(f"{word!r} is no override, which is written key=value; its key is missing")
+            raise ConfigError(f"{word!r} is not an override: its key is missing. Write key=value.")
 
 
 def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | str | None) -> str:
@@ -75,7 +75,7 @@ def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | st
     with suppress(Exception):  # ignore other errors: the user sees one error at a time
         whole = OmegaConf.to_container(without_hydra(_whole([*search_path(config_dir), *others])), resolve=False)
         keys = [key for key, _ in _leaves(whole) if key.rpartition(".")[2] == name]
-    return message + (f"; did you mean {' or '.join(keys[:3])}?" if keys else f"; known are {', '.join(ROOT_KEYS)}")
+    return message + (f"; did you mean {' or '.join(keys[:3])}?" if keys else listed(ROOT_KEYS))
 
 
 def resolve(composed: DictConfig) -> ExperimentConfig:
@@ -89,8 +89,8 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
         _check_roles(unresolved)
         # OmegaConf's search for missing values does not find interpolations of a missing value
         if missing := sorted(key for key, value in _leaves(unresolved) if value == "???"):
-            how = f"give a value, such as {missing[0]}=VALUE"
-            raise ConfigError(f"missing: {', '.join(missing)}; {how}, or start from experiment=NAME")
+            how = f"Set a value, such as {missing[0]}=VALUE, or start from experiment=NAME."
+            raise ConfigError(f"missing values: {', '.join(missing)}. {how}")
         plain = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
@@ -147,12 +147,12 @@ def _search_urls(config_dir: Path | str | None) -> list[str]:
         return []
     folder = Path(config_dir).resolve()
     if not folder.is_dir():
-        raise ConfigError(f"--config-dir: there is no folder {str(config_dir)!r}")
+        raise ConfigError(f"--config-dir={config_dir}: this folder does not exist.")
     return [f"file://{folder}"]
 
 
-def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> None:
-    """Check the `hydra` node in every run that a command line starts.
+def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> str:
+    """Check the `hydra` node in every run that a command line starts, and return the name of its launcher.
 
     Args:
         overrides: As for `compose`. For a sweep (`seed=1,2`), each combination is composed.
@@ -175,6 +175,7 @@ def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None)
         if params or any(len(values) > 1 for values in swept.values()):
             for words in product(*swept.values()):
                 _checked(words, config_dir)
+        return launcher_of(node_of(whole))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explained(error, overrides, config_dir)) from error
 
@@ -231,8 +232,8 @@ def _whole(overrides: Sequence[str]) -> DictConfig:
         ) from error
     except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf merges into null
         raise ConfigCompositionException(
-            f"the overrides do not fit together ({one_line(str(error).splitlines()[0])}): is one of them below a "
-            f"key that is null, or no mapping? {' '.join(overrides)}"
+            f"overrides {' '.join(overrides)}: incompatible ({one_line(str(error).splitlines()[0])}). "
+            "Check for an override below a key that is null or a single value."
         ) from error
 
 
@@ -257,7 +258,7 @@ def _choices(overrides: Sequence[str]) -> list[_Choice]:
     for text, one in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
         key = one.get_key_element()
         if isinstance(one.value(), Glob):
-            raise ConfigError(f"{text}: list the values, as in {key}=a,b; glob is not supported")
+            raise ConfigError(f"{text}: glob is not supported. List the values: {key}=a,b.")
         sweep = one.is_discrete_sweep()
         values = [f"{key}={value}" for value in one.sweep_string_iterator()] if sweep else [text]
         found.append(_Choice(text, key, values))

@@ -19,7 +19,6 @@ from realign.config.errors import ConfigError, one_line, unknown_key
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 from realign.config.words import TARGET
 from realign.errors import SettingsError
-from realign.mistakes import raised_on_purpose
 
 INTERFACES = "interfaces"
 """Parameter of a graph function that receives the built interfaces. No config value can set it."""
@@ -54,7 +53,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
     cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
     key = f"{where}.{TARGET}"
     if not inspect.isclass(cls):
-        wrong = f"{node[TARGET]} is not a class; here stands a class that is {name}"
+        wrong = f"{node[TARGET]} is not a class; expected a class that is {name}"
         raise ConfigError(f"{key}: {wrong}{beside(node[TARGET], fits, name)}")
     if inspect.isabstract(cls) and kind in (cls, Any):
         raise ConfigError(f"{key}: {cls.__qualname__} is a base class{beside(node[TARGET], fits, name)}")
@@ -180,7 +179,8 @@ def _hints(thing: Any, where: str) -> dict[str, Any]:
         return get_type_hints(thing)
     except NameError as error:
         raise ConfigError(
-            f"{where}: the annotations of {thing.__qualname__} cannot be read: {error}; import it outside TYPE_CHECKING"
+            f"{where}: cannot read the annotations of {thing.__qualname__}: {error}. Import the name outside "
+            "TYPE_CHECKING."
         ) from error
 
 
@@ -217,9 +217,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         raise ConfigError(located(where, one_line(error), known)) from error
     except ConfigError:
         raise
-    except Exception as error:
-        if isinstance(error, ValueError) and raised_on_purpose(error):  # for classes without `realign.settings`
-            raise ConfigError(located(where, one_line(error), known)) from error
+    except Exception as error:  # a bug in the constructor of a component: its traceback is printed
         error.add_note(f"while building {where or 'the config'}")
         raise
 

@@ -167,7 +167,7 @@ def _meant(raw: Any, annotation: Any, where: str) -> str:
 def _meant_number(raw: Any, annotation: type, where: str) -> str:
     kind = "a whole number" if annotation is int else "a number"
     if raw == "":
-        return f"; give {kind} right behind the =, without a blank"
+        return f"; give {kind} directly after =, without a space"
     match = re.fullmatch(r"\s*([-+]?\d[\d_]*(?:\.\d*)?(?:e[-+]?\d+)?)\s*([a-z%]*)\s*", str(raw), re.IGNORECASE)
     if match is None:
         return f"; give {kind}"
@@ -185,7 +185,7 @@ def _values(raw: Any, where: str) -> Any:
     """Return plain values; raise an error if they contain a component."""
     if isinstance(raw, Mapping):
         if "_target_" in raw:
-            raise ConfigError(f"{where}: only plain values stand here, no component; found {raw!r}")
+            raise ConfigError(f"{where}: expected plain values, found a component: {raw!r}")
         return {key: _values(value, f"{where}.{key}") for key, value in raw.items()}
     return [_values(value, f"{where}[{i}]") for i, value in enumerate(raw)] if isinstance(raw, list) else raw
 

@@ -18,6 +18,7 @@ from realign.config.places import ROOTS
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.targets import import_target
 from realign.config.words import TARGET
+from realign.errors import SettingsError
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment
@@ -27,8 +28,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     """Import, construct and check the classes that the config names. Loads no model and no data.
 
     Raises:
-        ConfigError: a component is invalid; names the key.
-        ValueError: components do not match, such as roles of the graph, temperatures, or an evaluation without a model.
+        ConfigError: a component is invalid, or components do not match, such as roles of the graph, temperatures, or an
+            evaluation without a model. The message names the key.
     """
     with _owners_named(config.owners):
         return _build(config)
@@ -60,10 +61,10 @@ def _build(config: ExperimentConfig) -> Experiment:
     if config.calibration:
         calibration = _one(config, RewardCalibration, "calibration")
     if not config.output_dir.strip():
-        raise ConfigError("output_dir is empty, and the run would write into the current folder; name a folder")
+        raise ConfigError("output_dir is empty: the run would write into the current folder. Name a folder.")
     try:
         microbatch = MicroBatchSpec(**dataclasses.asdict(config.microbatch))
-    except ValueError as error:
+    except SettingsError as error:
         raise ConfigError(f"microbatch.{error}") from error
     experiment = Experiment(
         name=config.name,

@@ -28,16 +28,16 @@ def explain(error: Exception) -> str:
         return f"unknown {group or 'config'} {name!r}{suggest(name, error.options or ())}"
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        quoted = f"; a text with such characters needs two pairs of quotes: '{key}=\"{value}\"'" if value else ""
+        quoted = f". Quote text with special characters twice: '{key}=\"{value}\"'" if value else ""
         return one_line(f"cannot read the override {error.override!r}: {_first_line(error.message)}{quoted}")
     if match := re.search(r"Ambiguous value for argument '(.+?)=(.*?)'", str(error)):
         key, value = match.groups()
         return (
-            f"{key}={value}: a comma means a sweep, which needs -m; a list is written '{key}=[{value}]', and a number "
-            "with a point"
+            f"{key}={value}: a comma separates the values of a sweep. For a sweep, add -m; for a list, write "
+            f"'{key}=[{value}]'; for a decimal number, use a point."
         )
     if match := re.search(r"Could not delete from config. '(.+?)' does not exist", str(error)):
-        return f"~{match[1]}: there is nothing to remove, {match[1]} is not set; realign --cfg job shows what is"
+        return f"~{match[1]}: {match[1]} is not set. `realign --cfg job` shows the keys that are set."
     chain = (error, error.__cause__, error.__context__)
     cause = next((e for e in chain if isinstance(e, OmegaConfBaseException)), error)
     if not isinstance(cause, OmegaConfBaseException):

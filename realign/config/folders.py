@@ -13,7 +13,9 @@ def experiments_dir() -> Path:
     for folder in (package / "experiments", package.parent / "experiments"):
         if (folder / "config.yaml").is_file():
             return folder
-    raise ConfigError(f"the folder of experiments is missing; looked beside and inside {package}")
+    raise ConfigError(
+        f"no folder of experiments inside {package} or beside it. Reinstall realign."
+    )
 
 
 def list_experiments(config_dir: Path | None = None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from realign.config.errors import ConfigError, one_line, suggest
 
 OURS = "realign"
-ROOMS = ("interfaces", "engines", "data", "runtime")
+PACKAGES = ("interfaces", "engines", "data", "runtime")
 """Packages of realign that contain components."""
 NEAR = 0.75
 """Minimum similarity (0 to 1) of two names to suggest one for the other."""
@@ -43,12 +43,15 @@ def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
         fits: Predicate for the objects to suggest; None accepts all.
 
     Raises:
-        ConfigError: the module or attribute does not exist, or importing the module fails.
+        ConfigError: the module or attribute does not exist, or the module lacks a package or has invalid syntax.
+        Exception: any other exception that the module raises, with the key as a note.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{where} must be an import path such as package.module.Class, found {path!r}")
     if path.split(".")[0] in sys.stdlib_module_names:
-        raise ConfigError(f"{where}: {path} is of Python's own library, which has no component; nothing was imported")
+        raise ConfigError(
+            f"{where}: {path} is part of Python's standard library, which has no components. Nothing was imported."
+        )
     found: Any = None
     done = ""
     for part in path.split("."):
@@ -69,10 +72,14 @@ def _import(name: str, where: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name == name:
             return None
-        raise ConfigError(one_line(f"{where}: importing {name} failed: {error}")) from error
-    except (Exception, SystemExit) as error:  # importing a module can raise any exception
-        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
-        raise ConfigError(one_line(f"{where}: importing {name} failed: {kind}{error}")) from error
+        raise ConfigError(f"{where}: importing {name} failed: {one_line(error)}") from error
+    except SyntaxError as error:
+        raise ConfigError(f"{where}: importing {name} failed: {one_line(error)}") from error
+    except SystemExit as error:
+        raise ConfigError(f"{where}: importing {name} failed: the module calls sys.exit({error})") from error
+    except Exception as error:  # a bug in the module: its traceback is printed
+        error.add_note(f"while importing {name} for {where}")
+        raise
 
 
 def _contents(found: Any, fits: Fits | None) -> Iterable[str]:
@@ -136,15 +143,15 @@ def _elsewhere(path: str, found: Any, fits: Fits) -> str | None:
 
     `path` may be a bare name. Searches only modules of realign, because importing other modules can have side effects.
     """
-    rooms: tuple[str, ...]
+    packages: tuple[str, ...]
     if found is None:
-        rooms = ROOMS if "." not in path else ()
+        packages = PACKAGES if "." not in path else ()
     else:
         package = getattr(found, "__name__", "") if hasattr(found, "__path__") else getattr(found, "__package__", None)
-        rooms = tuple(room for room in ROOMS if package == f"{OURS}.{room}")
+        packages = tuple(name for name in PACKAGES if package == f"{OURS}.{name}")
     known: dict[str, str] = {}
-    for room in rooms:
-        for info in pkgutil.iter_modules(importlib.import_module(f"{OURS}.{room}").__path__, f"{OURS}.{room}."):
+    for package in packages:
+        for info in pkgutil.iter_modules(importlib.import_module(f"{OURS}.{package}").__path__, f"{OURS}.{package}."):
             module = importlib.import_module(info.name)
             own = (name for name in _defined(module, fits) if getattr(module, name).__module__ == info.name)
             known |= {name: f"{info.name}.{name}" for name in own}

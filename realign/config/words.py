@@ -107,7 +107,7 @@ def class_of_word(word: str, annotation: Any, where: str) -> type | None:
         return known[word]
     if len(known) < 2:
         return None
-    own = f"{where}.{TARGET}=MODULE.CLASS chooses a class of your own"
+    own = f"{where}.{TARGET}=MODULE.CLASS selects your own class"
     raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, choices(annotation))}; {own}")
 
 

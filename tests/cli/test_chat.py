@@ -65,14 +65,14 @@ def test_a_conversation_remembers_what_was_said(folder, tmp_path):
     plain = [*words, "template=plain"]
     said = f"<|user|>a<|end|>\n<|assistant|>{first}<|end|>\n<|user|>b<|end|>\n<|assistant|>"
     assert second == answers(plain, [said])[0]
-    with pytest.raises(ConfigError, match="prefix and suffix belong to template=plain"):
+    with pytest.raises(ConfigError, match="prefix and suffix apply only to template=plain"):
         answers([*words, "prefix=x"], ["a"])
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], r"takes one model, a folder or hub name, and key=value; found \[\]"),
+        ([], r"expects one model (folder or hub name) and key=value settings, found \[\]"),
         (["a", "b"], r"found \['a', 'b'\]"),
         (["a", "generation.temprature=1"], r"unknown key 'generation.temprature'; did you mean 'temperature'\?"),
         (["a", "generation.n=0"], "n=0: must be at least 1"),
@@ -84,7 +84,7 @@ def test_mistakes_are_named(words, message):
 
 
 def test_system_needs_a_chat_template(folder):
-    with pytest.raises(ConfigError, match="system belongs to template=chat"):
+    with pytest.raises(ConfigError, match="system applies only to template=chat"):
         answers([folder, "system=x"], ["a"])
 
 
@@ -93,7 +93,7 @@ def test_the_command_answers_the_lines_of_stdin(folder, capsys, monkeypatch):
     assert cli.main(["chat", folder, *SHORT]) == 0
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in answers([folder, *SHORT], ["a", "b"]))
     assert cli.main(["chat"]) == 2
-    assert "realign chat takes one model" in capsys.readouterr().err
+    assert "realign chat expects one model" in capsys.readouterr().err
     assert cli.main(["--config-dir", "x", "chat", folder]) == 2
 
 

@@ -13,7 +13,6 @@ import yaml
 
 import realign
 from realign.cli import commands as cli
-from realign.config import ConfigError
 from realign.config.folders import experiments_dir, list_experiments
 from tests.config_parts import EXPERIMENT, write_experiment
 
@@ -75,17 +74,17 @@ def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "nothing to do: start from experiment=NAME"),
+        ((), "Start from experiment=NAME"),
         (("grph",), "unknown command 'grph'; did you mean 'graph'?"),
         (("experiment=bigrm",), "unknown experiment 'bigrm'; did you mean 'bigram'?"),
         (("experiment=bigram", "stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
         (("experiment=bigram", "+stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
         (("experiment=bigram", "interfaces.actor.adv_norm.stdd=none"), "unknown key 'interfaces.actor.adv_norm.stdd'"),
-        (("experiment=bigram", "graph._target_=os.system"), "graph._target_: os.system is of Python's own library"),
+        (("experiment=bigram", "graph._target_=os.system"), "os.system is part of Python's standard library"),
         (("graph", "experiment=bigram", "--format", "png"), "invalid choice: 'png'"),
-        (("experiment=bigram", "--out", "x.svg"), "--format and --out belong to realign graph"),
-        (("check", "experiment=bigram", "-m"), "do not go with realign check"),
-        (("-m", "experiment=bigram", "seed=0,1", "resume=auto"), "resume=auto does not go with -m"),
+        (("experiment=bigram", "--out", "x.svg"), "--format and --out apply only to realign graph"),
+        (("check", "experiment=bigram", "-m"), "do not apply to realign check"),
+        (("-m", "experiment=bigram", "seed=0,1", "resume=auto"), "resume=auto: a sweep (-m) always starts new runs"),
         (("experiment=bigram", "--frmat", "svg"), "unrecognized arguments: --frmat"),
         (("experiment=bigram", "steps=0"), "steps=0: must be at least 1"),
     ],
@@ -99,12 +98,13 @@ def test_trap_g6_a_mistake_is_one_line_on_stderr_exit_2_and_leaves_no_file(here,
     assert list(here.iterdir()) == []
 
 
-def test_debug_shows_the_traceback(here, monkeypatch):
-    with pytest.raises(ConfigError, match="unknown key 'stepss'"):
-        realign_main("experiment=bigram", "stepss=3", "--debug")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(ConfigError, match="unknown key 'stepss'"):
-        realign_main("experiment=bigram", "stepss=3")
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(here, monkeypatch, capsys):
+    for arguments in (("--debug",), ()):
+        assert realign_main("experiment=bigram", "stepss=3", *arguments) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("Traceback (most recent call last):")
+        assert "ConfigError: unknown key 'stepss'" in err
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
 
 
 def test_train_runs_writes_its_config_and_litters_nothing(here, capsys):
@@ -125,7 +125,7 @@ def test_train_runs_writes_its_config_and_litters_nothing(here, capsys):
         r"group size .* 4",
         r"sequences per step +16",
         r"optimizer steps per step +2 \(2 epochs x 1 mini-batches\)",
-        r"optimizer steps in all +6",
+        r"total optimizer steps +6",
         r"tokens per micro-batch +at most 16,384",
         r"sampler +neutral, temperature 1",
         r"KL to reference +not applied",

@@ -66,11 +66,11 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "sampler": "top_p=0.9, temperature 1",
         "actor: optimizer steps per step": "4 (4 epochs x 1 mini-batches)",
         "actor: prompts per optimizer step": "64",
-        "actor: optimizer steps in all": "4,000",
+        "actor: total optimizer steps": "4,000",
         "actor: loss": "none",
         "judge: optimizer steps per step": "1 (1 epochs x 1 mini-batches)",
         "judge: prompts per optimizer step": "64",
-        "judge: optimizer steps in all": "1,000",
+        "judge: total optimizer steps": "1,000",
         "judge: loss": "of the judge",
         "tokens per micro-batch": "no limit",
         "temperature": "1 (interfaces.actor.generation.temperature, interfaces.judge.temperature)",
@@ -89,7 +89,7 @@ def test_steps_before_the_first_update_make_no_optimizer_step():
     rows = dict(derived_rows(experiment(interfaces={**experiment().interfaces, "actor": Late(epochs=4)})))
     assert rows["actor: steps before the first update"] == "50"
     assert rows["actor: optimizer steps per step"] == "4 at most (4 epochs x 1 mini-batches)"
-    assert rows["actor: optimizer steps in all"] == "3,800 at most"
+    assert rows["actor: total optimizer steps"] == "3,800 at most"
 
 
 def test_a_role_that_is_not_trained_has_no_rows_of_training():

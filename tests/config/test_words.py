@@ -113,7 +113,7 @@ def test_none_means_none_exactly_where_the_annotation_allows_it():
         (
             {"objective": "gsop"},
             "interfaces.actor.objective: unknown choice 'gsop'; did you mean 'gspo'? (valid: clip, gspo, tight_clip); "
-            "interfaces.actor.objective._target_=MODULE.CLASS chooses a class of your own",
+            "interfaces.actor.objective._target_=MODULE.CLASS selects your own class",
         ),
         ({"objective": "objective"}, "interfaces.actor.objective: unknown choice 'objective'"),
         ({"objective": "Gspo"}, "interfaces.actor.objective: unknown choice 'Gspo'; did you mean 'gspo'?"),

@@ -30,7 +30,7 @@ def test_a_class_is_found_by_module_or_file_and_made_anew_each_time():
         (f"{MODULE}:OddStep", {}, r"OddStep\.step' cannot be called as OddStep\.step\(self, response\): too many"),
         (f"{MODULE}:Tool", {"tags": 1}, r"cannot be called as Tool\(tags=\): got an unexpected keyword argument"),
         ("nowhere.at.all:Tool", {}, "no module named 'nowhere'"),
-        ("subprocess:Popen", {}, "is of Python's own library, which has none; nothing was imported"),
+        ("subprocess:Popen", {}, "is part of Python's standard library, which has none; nothing was imported"),
     ],
 )
 def test_what_is_no_environment_is_refused_before_anything_is_loaded(name, arguments, found):

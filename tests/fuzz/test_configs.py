@@ -60,7 +60,7 @@ def whole(name: str) -> dict[str, Any]:
     try:
         config = compose(overrides)
     except ConfigError as error:  # what only a user knows
-        missing = str(error).partition(";")[0].removeprefix("missing: ").split(", ")
+        missing = str(error).partition(". Set")[0].removeprefix("missing values: ").split(", ")
         values = {"interfaces.reward.function": "realign.rewards.arithmetic:exact_answer"}
         config = compose([*overrides, *(f"{key}={values.get(key, 'x')}" for key in missing)])
     return resolved_config(config, build_experiment(config))
