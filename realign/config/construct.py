@@ -18,7 +18,7 @@ from realign.config.convert import Converter, is_plain_class, type_name
 from realign.config.errors import ConfigError, one_line, unknown_key
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 from realign.config.words import TARGET
-from realign.errors import SettingsError
+from realign.errors import GraphError, SettingsError
 
 INTERFACES = "interfaces"
 """Parameter of a graph function that receives the built interfaces. No config value can set it."""
@@ -213,7 +213,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
             values[p.name] = default
     try:
         return make(**values)
-    except SettingsError as error:
+    except (SettingsError, GraphError) as error:
         raise ConfigError(located(where, one_line(error), known)) from error
     except ConfigError:
         raise
