@@ -167,7 +167,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "data.max_prompt_tokens=0"],
-        "data.max_prompt_tokens must be at least 1, or null for no limit, found 0",
+        "data.max_prompt_tokens=0: must be at least 1, or null",
     ),
     (
         [*GRPO, "interfaces.actor.kl.place=both"],

@@ -50,7 +50,7 @@ def test_text_names_every_call_once_in_order_and_who_reads_what():
     text = to_text(ppo())
     assert re.findall(r"^\d+\. (\w+)", text, re.M) == [rpc.name for rpc in ppo().order]
     assert "ref_logprobs ──▶ actor_train, critic_train" in text
-    assert "truncated  (nobody reads it)" in text
+    assert "truncated  (unread)" in text
     assert "(order only) ┄┄▶ critic_train" in text
 
 

@@ -256,7 +256,7 @@ def test_the_demo_deletes_nothing_that_is_not_its_own(tmp_path, capsys):
     thesis = tmp_path / "thesis.tex"
     thesis.touch()
     assert demo([f"output_dir={tmp_path}"]) == 2
-    assert "holds 'thesis.tex', which is not the demo's" in capsys.readouterr().err
+    assert "the folder contains 'thesis.tex', which is not of the demo" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [thesis]
 
 

@@ -25,6 +25,7 @@ from realign.config import ConfigError, build_experiment, compose, resolved_conf
 from realign.config.composition import check_launch, config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
+from realign.errors import DataError
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.worker import answer
 from realign.rewards.text import visible
@@ -248,11 +249,11 @@ def test_an_experiment_that_one_run_of_a_sweep_chooses_is_checked_too(tmp_path):
 
 @pytest.mark.parametrize("name", ["os:system", "builtins:eval", "shutil:move", "subprocess:call", "os.path:join"])
 def test_a_reward_function_is_none_of_pythons_own(name):
-    with pytest.raises(ValueError, match="of Python's own library"):
+    with pytest.raises(ConfigError, match="in Python's standard library"):
         load_function(name)
     home, _, function = name.partition(":")
     if home in ("os", "subprocess"):
-        with pytest.raises(ValueError, match=r"of Python's own library|is called as function"):
+        with pytest.raises(ConfigError, match=r"in Python's standard library|is called as function"):
             load_function(f"realign.rewards.unit_tests:{home}.{function}")
 
 
@@ -396,5 +397,5 @@ def test_a_chat_template_cannot_leave_its_sandbox(tmp_path):
 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(ValueError, match="the chat template failed: SecurityError"):
+    with pytest.raises(DataError, match="the chat template failed: SecurityError"):
         Writer(tokenizer, Template.chat).prompt("x")

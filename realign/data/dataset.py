@@ -18,6 +18,7 @@ from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
+from realign.settings import Settings
 
 
 class Dataset(ABC):
@@ -51,18 +52,23 @@ class Dataset(ABC):
         return 0
 
 
-class DataSpec(ABC):
+class DataSpec(Settings, ABC):
     """Base class of config nodes that load a dataset, such as `PromptData`. Subclasses implement `load`."""
 
     @abstractmethod
     def load(self, tokenizer: Any) -> Dataset:
-        """Read, validate and tokenize the rows."""
+        """Read, validate and tokenize the rows.
 
-    def check(self, where: str) -> None:  # noqa: B027 (optional)
+        Raises:
+            DataError: the file, a row or the tokenizer is unusable; names the file and line.
+            ConfigError: the tokenizer does not support a setting.
+        """
+
+    def check(self, where: str) -> None:
         """Validate the spec at the config key `where` before anything is loaded.
 
         Raises:
-            ValueError: the spec is invalid; names the key, the value and the valid choices.
+            DataError: a file is missing or unusable; names the key, the value and the nearest valid one.
         """
 
 
@@ -163,7 +169,7 @@ class PackedDataset(Dataset):
         """
         chosen = np.array([row for _, row in rows], dtype=np.int64)
         if len(outside := chosen[(chosen < 0) | (chosen >= len(self))]):
-            raise ValueError(f"row {outside[0]} is outside the dataset of {len(self)} rows")
+            raise ValueError(f"row {outside[0]} is outside the dataset of {len(self)} rows.")
         return self._sample(chosen, tuple(f"{row}@{epoch}" for epoch, row in rows))
 
     @abstractmethod

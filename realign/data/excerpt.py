@@ -8,13 +8,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from realign.data.files import Row, Table
+from realign.errors import DataError, SettingsError
+from realign.settings import Count, Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
-class Excerpt:
+class Excerpt(Settings):
     """Excerpt of a longer text, as openai/lm-human-preferences extracts its queries (config node).
 
     The excerpt begins after the first token that decodes to `start`. If that token is the last one, the excerpt begins
@@ -25,36 +27,40 @@ class Excerpt:
 
     start: str | None = None
     """Text of the token after which the excerpt begins; null begins at the start of the text."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Maximum length in tokens, excluding start tokens, prefix and suffix; null sets no limit."""
     end: str | None = None
     """Text of the token with which the excerpt ends (its last occurrence); null cuts at `max_tokens` only."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.start is None and self.max_tokens is None and self.end is None:
-            raise ValueError("excerpt has no effect: set start, max_tokens or end, or leave it null")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"excerpt.max_tokens must be at least 1, or null for no limit, found {self.max_tokens}")
+            raise SettingsError("the excerpt has no effect. Set start, max_tokens or end, or set excerpt=null.")
         for name in ("start", "end"):
             if getattr(self, name) == "":
-                raise ValueError(f"excerpt.{name} is empty; it must be the text of a token, or null")
+                raise SettingsError(f"{name}='': must be the text of a token, or null")
 
     def apply(self, table: Table, column: str, tokenizer: PreTrainedTokenizerBase) -> Table:
         """Return the rows that have an excerpt, with the text in `column` replaced by the excerpt.
 
         Raises:
-            ValueError: a text is not a string (names its row), no row is left, or the tokenizer does not return
+            DataError: a text is not a string (names its row), no row is left, or the tokenizer does not return
                 character offsets.
         """
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(f"excerpt needs a tokenizer that tells offsets, and {type(tokenizer).__name__} does not")
+            raise DataError(
+                f"excerpt needs a tokenizer that returns character offsets; {type(tokenizer).__name__} does not. Use a "
+                "fast tokenizer, or set excerpt=null."
+            )
         reads = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))
         kept: list[int] = []
         rows: list[Row] = []
         dropped: Counter[str] = Counter()
         for index, text in enumerate(table.column(column)):
             if not isinstance(text, str):
-                raise ValueError(f"{table.where(index)}: excerpt belongs to a string, found a {type(text).__name__}")
+                raise DataError(
+                    f"{table.where(index)}: excerpt needs a string in column {column!r}, found a {type(text).__name__}."
+                )
             encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             found = self._stretch([reads(token) for token in encoded["input_ids"]])
             if isinstance(found, str):
@@ -63,7 +69,8 @@ class Excerpt:
             kept.append(index)
             rows.append({**table.rows[index], column: _slice(text, encoded["offset_mapping"], found)})
         if not rows:
-            raise ValueError(f"{table.path}: excerpt leaves no row of {len(table)} ({dict(dropped)})")
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+            raise DataError(f"{table.path}: excerpt dropped all {len(table)} rows ({reasons}).")
         return Table(table.path, rows, [table.places[i] for i in kept], table.unit, dict(dropped))
 
     def _stretch(self, tokens: list[str]) -> range | str:

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from realign.errors import DataError
+
 Row: TypeAlias = dict[str, Any]
 
 
@@ -46,7 +48,7 @@ class Table:
             name: Name of the column. `question.text` or `answers.0` selects an item of an object or list in a column.
 
         Raises:
-            ValueError: a row lacks the column; names the row, its columns and the nearest one.
+            DataError: a row lacks the column; names the row, its columns and the nearest one.
         """
         values = []
         for index, row in enumerate(self.rows):
@@ -55,7 +57,7 @@ class Table:
             except (KeyError, IndexError, TypeError, ValueError):
                 near = difflib.get_close_matches(name, row, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{self.where(index)}: no column {name!r}; found {sorted(row)}{hint}") from None
+                raise DataError(f"{self.where(index)}: no column {name!r}; found {sorted(row)}{hint}") from None
         return values
 
 
@@ -68,7 +70,7 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
         limit: Maximum number of rows to read, from the start of the file; None reads all rows.
 
     Raises:
-        ValueError: the path does not exist, its format is unknown, a row is malformed (names its line), or the file
+        DataError: the path does not exist, its format is unknown, a row is malformed (names its line), or the file
             contains no row.
     """
     file = Path(os.path.expanduser(path))  # leaves ~name unchanged if no such user exists
@@ -80,15 +82,16 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
     try:
         there = file.is_file() or file.is_dir()
     except OSError as error:  # for example, the name is too long
-        raise ValueError(f"no file or folder {_short(path)}: {error.strerror}") from error
+        raise DataError(f"no file or folder {_short(path)}: {error.strerror}") from error
     if not there:
-        raise ValueError(f"no file or folder {_short(path)}{_near_file(file)}")
+        raise DataError(f"no file or folder {_short(path)}{_near_file(file)}")
     reader = _read_folder if file.is_dir() else readers.get(file.suffix.lower())
     if reader is None:
-        raise ValueError(f"{path}: cannot read {file.suffix or 'a file without ending'!r}; known are {list(readers)}")
+        found = f"unknown file type {file.suffix!r}" if file.suffix else "the file has no suffix"
+        raise DataError(f"{path}: {found}. Supported: {', '.join(readers)}, or a folder written by `save_to_disk`.")
     table = reader(file, limit)
     if not table.rows:
-        raise ValueError(f"{path} holds no rows")
+        raise DataError(f"{path} contains no rows.")
     return table
 
 
@@ -107,7 +110,7 @@ def _part(row: Row, path: str) -> Any:
 def _near_file(file: Path) -> str:
     folder = file.parent
     if file.exists():
-        return ", but something else of that name"
+        return "; the path is neither a file nor a folder"
     if not folder.is_dir():
         return f"; the folder {str(folder)!r} does not exist"
     near = difflib.get_close_matches(file.name, [p.name for p in folder.iterdir()], n=1)
@@ -129,9 +132,9 @@ def _read_jsonl(file: Path, limit: int | None) -> Table:
 
 
 def _read_json(file: Path, limit: int | None) -> Table:
-    content = _parsed(file.read_bytes(), str(file), "; rows on lines of their own belong into a .jsonl file")
+    content = _parsed(file.read_bytes(), str(file), ". A file with one row per line needs the suffix .jsonl.")
     if not isinstance(content, list):
-        raise ValueError(f"{file} holds a {type(content).__name__}, expected a list of objects")
+        raise DataError(f"{file} contains a {type(content).__name__}; expected a list of objects.")
     return _numbered(file, [_checked(row, f"{file}, row {place}") for place, row in enumerate(content[:limit], 1)])
 
 
@@ -148,7 +151,7 @@ def _parsed(data: bytes, where: str, if_more: str = "") -> Any:
         if b"\\u" in data:
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # invalid syntax, encoding or nesting depth
-        raise ValueError(f"{where} is not JSON: {error}{if_more if 'Extra data' in str(error) else ''}") from error
+        raise DataError(f"{where} is not valid JSON: {error}{if_more if 'Extra data' in str(error) else ''}") from error
     return found
 
 
@@ -161,16 +164,16 @@ def _read_parquet(file: Path, limit: int | None) -> Table:
             rows = (row for batch in parquet.iter_batches() for row in batch.to_pylist())
             return _numbered(file, list(islice(rows, limit)))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{file} is not a readable parquet file: {error}") from error
+        raise DataError(f"{file} is not a readable parquet file: {error}") from error
 
 
 def _read_folder(folder: Path, limit: int | None) -> Table:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(p.name for p in folder.iterdir() if p.is_dir())
-        raise ValueError(f"{folder} holds several splits; give one of {[str(folder / split) for split in splits]}")
+        raise DataError(f"{folder} contains several splits. Choose one: {', '.join(str(folder / s) for s in splits)}.")
     if not (folder / "state.json").is_file():
         found = sorted(p.name for p in folder.iterdir())[:8]
-        raise ValueError(f"{folder} is not a folder written by `save_to_disk`; found {found} in it")
+        raise DataError(f"{folder} is not a folder written by `save_to_disk`; it contains {found}.")
     import datasets
 
     try:
@@ -178,7 +181,7 @@ def _read_folder(folder: Path, limit: int | None) -> Table:
         rows = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
         return _numbered(folder, rows.with_format(None).to_list())
     except Exception as error:  # `datasets` raises various exceptions for missing or corrupt files
-        raise ValueError(f"{folder} is no readable dataset: {type(error).__name__}: {error}") from error
+        raise DataError(f"{folder} cannot be read as a dataset: {type(error).__name__}: {error}") from error
 
 
 def _numbered(file: Path, rows: list[Row]) -> Table:
@@ -187,5 +190,5 @@ def _numbered(file: Path, rows: list[Row]) -> Table:
 
 def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise ValueError(f"{where} holds a {type(row).__name__}, expected an object with columns")
+        raise DataError(f"{where} contains a {type(row).__name__}; expected an object with columns.")
     return row

@@ -28,7 +28,7 @@ def batch_indices(n: int, batch_prompts: int, step: int, seed: int, shuffle: boo
     """
     for name, value, least in (("n", n, 1), ("batch_prompts", batch_prompts, 1), ("step", step, 0)):
         if value < least:
-            raise ValueError(f"{name} must be at least {least}, found {value}")
+            raise ValueError(f"{name}={value}: must be at least {least}.")
     first = step * batch_prompts
     last = first + batch_prompts
     batch: list[tuple[int, int]] = []

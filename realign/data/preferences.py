@@ -20,6 +20,8 @@ from realign.data.dataset import PackedDataset, PackedTokens
 from realign.data.files import Table
 from realign.data.source import DataSource, LengthLimit, each_row
 from realign.data.templates import Ending, Writer, encode
+from realign.errors import DataError, SettingsError
+from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +70,7 @@ class PreferenceData(DataSource):
     """Column with the responses, a list of strings (other kinds)."""
     labels_column: str = "labels"
     """Column with the labels, a list of numbers (other kinds)."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Maximum length in tokens of prompt plus longest response of a row; null sets no limit. Responses are never
     truncated, and all responses of a row share the same truncated prompt."""
     append_eos: bool = True
@@ -76,9 +78,11 @@ class PreferenceData(DataSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.kind = LabelKind(self.kind)
         if self.margin_column is not None and self.kind is not LabelKind.pairs:
-            raise ValueError(f"margin_column belongs to kind=pairs, but kind is {self.kind.value}")
+            raise SettingsError(
+                f"margin_column={self.margin_column!r}: requires kind=pairs, but kind={self.kind.value}. "
+                "Set kind=pairs, or margin_column=null."
+            )
 
     def column_settings(self) -> list[str]:
         """See `FileSource`."""
@@ -91,7 +95,8 @@ class PreferenceData(DataSource):
         """Read the file and tokenize it.
 
         Raises:
-            ValueError: a row is invalid (names its file and line), or no row is left.
+            DataError: a row is invalid (names its file and line), or no row is left.
+            ConfigError: the tokenizer does not support a setting.
         """
         end, writer = Ending(tokenizer, self.append_eos), self.writer(tokenizer)
         start = writer.start()
@@ -110,7 +115,7 @@ class PreferenceData(DataSource):
                 responses = [end(ids) for ids in islice(encoded, len(row.responses))]
                 shortest = min(map(len, responses))
                 if not shortest or len(prompt) + shortest < 2:
-                    raise ValueError(f"{table.where(index)}: a response has no token to train on")
+                    raise DataError(f"{table.where(index)}: a response has no token to train on.")
                 says = self._says_something(responses)
                 if not any(says):
                     undecided += 1
@@ -169,7 +174,9 @@ def _pairs(chosen: Any, rejected: Any, margin: Any) -> tuple[list[Any], list[flo
     several = isinstance(chosen, list)
     chosen, rejected = (chosen, rejected) if several else ([chosen], [rejected])
     if not isinstance(rejected, list) or len(chosen) != len(rejected) or not chosen:
-        raise ValueError(f"chosen and rejected must be strings, or lists of as many, found {chosen!r} and {rejected!r}")
+        raise DataError(
+            f"chosen and rejected must be strings, or lists of equal length; found {chosen!r} and {rejected!r}."
+        )
     given = [0.0] * len(chosen) if margin is None else _numbers("margins", margin if several else [margin], len(chosen))
     responses = [response for pair in zip(chosen, rejected, strict=True) for response in pair]
     return responses, [1.0, 0.0] * len(chosen), [m for m in given for _ in range(2)]
@@ -177,19 +184,19 @@ def _pairs(chosen: Any, rejected: Any, margin: Any) -> tuple[list[Any], list[flo
 
 def _labelled(kind: LabelKind, responses: Any, labels: Any) -> tuple[list[Any], list[float], list[float]]:
     if not isinstance(responses, list) or not responses:
-        raise ValueError(f"the responses are {responses!r}, expected a list of strings")
+        raise DataError(f"the responses are {responses!r}; expected a list of strings.")
     numbers = _numbers("labels", labels, len(responses))
     if kind is LabelKind.best_of_n and (sorted(numbers) != [0.0] * (len(numbers) - 1) + [1.0] or len(numbers) < 2):
-        raise ValueError(f"the labels are {labels!r}, expected one 1 among zeros (kind=best_of_n)")
+        raise DataError(f"the labels are {labels!r}; kind=best_of_n needs one label 1, and 0 for all others.")
     if kind is LabelKind.scalar_compare and len(numbers) % 2:
-        raise ValueError(f"there are {len(numbers)} responses, but neighbours are pairs (kind=scalar_compare)")
+        raise DataError(f"kind=scalar_compare needs an even number of responses, found {len(numbers)}.")
     return responses, numbers, [0.0] * len(numbers)
 
 
 def _numbers(name: str, values: Any, n: int) -> list[float]:
     plain = isinstance(values, list) and all(isinstance(x, int | float) and math.isfinite(x) for x in values)
     if not plain or len(values) != n:
-        raise ValueError(f"the {name} are {values!r}, expected {n} finite numbers")
+        raise DataError(f"the {name} are {values!r}; expected {n} finite numbers.")
     return [float(x) for x in values]
 
 

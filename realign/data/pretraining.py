@@ -16,6 +16,8 @@ from realign.api.model import derive_seed
 from realign.api.sample import SequenceSample
 from realign.data.dataset import Dataset, DataSpec
 from realign.data.order import epoch_order
+from realign.errors import DataError
+from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,14 +39,10 @@ class WithPretraining(DataSpec):
     """Data node of the prompts, such as `realign.data.PromptData`."""
     pretraining: DataSpec
     """Data node with keys `input_ids` and `loss_mask`: `realign.data.TextData` or `realign.data.SupervisedData`."""
-    sequences_per_prompt: int = 1
+    sequences_per_prompt: Count = 1
     """Number of `pretraining` rows per prompt."""
     seed: int = 0
     """Seed of the order of the texts; `${seed}` uses the seed of the run."""
-
-    def __post_init__(self) -> None:
-        if self.sequences_per_prompt < 1:
-            raise ValueError(f"sequences_per_prompt must be at least 1, found {self.sequences_per_prompt}")
 
     def check(self, where: str) -> None:
         """Check both data nodes; see `DataSpec.check`."""
@@ -55,13 +53,17 @@ class WithPretraining(DataSpec):
         """Load both datasets.
 
         Raises:
-            ValueError: a node raises it, or the pretraining dataset is empty or lacks a key.
+            DataError: a dataset cannot be loaded, or the pretraining dataset is empty or lacks a key.
+            ConfigError: the tokenizer does not support a setting.
         """
         prompts, texts = self.prompts.load(tokenizer), self.pretraining.load(tokenizer)
         if not len(texts):
-            raise ValueError("pretraining: the dataset holds no row")
+            raise DataError("pretraining: the dataset contains no rows.")
         if missing := sorted(set(TEXTS) - set(texts.keys)):
-            raise ValueError(f"pretraining: the dataset has no key {missing[0]!r}, only {sorted(texts.keys)}")
+            raise DataError(
+                f"pretraining: the dataset has keys {sorted(texts.keys)}, but not {missing[0]!r}. Use "
+                "realign.data.TextData or realign.data.SupervisedData."
+            )
         return PromptsWithPretraining(prompts, texts, self.sequences_per_prompt, self.seed)
 
 

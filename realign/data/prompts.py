@@ -12,6 +12,8 @@ from realign.data.dataset import PackedDataset, PackedTokens
 from realign.data.files import Row
 from realign.data.source import DataSource, LengthLimit, each_row
 from realign.data.templates import encode
+from realign.errors import DataError
+from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,14 +23,15 @@ if TYPE_CHECKING:
 class PromptData(DataSource):
     """A file of prompts (config node). Samples also contain the whole row, for the reward function."""
 
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Count | None = None
     """Maximum length of a prompt in tokens, including start tokens; null sets no limit."""
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
         """Read the file and tokenize its prompts.
 
         Raises:
-            ValueError: a row is invalid (names its file and line), or no row is left.
+            DataError: a row is invalid (names its file and line), or no row is left.
+            ConfigError: the tokenizer does not support a setting.
         """
         writer = self.writer(tokenizer)
         start = writer.start()
@@ -41,7 +44,7 @@ class PromptData(DataSource):
         def kept() -> Iterator[list[int]]:
             for index, ids in enumerate(encode(tokenizer, texts, start)):
                 if not ids:
-                    raise ValueError(f"{table.where(index)}: the prompt has no tokens")
+                    raise DataError(f"{table.where(index)}: the prompt has no tokens.")
                 fitting = limit.fit(ids, table.where(index))
                 if fitting is not None:
                     rows.append(table.rows[index])

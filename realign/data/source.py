@@ -13,6 +13,8 @@ from realign.data.excerpt import Excerpt
 from realign.data.files import Table, read_rows
 from realign.data.split import Split
 from realign.data.templates import Template, Writer
+from realign.errors import DataError, SettingsError
+from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,14 +38,10 @@ class FileSource(DataSpec):
 
     path: str
     """Path of a .jsonl, .json or .parquet file, or of a folder written by `datasets`' `save_to_disk`."""
-    limit: int | None = None
+    limit: Count | None = None
     """Maximum number of rows to read from the start of the file; null reads all."""
     split: Split | None = None
     """One of several disjoint parts of the rows to use, such as `{part: 0, weights: [2, 4, 4]}`; null uses all."""
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be at least 1, or None for all rows, found {self.limit}")
 
     def check(self, where: str) -> None:
         """Read the first row to check that the file exists and has the columns.
@@ -52,17 +50,17 @@ class FileSource(DataSpec):
             where: Key of this node, for messages.
 
         Raises:
-            ValueError: the file or a column is missing; names the key, the value and the nearest file or column.
+            DataError: the file or a column is missing; names the key, the value and the nearest file or column.
         """
         try:
             first = read_rows(self.path, 1)
-        except ValueError as error:
-            raise ValueError(f"{where}.path: {error}") from error
+        except DataError as error:
+            raise DataError(f"{where}.path: {error}") from error
         for setting in self.column_settings():
             try:
                 first.column(getattr(self, setting))
-            except ValueError as error:
-                raise ValueError(f"{where}.{setting}: {error}") from error
+            except DataError as error:
+                raise DataError(f"{where}.{setting}: {error}") from error
 
     def column_settings(self) -> list[str]:
         """Return the names of the fields that contain the name of a required column."""
@@ -99,16 +97,9 @@ class DataSource(FileSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in (("template", Template), ("too_long", TooLong)):
-            found = getattr(self, name)
-            if found not in list(choices):
-                raise ValueError(f"{name} must be one of {[c.value for c in choices]}, found {found!r}")
-            setattr(self, name, choices(found))
-        for name in ("max_tokens", "max_prompt_tokens"):
-            if (most := getattr(self, name, None)) is not None and most < 1:
-                raise ValueError(f"{name} must be at least 1, or null for no limit, found {most}")
-        if self.template is Template.plain and (self.system or self.template_options):
-            raise ValueError("system and template_options belong to template=chat, but template is plain")
+        for name in ("system", "template_options"):
+            if self.template is Template.plain and (value := getattr(self, name)):
+                raise SettingsError(f"{name}={value!r}: requires template=chat, but template=plain. Set template=chat.")
 
     def column_settings(self) -> list[str]:
         """See `FileSource`."""
@@ -125,13 +116,13 @@ class DataSource(FileSource):
 
 
 def each_row(table: Table, write: Callable[[int], _Text]) -> list[_Text]:
-    """Return `write(index)` for every row, and add the file and line to its errors."""
+    """Return `write(index)` for every row, and add the file and line to its `DataError`s."""
     written = []
     for index in range(len(table)):
         try:
             written.append(write(index))
-        except ValueError as error:
-            raise ValueError(f"{table.where(index)}: {error}") from error
+        except DataError as error:
+            raise DataError(f"{table.where(index)}: {error}") from error
     return written
 
 
@@ -155,21 +146,20 @@ class LengthLimit:
     dropped: int = 0
     truncated: int = 0
 
-    def __post_init__(self) -> None:
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"{self.setting} must be at least 1, or None for no limit, found {self.tokens}")
-
     def fit(self, prompt: list[int], where: str, response_tokens: int = 0) -> list[int] | None:
         """Return the prompt, truncated so that it fits together with its response; None to drop the row.
 
         Raises:
-            ValueError: the text exceeds the limit, and `too_long` is error.
+            DataError: the text exceeds the limit, and `too_long` is error.
         """
         length = len(prompt) + response_tokens
         if self.tokens is None or length <= self.tokens:
             return prompt
         if self.too_long is TooLong.error:
-            raise ValueError(f"{where} has {length} tokens, more than {self.setting}={self.tokens} (too_long=error)")
+            raise DataError(
+                f"{where} has {length} tokens, more than {self.setting}={self.tokens}. Raise {self.setting}, or set "
+                "too_long=drop or truncate_left."
+            )
         keep = self.tokens - response_tokens - self.start
         if self.too_long is TooLong.drop or keep < 1:
             self.dropped += 1
@@ -193,7 +183,7 @@ def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], tru
         truncated: Number of rows truncated on the left.
 
     Raises:
-        ValueError: no row is left.
+        DataError: no row is left.
     """
     report = LoadReport(
         path=str(table.path),
@@ -205,7 +195,7 @@ def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], tru
         longest=int((tokens.starts[1:] - tokens.starts[:-1]).max(initial=0)),
     )
     if not len(tokens):
-        raise ValueError(f"no row is left of {report}")
+        raise DataError(f"no row is left of {report}")
     if dropped or truncated:
         logger.warning("%s", report)
     return report

@@ -15,6 +15,8 @@ from realign.api.sample import SequenceSample
 from realign.data.dataset import PackedDataset, PackedTokens
 from realign.data.source import DataSource, LengthLimit, each_row
 from realign.data.templates import Ending, encode
+from realign.errors import DataError
+from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +31,7 @@ class SupervisedData(DataSource):
 
     response_column: str = "response"
     """Column with the response, a string."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Maximum length of prompt plus response in tokens; null sets no limit. Responses are never truncated. A row is
     dropped if its response leaves no room for a prompt token."""
     append_eos: bool = True
@@ -45,7 +47,8 @@ class SupervisedData(DataSource):
         """Read the file and tokenize it.
 
         Raises:
-            ValueError: a row is invalid (names its file and line), or no row is left.
+            DataError: a row is invalid (names its file and line), or no row is left.
+            ConfigError: the tokenizer does not support a setting.
         """
         end = Ending(tokenizer, self.append_eos)
         writer = self.writer(tokenizer)
@@ -65,7 +68,7 @@ class SupervisedData(DataSource):
             for index, (prompt, unended) in enumerate(encoded):
                 response = end(unended)
                 if len(prompt) + len(response) < 2 or not response:
-                    raise ValueError(f"{table.where(index)}: no token to train on")
+                    raise DataError(f"{table.where(index)}: the response has no token to train on.")
                 fitting = limit.fit(prompt, table.where(index), len(response))
                 if fitting is not None:
                     prompt_lengths.append(len(fitting))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from realign.errors import ConfigError, DataError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -43,7 +45,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         if self.template is Template.chat and not self.tokenizer.chat_template:
-            raise ValueError("template=chat, but the tokenizer has no chat template; use template=plain")
+            raise ConfigError("template=chat: the tokenizer has no chat template. Set template=plain.")
 
     def start(self) -> list[int]:
         """Return the tokens before every text; none with template=chat, because the template writes them."""
@@ -53,24 +55,24 @@ class Writer:
         """Return the text of a prompt, up to the position where the response begins.
 
         Raises:
-            ValueError: the value is not a string (or, with template=chat, a list of messages).
+            DataError: the value is not a string (or, with template=chat, a list of messages).
         """
         if self.template is Template.chat:
             return self._render(self._messages(value), add_generation_prompt=True)
         if not isinstance(value, str):
-            hint = "; a list of messages needs template=chat" if isinstance(value, list) else ""
-            raise ValueError(f"the prompt is {_short(value)}, expected a string{hint}")
+            hint = " Set template=chat for a list of messages." if isinstance(value, list) else ""
+            raise DataError(f"the prompt is {_short(value)}; expected a string.{hint}")
         return self.prefix + value + self.suffix
 
     def pair(self, value: Any, response: Any) -> tuple[str, str]:
         """Return the text of a prompt and, separately, the text of its response with the template's ending.
 
         Raises:
-            ValueError: the prompt is invalid (see `prompt`), the response is not a string, or the template formats the
+            DataError: the prompt is invalid (see `prompt`), the response is not a string, or the template formats the
                 prompt differently when a response follows. A model would then train on other prompts than it samples.
         """
         if not isinstance(response, str):
-            raise ValueError(f"the response is {_short(response)}, expected a string")
+            raise DataError(f"the response is {_short(response)}; expected a string.")
         prompt = self.prompt(value)
         if self.template is Template.plain:
             return prompt, response
@@ -78,10 +80,10 @@ class Writer:
         whole = self._render(messages, add_generation_prompt=False)
         if not whole.startswith(prompt):
             at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
-            raise ValueError(
-                "the chat template writes the prompt in another way once it is answered: at character "
-                f"{at} the prompt alone goes on with {prompt[at : at + 40]!r}, the answered one with "
-                f"{whole[at : at + 40]!r}. Set template_options so that both agree, or use template=plain"
+            raise DataError(
+                "the chat template formats the prompt differently when a response follows. At character "
+                f"{at}, the prompt alone has {prompt[at : at + 40]!r}, and the prompt with a response has "
+                f"{whole[at : at + 40]!r}. Set template_options so that both are equal, or set template=plain."
             )
         return prompt, whole[len(prompt) :]
 
@@ -90,12 +92,12 @@ class Writer:
         if isinstance(value, str):
             return [*before, {"role": "user", "content": self.prefix + value + self.suffix}]
         if not isinstance(value, list) or not value:
-            raise ValueError(f"the prompt is {_short(value)}, expected a string or a list of chat messages")
+            raise DataError(f"the prompt is {_short(value)}; expected a string or a list of chat messages.")
         if self.prefix or self.suffix:
-            raise ValueError("prefix and suffix belong around a string, but the prompt is a list of chat messages")
+            raise DataError("prefix and suffix need a prompt that is a string, but it is a list of chat messages.")
         for message in value:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise ValueError(f"the chat message {_short(message)} has no 'role' and 'content'")
+                raise DataError(f"the chat message {_short(message)} lacks 'role' or 'content'.")
         return [*before, *value]
 
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
@@ -104,7 +106,7 @@ class Writer:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
             )
         except Exception as error:  # templates are programs: they can raise any exception
-            raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
+            raise DataError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return str(text)
 
 
@@ -113,7 +115,7 @@ class Ending:
     """Callable that ends a response with one EOS, and removes the whitespace that a chat template writes after it.
 
     Raises:
-        ValueError: `append_eos` is set, and the tokenizer has no EOS token.
+        ConfigError: `append_eos` is set, and the tokenizer has no EOS token.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -122,7 +124,7 @@ class Ending:
 
     def __post_init__(self) -> None:
         if self.append_eos and self.tokenizer.eos_token_id is None:
-            raise ValueError("append_eos=true, but the tokenizer has no EOS token; set append_eos=false")
+            raise ConfigError("append_eos=true: the tokenizer has no EOS token. Set append_eos=false.")
 
     def __call__(self, response: list[int]) -> list[int]:
         """Return the response with its ending."""
@@ -137,15 +139,19 @@ class Ending:
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special tokens that the tokenizer adds before a text (often one BOS, or none)."""
+    """Return the special tokens that the tokenizer adds before a text (often one BOS, or none).
+
+    Raises:
+        DataError: the tokenizer encodes a text differently with and without special tokens.
+    """
     bare = tokenizer("x", add_special_tokens=False)["input_ids"]
     full = tokenizer("x")["input_ids"]
     for at in range(len(full) - len(bare) + 1):
         if full[at : at + len(bare)] == bare:
             return list(full[:at])
-    raise ValueError(
-        f"{type(tokenizer).__name__} encodes 'x' as {bare} without and as {full} with special tokens: "
-        "cannot tell which tokens it puts before a text"
+    raise DataError(
+        f"{type(tokenizer).__name__} encodes 'x' as {bare} without special tokens, but as {full} with them. Use a "
+        "tokenizer that adds special tokens only before or after a text."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from realign.data.dataset import PackedTokens
 from realign.data.source import FileSource, each_row, load_report
 from realign.data.supervised import SupervisedDataset
 from realign.data.templates import Ending, encode, start_tokens
+from realign.errors import DataError
+from realign.settings import Range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,18 +40,12 @@ class TextData(FileSource):
 
     text_column: str = "text"
     """Column with the text, a string."""
-    block_tokens: int = 1024
+    block_tokens: Annotated[int, Range(ge=2)] = 1024
     """Length of a block in tokens. DeepSpeed-Chat uses the maximum prompt length plus the maximum answer length."""
     blocks: Blocks = Blocks.joined
     """How texts are split into blocks: joined (concatenated) | apart (each text separately)."""
     append_eos: bool = True
     """Append the tokenizer's EOS token to each text that does not already end with it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.blocks = Blocks(self.blocks)
-        if self.block_tokens < 2:
-            raise ValueError(f"block_tokens must be at least 2, of which one can be learned, found {self.block_tokens}")
 
     def column_settings(self) -> list[str]:
         """See `FileSource`."""
@@ -59,7 +55,8 @@ class TextData(FileSource):
         """Read the file and tokenize it.
 
         Raises:
-            ValueError: a row is invalid (names its file and line), or the texts are too short for any block.
+            DataError: a row is invalid (names its file and line), or the texts are too short for any block.
+            ConfigError: the tokenizer does not support a setting.
         """
         end, start = Ending(tokenizer, self.append_eos), start_tokens(tokenizer)
         table = self.table()
@@ -100,5 +97,5 @@ def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"the text is a {type(value).__name__}, expected a string")
+        raise DataError(f"the text is a {type(value).__name__}; expected a string.")
     return value

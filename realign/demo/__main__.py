@@ -99,7 +99,7 @@ def experiments(demo: Demo) -> tuple[Experiment, Experiment]:
     ]
     runs = build_experiment(compose(sft)), build_experiment(compose(grpo))
     if any(run.evaluation is None for run in runs):
-        raise ConfigError("the demo compares held-out accuracy: its evaluation cannot be left out")
+        raise ConfigError("evaluation=null: the demo compares held-out accuracy. Keep the evaluation.")
     return runs
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from realign.errors import DataError
 from realign.rewards import RewardFunction
 
 Sample = dict[str, Any]
@@ -27,14 +28,14 @@ def judged(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
     Adds the key `gold` to each response.
 
     Raises:
-        ValueError: no response has both rewards.
+        DataError: no response has both rewards.
     """
     rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     for row in rows:
         row["gold"] = gold(row["prompt"], row["response"], row)
     both = [row for row in rows if None not in (row["reward"], row["gold"])]
     if not both:
-        raise ValueError(f"{samples} holds no response with a learned and a gold reward")
+        raise DataError(f"{samples} contains no response with both a learned and a gold reward.")
     return [list(step) for _, step in groupby(both, key=lambda row: row["step"])]
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import transformers
 from rich.console import Console
 
-from realign.errors import ConfigError, RealignError
+from realign.errors import ConfigError, ExitCode, RealignError, TransientError
 
 Results = TypeVar("Results")
 
@@ -52,9 +52,9 @@ class Demo:
             else:
                 overrides[""].append(argument)
         if not own["seed"].isdigit():
-            raise ConfigError(f"seed must be a whole number, found {own['seed']!r}")
+            raise ConfigError(f"seed={own['seed']}: must be a whole number.")
         if own["shuffle"] not in ("true", "false"):
-            raise ConfigError(f"shuffle must be true or false, found {own['shuffle']!r}")
+            raise ConfigError(f"shuffle={own['shuffle']}: must be true or false.")
         shuffle = own["shuffle"] == "true"
         folder = own["output_dir"] or f"runs/{name}-seed{own['seed']}" + ("-shuffled" if shuffle else "")
         return cls(int(own["seed"]), shuffle, Path(folder), overrides)
@@ -76,7 +76,7 @@ def launch(
         name: Name of the demo.
         subject: Topic of the demo, in a few words.
         runs: Names of the runs before the last one.
-        train: Executes the runs. A RealignError reports a configuration error, before any file was changed.
+        train: Executes the runs. A RealignError is printed in one line.
         show: Prints the results and returns the JSON object.
 
     Returns:
@@ -87,14 +87,14 @@ def launch(
     console = Console()
     try:
         demo = Demo.parse(arguments, name=name, runs=runs)
-        console.print(f"[bold]realign {name}[/]: {subject}, seed {demo.seed}; everything goes to {demo.output_dir}")
+        console.print(f"[bold]realign {name}[/]: {subject}, seed {demo.seed}, output folder {demo.output_dir}")
         results = train(demo, console)
-    except (RealignError, ImportError) as error:  # an extra that is not installed raises an ImportError that names it
+    except RealignError as error:
         print(f"realign: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.transient if isinstance(error, TransientError) else ExitCode.error
     except KeyboardInterrupt:
         print("realign: interrupted", file=sys.stderr)
-        return 130
+        return ExitCode.interrupted
     print(json.dumps(show(demo, console, results)), flush=True)
     return 0
 
@@ -113,7 +113,7 @@ def remove_earlier(folder: Path, left: Set[str]) -> None:
         return
     if foreign := sorted({path.name for path in folder.iterdir()} - left):
         raise ConfigError(
-            f"output_dir {str(folder)!r} holds {foreign[0]!r}, which is not the demo's; choose another one"
+            f"output_dir={folder}: the folder contains {foreign[0]!r}, which is not of the demo. Choose another."
         )
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -70,8 +70,8 @@ def train(demo: Demo, console: Console) -> Results:
     """Prepare the task, and execute the three runs.
 
     Raises:
-        ConfigError: an override is invalid, or the output folder contains other files. No file was changed.
-        ImportError: vaderSentiment is not installed.
+        ConfigError: an override is invalid, the output folder contains other files, or vaderSentiment is not installed.
+            No file was changed.
     """
     planned = experiments(demo)
     load_function(GOLD)("", "", {})
@@ -125,9 +125,9 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
         for name, own in parts.items()
     )
     if not isinstance(reward.evaluation, LossEvaluation) or not isinstance(ppo.evaluation, Evaluation):
-        raise ConfigError("the demo shows accuracy and gold score on held-out data: evaluations cannot be left out")
+        raise ConfigError("evaluation=null: the demo needs the evaluations of the reward model and of PPO. Keep both.")
     if not ppo.sample_prompts:
-        raise ConfigError("the demo has the lexicon judge responses of PPO: sample_prompts must be at least 1, found 0")
+        raise ConfigError("sample_prompts=0: the demo scores saved responses of PPO. Set sample_prompts to at least 1.")
     return sft, reward, ppo
 
 
@@ -150,7 +150,7 @@ def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> 
     """Plot gold score, learned and gold reward, accuracy, KL, response length and critic. Return the path."""
     found = {record["step"]: record for record in compared}
     ppo = [record | found.get(record["step"], {}) for record in results.ppo.history]
-    title = "Friendlier reviews: SFT, reward model, PPO" + (" with labels dealt at random (control)" * demo.shuffle)
+    title = "Friendlier reviews: SFT, reward model, PPO" + (" with randomly permuted labels (control)" * demo.shuffle)
     phases = {"SFT": results.sft.history, "reward model": results.reward.history, "PPO": ppo}
     return draw_curves(phases, demo.output_dir / PICTURE, title=title, panels=PANELS)
 

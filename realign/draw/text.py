@@ -39,7 +39,7 @@ def _branches(every: list[Flow], source: str) -> list[str]:
             Kind.data: f"{keys:<{width}} ──▶ {', '.join(flow.targets)}",
             Kind.order: f"{'(order only)':<{width}} ┄┄▶ {', '.join(flow.targets)}",
             Kind.kept: f"{keys}  (kept for reports)",
-            Kind.unread: f"{keys}  (nobody reads it)",
+            Kind.unread: f"{keys}  (unread)",
             Kind.sync: f"weights ══▶ {flow.role}  ({keys})",
         }[flow.kind]
         lines.append(f"   {corner} {end}")

@@ -46,7 +46,7 @@ class Worlds:
         self._name, self._limits = name, limits
         self._made: dict[int, Any] = {}
         self._lost: set[int] = set()  # episodes whose loop was abandoned
-        self._told = False
+        self._close_logged = False
         self._loop: LoopThread | None = None  # before the first call, and after a loop was abandoned
         self._asker: Asker
 
@@ -147,6 +147,9 @@ class Worlds:
         if close is None:
             return
         answer = await self._asker.ask(close, lambda _: Step())
-        if answer.failure and not self._told:
-            self._told = True
-            logger.warning("closing an environment failed (shown once for a batch):\n%s", answer.failure)
+        if answer.failure and not self._close_logged:
+            self._close_logged = True
+            logger.warning(
+                "closing an environment failed; its rewards stay valid. Logged once per batch.\n%s",
+                answer.failure,
+            )

@@ -193,10 +193,10 @@ class BlockedLoops:
             first, self._logged, blocked = not self._logged, True, len(self._threads)
         if first:
             logger.warning(
-                "environment %s blocked its event loop for more than %g s (timeout_s plus a grace period), and the "
-                "loop was abandoned (shown once). All episodes with a call on this loop fail. Use `def` instead of "
-                "`async def` for code that blocks, such as time.sleep, requests or subprocess.run. The thread is in:"
-                "\n%s",
+                "environment %s blocked its event loop for more than %g s (timeout_s plus a grace period), so the "
+                "loop was abandoned. Its unfinished episodes get no reward; the run continues. Use `def` instead of "
+                "`async def` for code that blocks, such as time.sleep, requests or subprocess.run. Later cases are "
+                "counted, not logged. The thread executes:\n%s",
                 environment,
                 patience_s,
                 stack,
@@ -204,8 +204,8 @@ class BlockedLoops:
         if blocked > MOST_BLOCKED:
             raise EnvironmentFailure(
                 f"environment {environment}: {blocked} threads are blocked by calls that do not return. Use `def` "
-                "instead of `async def` for code that blocks, and set timeouts in it. The last thread is in:\n"
-                f"{stack}"
+                "instead of `async def` for code that blocks, and set timeouts in it. The log contains the stack of "
+                "the first one."
             )
 
 

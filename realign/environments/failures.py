@@ -1,4 +1,4 @@
-"""Count failed episodes, log the first one, and stop the run if too many fail, as for reward functions."""
+"""Count failed episodes, log the first one in full, and stop the run if too many fail."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
+from realign.errors import RewardError
 from realign.rewards.pool.failure_count import present_tally
+from realign.rewards.text import headline
 
 logger = logging.getLogger(__name__)
 
 
-class EnvironmentFailure(RuntimeError):
+class EnvironmentFailure(RewardError):
     """Raised when environments fail too often for the run to continue."""
 
 
@@ -37,17 +39,17 @@ class Failures:
         tally = present_tally()
         before, whole = tally.failures, tally.parts * episodes
         tally.add(len(failures))
-        if failures and before + len(failures) > self.max_failed_fraction * whole:
-            kinds = Counter(failure.rsplit("\n", 1)[-1] for failure in failures)
-            raise EnvironmentFailure(
-                f"environment {self.name} failed in {before + len(failures)} of {whole} episodes "
-                f"({'; '.join(f'{n} times {kind}' for kind, n in kinds.most_common(3))}): above "
-                f"max_failed_fraction={self.max_failed_fraction}. The first failure was:\n{failures[0]}"
-            )
         if failures and not self._shown:
             self._shown = True
             logger.warning(
-                "environment %s failed in an episode (shown once, later ones are only counted):\n%s",
+                "environment %s failed in an episode, which gets no reward. Later failures are only counted.\n%s",
                 self.name,
                 failures[0],
+            )
+        if failures and before + len(failures) > self.max_failed_fraction * whole:
+            kinds = Counter(map(headline, failures))
+            raise EnvironmentFailure(
+                f"environment {self.name} failed in {before + len(failures)} of {whole} episodes "
+                f"({'; '.join(f'{n} times {kind}' for kind, n in kinds.most_common(3))}), which exceeds "
+                f"max_failed_fraction={self.max_failed_fraction}. The log contains the first failure in full."
             )

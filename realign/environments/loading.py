@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from realign.api.environment import Environment
+from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object
 
 
@@ -17,16 +18,15 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], En
     A file is imported like the file of a reward function (`realign.rewards.pool.functions.load_function`).
 
     Raises:
-        ValueError: the class does not exist, the import failed, the class does not accept the arguments, or it lacks
-            the methods of an environment.
+        ConfigError: the class does not exist, does not accept the arguments, or lacks the methods of an environment.
     """
     found = load_object(name, "environment", "'package.module:Class' or 'path/to/file.py:Class'")
     if not isinstance(found, type):
-        raise ValueError(f"environment {name!r} is a {type(found).__name__}, expected a class")
+        raise ConfigError(f"environment {name!r} is a {type(found).__name__}; expected a class.")
     _takes(found, name, **arguments)
     for method, given in (("reset", ("row",)), ("step", ("response",))):
         if not callable(getattr(found, method, None)):
-            raise ValueError(f"environment {name!r} has no method {method}({', '.join(given)})")
+            raise ConfigError(f"environment {name!r} has no method {method}({', '.join(given)}).")
         _takes(getattr(found, method), f"{name}.{method}", "self", *given)
     return functools.partial(found, **arguments)
 
@@ -44,13 +44,13 @@ def takes_seed(reset: Callable[..., Any]) -> bool:
 
 
 def _takes(function: Callable[..., Any], name: str, *positional: str, **keywords: Any) -> None:
-    """Raise ValueError if `function` does not accept these arguments, and a seed if it has such a parameter."""
+    """Raise ConfigError if `function` does not accept these arguments, and a seed if it has such a parameter."""
     try:
         signature = inspect.signature(function)
         seeded = {"seed": 0} if "seed" in signature.parameters and positional else {}
         signature.bind(*positional, **keywords, **seeded)
     except (TypeError, ValueError) as error:  # ValueError: some classes written in C have no signature
         shown = ", ".join([*positional, *(f"{key}=" for key in keywords)])
-        raise ValueError(
+        raise ConfigError(
             f"environment {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}"
         ) from None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realign.api.environment import Observation
+from realign.errors import ConfigError
 
 _QUESTION, _ANSWER = "any question", "the-answer-b7e1"  # only the text after the answer is used
 
@@ -24,7 +25,7 @@ class TurnWriter:
     since some templates merge consecutive tool messages into one turn. Token ids are used unchanged in both modes.
 
     Raises:
-        ValueError: `chat` is true and the tokenizer has no chat template.
+        ConfigError: `chat` is true and the tokenizer has no chat template.
     """
 
     tokenizer: Any
@@ -34,7 +35,7 @@ class TurnWriter:
 
     def __post_init__(self) -> None:
         if self.chat and not self.tokenizer.chat_template:
-            raise ValueError("chat=true, but the tokenizer has no chat template; use chat=false")
+            raise ConfigError("chat=true: the tokenizer has no chat template. Set chat=false.")
 
     def opening(self, observation: Observation) -> list[int]:
         """Encode the observation of `reset`, which follows the prompt.
@@ -45,8 +46,8 @@ class TurnWriter:
         text, ids, messages = parted(observation)
         if messages or (self.chat and text):
             raise ValueError(
-                "the chat template has closed the prompt before reset is asked, and nothing can be put into it: reset "
-                'returns "" or token ids; what the policy must read stands in the row'
+                "reset returned text or messages, but the chat template has already formatted the prompt. Return "
+                '"" or token ids from reset, and put text for the policy into the row'
             )
         return self._known(ids) if ids is not None else self._encode(text)
 
@@ -66,7 +67,7 @@ class TurnWriter:
             return self._known(ids)
         if not self.chat:
             if messages:
-                raise ValueError("chat messages need chat=true")
+                raise ValueError("the observation contains chat messages, which require chat=true")
             return self._encode(text)
         written = self._encode(self._behind_answer(messages or [{"role": self.role, "content": text}]))
         return written[1:] if written and sampled and written[0] == sampled[-1] else written
@@ -82,7 +83,7 @@ class TurnWriter:
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         _, answer, behind = str(whole).partition(_ANSWER)
         if not answer:
-            raise ValueError("the chat template does not show what the assistant said; use chat=false")
+            raise ValueError("the chat template omits the assistant's message; set chat=false")
         return behind
 
     def _encode(self, text: str) -> list[int]:
@@ -91,7 +92,7 @@ class TurnWriter:
         try:
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except TypeError as error:  # a lone surrogate, which broken JSON may contain
-            raise ValueError(f"the tokenizer refuses {shortened(text)}: {error}") from error
+            raise ValueError(f"the tokenizer cannot encode {shortened(text)}: {error}") from error
 
     def _known(self, ids: Sequence[int]) -> list[int]:
         words = len(self.tokenizer)

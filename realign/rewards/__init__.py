@@ -1,9 +1,9 @@
 """Reward functions and the process pool that runs them. Does not import torch, so worker processes start fast."""
 
+from realign.errors import RewardError
 from realign.rewards.arithmetic import exact_answer
 from realign.rewards.pool.functions import RewardFunction, load_function
 from realign.rewards.pool.pool import Failure, RewardPool, RewardResults
-from realign.rewards.pool.processes import RewardError
 from realign.rewards.pool.worker import FailureKind
 
 __all__ = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from realign.errors import ConfigError
+
 
 def same_value(prompt: str, response: str, row: dict[str, Any]) -> float | None:
     """Return 1.0 if the last answer in the response (in a box, else in the text) equals `row["answer"]`, else 0.0.
@@ -13,12 +15,14 @@ def same_value(prompt: str, response: str, row: dict[str, Any]) -> float | None:
     cannot be parsed as mathematics.
 
     Raises:
-        ImportError: math-verify is not installed.
+        ConfigError: math-verify is not installed.
     """
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError("realign.rewards.verified_math needs math-verify: pip install 'realign[math]'") from error
+        raise ConfigError(
+            "realign.rewards.verified_math needs the package math-verify: pip install 'realign-rl[math]'"
+        ) from error
     # math-verify's own timeouts raise outside the main thread, so they are disabled: the reward workers have a
     # deadline. Its warnings about disabled timeouts are silenced.
     for name in ("math_verify.parser", "math_verify.grader"):

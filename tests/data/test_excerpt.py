@@ -8,6 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, Table
+from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import characters, make_tokenizer
 
 
@@ -46,7 +47,7 @@ def test_an_excerpt_is_that_of_lm_human_preferences(texts, start, length, end):
     expected = [original(list(text), start, length, end) for text in texts]
     excerpt = Excerpt(start=start, max_tokens=length, end=end)
     if all(found is None for found in expected):
-        with pytest.raises(ValueError, match=r"prompts.jsonl: excerpt leaves no row"):
+        with pytest.raises(DataError, match=r"prompts.jsonl: excerpt dropped all"):
             excerpts(excerpt, *texts)
     else:
         assert excerpts(excerpt, *texts) == ["".join(found) for found in expected if found is not None]
@@ -105,22 +106,24 @@ def test_the_row_that_travels_holds_the_excerpt(path):
     ("fields", "message"),
     [
         ({}, "excerpt has no effect"),
-        ({"max_tokens": 0}, r"excerpt\.max_tokens must be at least 1, or null for no limit, found 0"),
-        ({"start": ""}, r"excerpt\.start is empty"),
-        ({"end": ""}, r"excerpt\.end is empty"),
+        ({"max_tokens": 0}, r"max_tokens=0: must be at least 1, or null"),
+        ({"start": ""}, "start='': must be the text of a token"),
+        ({"end": ""}, "end='': must be the text of a token"),
     ],
 )
 def test_settings_out_of_range_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingsError, match=message):
         Excerpt(**fields)
 
 
 def test_messages_and_slow_tokenizers_are_refused():
-    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 1: excerpt belongs to a string, found a list"):
+    with pytest.raises(
+        DataError, match=r"prompts\.jsonl, line 1: excerpt needs a string in column 'prompt', found a list"
+    ):
         Excerpt(max_tokens=1).apply(Table("prompts.jsonl", [{"prompt": []}], [1], "line"), "prompt", words())
 
     class Slow:
         is_fast = False
 
-    with pytest.raises(ValueError, match=r"tells offsets, and Slow does not"):
+    with pytest.raises(DataError, match=r"returns character offsets; Slow does not"):
         Excerpt(max_tokens=1).apply(table("a"), "prompt", Slow())

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from realign.data import read_rows
+from realign.errors import DataError
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(5)]
 
@@ -40,7 +41,7 @@ def test_every_kind_of_file_gives_the_same_rows(source):
 
 
 def test_a_missing_column_names_the_place_and_the_nearest(source):
-    with pytest.raises(ValueError, match=r"rows.*(line|row) 1: no column 'promt'; found .*did you mean 'prompt'"):
+    with pytest.raises(DataError, match=r"rows.*(line|row) 1: no column 'promt'; found .*did you mean 'prompt'"):
         read_rows(source).column("promt")
 
 
@@ -49,37 +50,37 @@ def test_blank_lines_are_skipped_and_do_not_shift_line_numbers(tmp_path):
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n   \n{"prompt": "\xc3\xa9\xe2\x80\xa8"}\n{"answer": 1}')
     table = read_rows(file)
     assert [row.get("prompt") for row in table.rows] == ["a", "é\u2028", None]
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 5: no column 'prompt'; found \['answer'\]"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 5: no column 'prompt'; found \['answer'\]"):
         table.column("prompt")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"x": 1}\n{"x": 2\n', r"a.jsonl, line 2 is not JSON"),
-        ("a.jsonl", b'{"x": 1}\n\n{"x": "\xff"}\n', r"a.jsonl, line 3 is not JSON.*decode"),
-        ("a.jsonl", b'{"x": 1}\n[1]\n', r"a.jsonl, line 2 holds a list, expected an object"),
-        ("a.jsonl", b"\n \n", r"a.jsonl holds no rows"),
-        ("a.json", b"[]", r"a.json holds no rows"),
-        ("a.json", b'{"x": [1]}', r"a.json holds a dict, expected a list"),
-        ("a.json", b'[{"x": 1}, 2]', r"a.json, row 2 holds a int"),
-        ("a.json", b'{"x": 1}\n{"x": 2}', r"a.json is not JSON.*belong into a .jsonl file"),
+        ("a.jsonl", b'{"x": 1}\n{"x": 2\n', r"a.jsonl, line 2 is not valid JSON"),
+        ("a.jsonl", b'{"x": 1}\n\n{"x": "\xff"}\n', r"a.jsonl, line 3 is not valid JSON.*decode"),
+        ("a.jsonl", b'{"x": 1}\n[1]\n', r"a.jsonl, line 2 contains a list; expected an object"),
+        ("a.jsonl", b"\n \n", r"a.jsonl contains no rows"),
+        ("a.json", b"[]", r"a.json contains no rows"),
+        ("a.json", b'{"x": [1]}', r"a.json contains a dict; expected a list"),
+        ("a.json", b'[{"x": 1}, 2]', r"a.json, row 2 contains a int"),
+        ("a.json", b'{"x": 1}\n{"x": 2}', r"a.json is not valid JSON.*needs the suffix \.jsonl"),
         ("a.parquet", b"not parquet", r"a.parquet is not a readable parquet file"),
-        ("a.csv", b"x\n1\n", r"cannot read '.csv'; known are \['.jsonl', '.json', '.parquet'\]"),
-        ("rows", b"", r"cannot read 'a file without ending'"),
+        ("a.csv", b"x\n1\n", r"unknown file type '\.csv'\. Supported: \.jsonl, \.json, \.parquet, or a folder"),
+        ("rows", b"", "the file has no suffix"),
     ],
 )
 def test_bad_files_say_what_is_wrong(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         read_rows(tmp_path / name)
 
 
 def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"no file or folder .*trian.jsonl'; did you mean .*train.jsonl'"):
+    with pytest.raises(DataError, match=r"no file or folder .*trian.jsonl'; did you mean .*train.jsonl'"):
         read_rows(tmp_path / "trian.jsonl")
-    with pytest.raises(ValueError, match=r"the folder .*no' does not exist"):
+    with pytest.raises(DataError, match=r"the folder .*no' does not exist"):
         read_rows(tmp_path / "no" / "x.jsonl")
 
 
@@ -88,14 +89,14 @@ def test_a_folder_of_several_splits_names_them(tmp_path):
 
     dataset = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(str(tmp_path / "all"))
-    with pytest.raises(ValueError, match=r"several splits; give one of \[.*all/test', .*all/train'\]"):
+    with pytest.raises(DataError, match=r"several splits\. Choose one: .*all/test, .*all/train"):
         read_rows(tmp_path / "all")
     assert list(read_rows(tmp_path / "all" / "test").rows) == ROWS
 
 
 def test_a_folder_of_another_kind_says_what_is_in_it(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"not a folder written by `save_to_disk`; found \['train.jsonl'\]"):
+    with pytest.raises(DataError, match=r"not a folder written by `save_to_disk`; it contains \['train.jsonl'\]"):
         read_rows(tmp_path)
 
 
@@ -113,6 +114,6 @@ def test_parts_of_a_column_are_found_by_their_path(tmp_path):
     assert found == ["why?", "no", "plain", {"text": "why?"}]
     for name in ("question.txt", "answers.2.text", "answers.x", "question.text.more", "question."):
         with pytest.raises(
-            ValueError, match=rf"line 1: no column '{name}'; found \['a', 'a.b', 'answers', 'question'\]"
+            DataError, match=rf"line 1: no column '{name}'; found \['a', 'a.b', 'answers', 'question'\]"
         ):
             table.column(name)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from realign.data import LabelKind, PreferenceData, SupervisedData, Template, TooLong
+from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import BOS, EOS, WITH_BOS, characters, make_tokenizer
 
 
@@ -56,7 +57,7 @@ def test_trap_pairs_of_equal_responses_are_left_out_and_counted(write):
     sample = dataset.sample([(0, 0)])
     assert [x.tolist() for x in sample.sequences()] == [[*characters(text), EOS] for text in ("12", "14")]
     assert (sample["labels"].tolist(), sample["margins"].tolist()) == ([1, 0], [1, 1])
-    with pytest.raises(ValueError, match=r"no row is left of .*1 dropped \(chosen equals rejected\)"):
+    with pytest.raises(DataError, match=r"no row is left of .*1 dropped \(chosen equals rejected\)"):
         PreferenceData(write(pair("1", "2", "2"))).load(make_tokenizer())
 
 
@@ -95,37 +96,45 @@ def test_all_responses_of_a_row_keep_the_same_part_of_the_prompt(write):
     cut = PreferenceData(path, max_tokens=5, too_long=TooLong.truncate_left).load(tokenizer)
     assert [len(cut), cut.report.rows_truncated] == [2, 1]
     assert [x.tolist() for x in cut.sample([(0, 0)]).sequences()] == [[*characters(t), EOS] for t in ("456", "4578")]
-    with pytest.raises(ValueError, match="line 1 has 8 tokens, more than max_tokens=5"):
+    with pytest.raises(DataError, match="line 1 has 8 tokens, more than max_tokens=5"):
         PreferenceData(path, max_tokens=5, too_long=TooLong.error).load(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        ("pairs", pair(rejected=["3", "4"]), r"the response is \['3', '4'\], expected a string"),
-        ("pairs", pair(chosen=["2"], rejected=["3", "4"]), "chosen and rejected must be strings, or lists of as many"),
-        ("pairs", pair(chosen=[], rejected=[]), "chosen and rejected must be strings, or lists of as many"),
-        ("pairs", pair(chosen=5), "the response is 5, expected a string"),
-        ("best_of_n", several(["2", "3"], [1, 1]), "expected one 1 among zeros"),
-        ("best_of_n", several(["2"], [1]), "expected one 1 among zeros"),
-        ("scalar_rating", several(["2", "3"], [1]), r"the labels are \[1\], expected 2 finite numbers"),
-        ("scalar_rating", several(["2"], [float("nan")]), r"the labels are \[nan\], expected 1 finite numbers"),
-        ("scalar_rating", several("23", [1, 2]), "the responses are '23', expected a list of strings"),
-        ("scalar_compare", several(["2", "3", "4"], [1, 2, 3]), "there are 3 responses, but neighbours are pairs"),
+        ("pairs", pair(rejected=["3", "4"]), r"the response is \['3', '4'\]; expected a string"),
+        (
+            "pairs",
+            pair(chosen=["2"], rejected=["3", "4"]),
+            "chosen and rejected must be strings, or lists of equal length",
+        ),
+        ("pairs", pair(chosen=[], rejected=[]), "chosen and rejected must be strings, or lists of equal length"),
+        ("pairs", pair(chosen=5), "the response is 5; expected a string"),
+        ("best_of_n", several(["2", "3"], [1, 1]), "kind=best_of_n needs one label 1"),
+        ("best_of_n", several(["2"], [1]), "kind=best_of_n needs one label 1"),
+        ("scalar_rating", several(["2", "3"], [1]), r"the labels are \[1\]; expected 2 finite numbers"),
+        ("scalar_rating", several(["2"], [float("nan")]), r"the labels are \[nan\]; expected 1 finite numbers"),
+        ("scalar_rating", several("23", [1, 2]), "the responses are '23'; expected a list of strings"),
+        (
+            "scalar_compare",
+            several(["2", "3", "4"], [1, 2, 3]),
+            "kind=scalar_compare needs an even number of responses, found 3",
+        ),
     ],
 )
 def test_bad_rows_are_named_by_line(write, kind, row, message):
     good = pair() if kind == "pairs" else several(["2", "3"], [0, 1])
-    with pytest.raises(ValueError, match=f"line 2: .*{message}"):
+    with pytest.raises(DataError, match=f"line 2: .*{message}"):
         PreferenceData(write(good, row), kind=kind).load(make_tokenizer())
 
 
 def test_bad_margins_and_settings_are_refused(write):
-    with pytest.raises(ValueError, match=r"line 1: the margins are \['a'\], expected 1 finite numbers"):
+    with pytest.raises(DataError, match=r"line 1: the margins are \['a'\]; expected 1 finite numbers"):
         PreferenceData(write(pair(m="a")), margin_column="m").load(make_tokenizer())
-    with pytest.raises(ValueError, match="margin_column belongs to kind=pairs, but kind is best_of_n"):
+    with pytest.raises(SettingsError, match="margin_column='m': requires kind=pairs, but kind=best_of_n"):
         PreferenceData("x", margin_column="m", kind=LabelKind.best_of_n)
-    with pytest.raises(ValueError, match="line 1: a response has no token to train on"):
+    with pytest.raises(DataError, match="line 1: a response has no token to train on"):
         PreferenceData(write(pair("1", "2", "")), append_eos=False).load(make_tokenizer())
-    with pytest.raises(ValueError, match="no column 'worse'"):
+    with pytest.raises(DataError, match="no column 'worse'"):
         PreferenceData(write(pair()), rejected_column="worse").load(make_tokenizer())

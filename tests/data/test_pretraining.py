@@ -12,6 +12,7 @@ from realign.api import SequenceSample
 from realign.config import ConfigError, build
 from realign.data import Dataset, DataSpec, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
 from realign.data.pretraining import PromptsWithPretraining
+from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import EOS, characters, make_tokenizer
 
 
@@ -131,9 +132,9 @@ def test_demonstrations_and_rows_of_several_sequences_come_along_too(files):
 
 
 def test_datasets_that_do_not_fit_are_named(files):
-    with pytest.raises(ValueError, match="sequences_per_prompt must be at least 1, found 0"):
+    with pytest.raises(SettingsError, match="sequences_per_prompt=0: must be at least 1"):
         both(1, 1, per_prompt=0)
-    with pytest.raises(ValueError, match="pretraining: the dataset holds no row"):
+    with pytest.raises(DataError, match="pretraining: the dataset contains no rows"):
         both(1, 0)
-    with pytest.raises(ValueError, match=r"pretraining: the dataset has no key 'input_ids', only \['prompt_ids'\]"):
+    with pytest.raises(DataError, match=r"the dataset has keys \['prompt_ids'\], but not 'input_ids'"):
         WithPretraining(Prompts(1), Prompts(1)).load(None)

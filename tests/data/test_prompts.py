@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
-from realign.data import PackedTokens, PromptData, SupervisedData, Template, TooLong, batch_indices
+from realign.data import PackedTokens, PreferenceData, PromptData, SupervisedData, Template, TooLong, batch_indices
 from realign.data.dataset import content_hash
+from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import BOS, TURNS, characters, make_tokenizer
 
 ROWS = [{"prompt": "1" * n, "answer": n, "deep": {"x": [n]}} for n in (1, 2, 3, 4, 5)]
@@ -104,25 +105,25 @@ def test_trap_a13_truncation_keeps_the_start_token_and_the_end_of_the_prompt(pat
 
 
 def test_an_overlong_row_can_be_an_error(path):
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 4 has 4 tokens, more than max_prompt_tokens=3"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 4 has 4 tokens, more than max_prompt_tokens=3"):
         PromptData(path, max_prompt_tokens=3, too_long=TooLong.error).load(make_tokenizer())
 
 
 def test_a_dataset_without_rows_is_an_error(path):
-    with pytest.raises(ValueError, match=r"no row is left of .*0 of 5 rows.*5 dropped"):
+    with pytest.raises(DataError, match=r"no row is left of .*0 of 5 rows.*5 dropped"):
         PromptData(path, suffix="=", max_prompt_tokens=1).load(make_tokenizer())
 
 
 def test_bad_rows_are_named_by_line(tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "1"}\n\n{"prompt": null}\n')
-    with pytest.raises(ValueError, match=r"bad.jsonl, line 3: the prompt is None"):
+    with pytest.raises(DataError, match=r"bad.jsonl, line 3: the prompt is None"):
         PromptData(str(file)).load(make_tokenizer())
     file.write_text('{"prompt": "1"}\n{"prompt": ""}\n')
-    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: the prompt has no tokens"):
+    with pytest.raises(DataError, match=r"bad.jsonl, line 2: the prompt has no tokens"):
         PromptData(str(file)).load(make_tokenizer())
     assert len(PromptData(str(file)).load(make_tokenizer(before=("<s>",)))) == 2
-    with pytest.raises(ValueError, match=r"line 1: no column 'question'; found \['prompt'\]"):
+    with pytest.raises(DataError, match=r"line 1: no column 'question'; found \['prompt'\]"):
         PromptData(str(file), prompt_column="question").load(make_tokenizer())
 
 
@@ -148,21 +149,24 @@ def test_rows_outside_and_twice_are_refused(path):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"template": "caht"}, r"template must be one of \['plain', 'chat'\], found 'caht'"),
-        ({"too_long": "cut"}, r"too_long must be one of"),
-        ({"limit": 0}, "limit must be at least 1"),
-        ({"system": "x"}, "belong to template=chat"),
-        ({"template_options": {"a": 1}}, "belong to template=chat"),
+        ({"template": "caht"}, r"template='caht': unknown choice \(valid: plain, chat\)"),
+        ({"too_long": "cut"}, "too_long='cut': unknown choice"),
+        ({"limit": 0}, "limit=0: must be at least 1, or null"),
+        ({"system": "x"}, "system='x': requires template=chat"),
+        ({"template_options": {"a": 1}}, "template_options=.*: requires template=chat"),
     ],
 )
 def test_bad_settings_are_named(bad, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingsError, match=message):
         PromptData("x.jsonl", **bad)
 
 
 def test_bad_length_limits_are_named(path):
-    with pytest.raises(ValueError, match="max_prompt_tokens must be at least 1"):
-        PromptData(path, max_prompt_tokens=0).load(make_tokenizer())
+    with pytest.raises(SettingsError, match="max_prompt_tokens=0: must be at least 1, or null"):
+        PromptData(path, max_prompt_tokens=0)
+    for kind in (SupervisedData, PreferenceData):
+        with pytest.raises(SettingsError, match="max_tokens=0: must be at least 1, or null"):
+            kind(path, max_tokens=0)
 
 
 @pytest.mark.parametrize("kind", [PromptData, SupervisedData])

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.data import PromptData, Split, Table
+from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
 
@@ -42,9 +43,11 @@ def test_a_part_is_the_same_in_every_run_and_is_dealt_from_the_limited_rows(tmp_
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ValueError, match=r"split\.weights must be positive numbers, found \[1, 0\]"):
+    with pytest.raises(SettingsError, match=r"weights=\[1, 0\]: must be a list of positive, finite numbers"):
         Split(0, [1, 0])
-    with pytest.raises(ValueError, match=r"split\.part must be from 0 to 2, found 3"):
+    with pytest.raises(SettingsError, match=r"part=3: must be below the number of weights \(3\)"):
         Split(3)
-    with pytest.raises(ValueError, match=r"all\.jsonl: part 0 of split\.weights=\[1, 99\] gets none of 5 rows"):
+    with pytest.raises(
+        DataError, match=r"all\.jsonl: split\.part=0 of split\.weights=\[1, 99\] contains none of 5 rows"
+    ):
         parts(5, [1, 99])

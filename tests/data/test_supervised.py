@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from realign.data import SupervisedData, Template, TooLong
+from realign.errors import ConfigError, DataError
 from tests.data.text_tokenizer import BOS, EOS, TURNS, WITH_BOS, characters, make_tokenizer
 
 
@@ -100,24 +101,24 @@ def test_length_limits_never_cut_a_response(write):
     assert one(cut)[0] == [BOS, *characters("456"), EOS]
     assert one(cut)[1] == [True, True, True, False, False]
     assert [len(cut), cut.report.rows_truncated, cut.report.rows_dropped] == [2, 1, {"longer than max_tokens=5": 1}]
-    with pytest.raises(ValueError, match=r"line 1 has 8 tokens, more than max_tokens=5"):
+    with pytest.raises(DataError, match=r"line 1 has 8 tokens, more than max_tokens=5"):
         SupervisedData(path, max_tokens=5, too_long=TooLong.error).load(tokenizer)
 
 
 def test_bad_rows_are_named_by_line(write):
     tokenizer = make_tokenizer()
-    with pytest.raises(ValueError, match=r"line 2: the response is 3, expected a string"):
+    with pytest.raises(DataError, match=r"line 2: the response is 3; expected a string"):
         SupervisedData(write(("1", "2"), ("1", 3))).load(tokenizer)
-    with pytest.raises(ValueError, match=r"line 2: no token to train on"):
+    with pytest.raises(DataError, match=r"line 2: the response has no token to train on"):
         SupervisedData(write(("1", "2"), ("1", "")), append_eos=False).load(tokenizer)
-    with pytest.raises(ValueError, match=r"line 1: no token to train on"):
+    with pytest.raises(DataError, match=r"line 1: the response has no token to train on"):
         SupervisedData(write(("", "")), append_eos=True).load(tokenizer)
-    with pytest.raises(ValueError, match=r"no column 'answer'"):
+    with pytest.raises(DataError, match=r"no column 'answer'"):
         SupervisedData(write(("1", "2")), response_column="answer").load(tokenizer)
 
 
 def test_a_tokenizer_without_eos_must_be_told(write):
     tokenizer = make_tokenizer(eos=None)
-    with pytest.raises(ValueError, match="the tokenizer has no EOS token"):
+    with pytest.raises(ConfigError, match="append_eos=true: the tokenizer has no EOS token"):
         SupervisedData(write(("1", "2"))).load(tokenizer)
     assert one(SupervisedData(write(("1", "2")), append_eos=False).load(tokenizer))[0] == characters("12")

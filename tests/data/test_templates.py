@@ -1,6 +1,7 @@
 import pytest
 
 from realign.data.templates import Template, Writer, encode, start_tokens
+from realign.errors import ConfigError, DataError
 from tests.data.text_tokenizer import (
     ASSISTANT,
     BOS,
@@ -84,7 +85,7 @@ def test_pair_gives_the_prompt_as_generation_sees_it_and_the_rest_apart():
 
 def test_a_template_that_rewrites_the_prompt_is_refused():
     tokenizer = make_tokenizer(chat_template=THINKING)
-    with pytest.raises(ValueError, match=r"once it is answered: at character 26 .*'think '.*'3<|end|>'"):
+    with pytest.raises(DataError, match=r"when a response follows. At character 26, .*'think '.*'3<|end|>'"):
         Writer(tokenizer, Template.chat, options={"enable_thinking": False}).pair("1", "3")
     assert Writer(tokenizer, Template.chat, options={"enable_thinking": True}).pair("1", "3")[1] == "3<|end|>"
 
@@ -106,28 +107,28 @@ def test_many_texts_come_back_in_order():
 @pytest.mark.parametrize(
     ("template", "value", "message"),
     [
-        ("plain", None, "the prompt is None, expected a string"),
-        ("plain", 3, "the prompt is 3, expected a string"),
-        ("plain", [{"role": "user", "content": "x"}], "a list of messages needs template=chat"),
+        ("plain", None, "the prompt is None; expected a string"),
+        ("plain", 3, "the prompt is 3; expected a string"),
+        ("plain", [{"role": "user", "content": "x"}], "Set template=chat for a list of messages"),
         ("chat", 3, "expected a string or a list of chat messages"),
         ("chat", [], "expected a string or a list of chat messages"),
-        ("chat", ["x"], "has no 'role' and 'content'"),
-        ("chat", [{"role": "user", "text": "x"}], "has no 'role' and 'content'"),
+        ("chat", ["x"], "lacks 'role' or 'content'"),
+        ("chat", [{"role": "user", "text": "x"}], "lacks 'role' or 'content'"),
     ],
 )
 def test_a_prompt_of_the_wrong_kind_is_shown(template, value, message):
     writer = Writer(make_tokenizer(chat_template=TURNS), Template(template))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         writer.prompt(value)
 
 
 def test_other_mistakes_are_named():
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
         Writer(make_tokenizer(), Template.chat)
-    with pytest.raises(ValueError, match="prefix and suffix belong around a string"):
+    with pytest.raises(DataError, match="prefix and suffix need a prompt that is a string"):
         Writer(make_tokenizer(chat_template=TURNS), Template.chat, suffix="?").prompt([{"role": "user", "content": ""}])
-    with pytest.raises(ValueError, match="the response is 3, expected a string"):
+    with pytest.raises(DataError, match="the response is 3; expected a string"):
         Writer(make_tokenizer()).pair("1", 3)
     refusing = make_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match=r"the chat template failed: TemplateError: roles must alternate"):
+    with pytest.raises(DataError, match=r"the chat template failed: TemplateError: roles must alternate"):
         Writer(refusing, Template.chat).prompt("1")

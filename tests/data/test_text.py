@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from realign.data import Blocks, Split, TextData
 from realign.data.text import cut
+from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import BOS, EOS, characters, make_tokenizer
 
 
@@ -71,20 +72,20 @@ def test_parts_of_a_file_and_other_columns(write):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_tokens": 1}, "block_tokens must be at least 2"),
-        ({"limit": 0}, "limit must be at least 1"),
-        ({"blocks": "together"}, "'together' is not a valid Blocks"),
+        ({"block_tokens": 1}, "block_tokens=1: must be at least 2"),
+        ({"limit": 0}, "limit=0: must be at least 1"),
+        ({"blocks": "together"}, r"blocks='together': unknown choice \(valid: joined, apart\)"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingsError, match=message):
         TextData("x.jsonl", **settings)
 
 
 def test_bad_rows_are_named(write):
-    with pytest.raises(ValueError, match=r"texts\.jsonl, line 2: the text is a int, expected a string"):
+    with pytest.raises(DataError, match=r"texts\.jsonl, line 2: the text is a int; expected a string"):
         TextData(write("a", 3)).load(make_tokenizer())
-    with pytest.raises(ValueError, match=r"no column 'text'; found \['txt'\]; did you mean 'txt'\?"):
+    with pytest.raises(DataError, match=r"no column 'text'; found \['txt'\]; did you mean 'txt'\?"):
         TextData(write("a", column="txt")).load(make_tokenizer())
-    with pytest.raises(ValueError, match=r"no row is left of .*: 0 of 1 rows"):
+    with pytest.raises(DataError, match=r"no row is left of .*: 0 of 1 rows"):
         TextData(write("abc")).load(make_tokenizer())

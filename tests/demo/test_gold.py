@@ -5,6 +5,7 @@ import json
 import pytest
 
 from realign.demo.gold import agreement, compare, judged
+from realign.errors import DataError
 
 
 def sample(step: int, prompt: int, learned: float | None, gold: float) -> dict[str, object]:
@@ -32,5 +33,5 @@ def test_the_file_is_read_step_by_step_and_judged(tmp_path):
     path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "gold"}) + "\n" for row in rows))
     steps = judged(path, lambda prompt, response, row: float(response) + row["step"])
     assert [[s["gold"] for s in step] for step in steps] == [[1.5], [2.5]]
-    with pytest.raises(ValueError, match="no response with a learned and a gold reward"):
+    with pytest.raises(DataError, match="no response with both a learned and a gold reward"):
         judged(path, lambda prompt, response, row: None)

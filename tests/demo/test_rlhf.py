@@ -79,7 +79,7 @@ def test_the_control_shuffles_the_labels_of_training_pairs(monkeypatch, tmp_path
     [
         ("stepz=2", "stepz"),
         ("reward.stepz=2", "stepz"),
-        ("evaluation=null", "evaluations cannot be left out"),
+        ("evaluation=null", "evaluation=null: the demo needs the evaluations"),
         ("sample_prompts=0", "sample_prompts"),
     ],
 )

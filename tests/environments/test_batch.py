@@ -13,7 +13,7 @@ import pytest
 from realign.api.environment import Response
 from realign.environments import EnvironmentFailure, Limits, Slots, TurnWriter, Worlds
 from realign.environments import event_loops as loops
-from tests.environments.worlds import Blocking, Plain
+from tests.environments.environment_fixtures import Blocking, Plain
 from tests.tiny import tiny_tokenizer
 
 BLOCKED = "a call blocked the event loop, which was abandoned"

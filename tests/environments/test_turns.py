@@ -59,7 +59,7 @@ def test_options_reach_the_template():
 
 
 def test_a_template_that_hides_the_answer_is_refused():
-    with pytest.raises(ValueError, match="does not show what the assistant said"):
+    with pytest.raises(ValueError, match="omits the assistant's message"):
         writer("{{ messages[-1].content }}").between("7", [])
 
 

@@ -13,6 +13,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
+from realign.errors import ConfigError
 from realign.interfaces import raft
 from realign.interfaces.components import GAE, KLPenalty, RewardShaping
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
@@ -21,11 +22,12 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.rewards.pool.failure_count import Tally
 from realign.testing import BigramEngine
-from tests.environments.worlds import Bad, Blocking, Busy, Plain, Tool
+from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
 from tests.tiny import TEXT, tiny_tokenizer
 
-TOOL = "tests.environments.worlds:Tool"
-BAD = "tests.environments.worlds:Bad"
+FIXTURES = "tests.environments.environment_fixtures"
+TOOL = f"{FIXTURES}:Tool"
+BAD = f"{FIXTURES}:Bad"
 EOS = 2
 GO_ON, WON = ("", 0.0, False, False, {}), ("", 1.0, True, False, {})
 
@@ -166,14 +168,14 @@ def test_trap_a11_two_consecutive_tool_messages_are_one_turn_of_the_template():
 
 
 def test_what_a_template_cannot_write_is_said():
-    with pytest.raises(ValueError, match="chat=true, but the tokenizer has no chat template"):
+    with pytest.raises(ConfigError, match="chat=true: the tokenizer has no chat template"):
         hold(settings(chat=True), Scripted({}), batch({"q": {"script": []}}))
     strict = chat_tokenizer()
     strict.chat_template = "{{ raise_exception('tools are not for me') }}"
     row = {"script": [("7", 0.0, False, False, {})]}
     with pytest.raises(EnvironmentFailure, match="the chat template failed: TemplateError: tools are not for me"):
         hold(settings(chat=True), Scripted({"q/0/turn0": "x."}), batch({"q": row}), strict)
-    with pytest.raises(EnvironmentFailure, match="has closed the prompt before reset is asked"):
+    with pytest.raises(EnvironmentFailure, match="the chat template has already formatted the prompt"):
         hold(settings(chat=True), Scripted({}), batch({"q": {"script": [], "opening": "c"}}), chat_tokenizer())
 
 
@@ -280,13 +282,13 @@ def test_an_environment_that_fails_costs_its_own_episode_the_reward(caplog):
         ("four", r"step returned 4 values, expected 5: observation, reward"),
         ("nan", r"the reward is nan \(float\), expected a number that is finite in float32"),
         ("huge", r"the reward is 1000+\.\.\. \(int\), expected a number that is finite"),
-        ("half a character", r"the tokenizer refuses '.ud800' \(str\)"),
+        ("half a character", r"the tokenizer cannot encode '.ud800' \(str\)"),
         ("text", r"the reward is '1' \(str\)"),
         ("ends", r"terminated is 'yes' \(str\), expected True or False"),
         ("observation", r"the observation is 3\.5 \(float\), expected text, a list of token ids"),
         ("unknown", r"token id 97 is unknown: the tokenizer has ids 0 to 96"),
         ("negative", r"token id -1 is unknown"),
-        ("messages", r"chat messages need chat=true"),
+        ("messages", r"the observation contains chat messages, which require chat=true"),
         ("one value", r"reset returned '' \(str\), expected 2 values"),
     ],
 )
@@ -322,16 +324,16 @@ def test_an_environment_that_hangs_is_left_behind():
     out = hold(interface, engine, batch({"q": {"how": "hang"}, "r": {"how": "good"}}))
     assert out["rewards"].isnan().tolist() == [True, False]
     with pytest.raises(EnvironmentFailure, match=r"1 times no answer within timeout_s=0\.2"):
-        hold(settings("tests.environments.worlds:Stuck", timeout_s=0.2), engine, batch({"q": {}}))
+        hold(settings(f"{FIXTURES}:Stuck", timeout_s=0.2), engine, batch({"q": {}}))
     started = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=r"1 times no answer within timeout_s=0\.2"):
-        hold(settings("tests.environments.worlds:Threaded", timeout_s=0.2), engine, batch({"q": {}}))
+        hold(settings(f"{FIXTURES}:Threaded", timeout_s=0.2), engine, batch({"q": {}}))
     assert time.monotonic() - started < 4  # and not when the thread has ended, after 5 s
 
 
 def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monkeypatch):
     monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
-    interface = settings("tests.environments.worlds:Blocking", timeout_s=0.3, max_failed_fraction=0.5)
+    interface = settings(f"{FIXTURES}:Blocking", timeout_s=0.3, max_failed_fraction=0.5)
     interface._limits = replace(interface._limits, grace_s=1.0)
     rows = {name: {"name": name, "how": how} for name, how in (("q", "good"), ("r", "step blocks"))}
     engine = Scripted({"q/0/turn0": "x.", "r/0/turn0": "x."})
@@ -349,13 +351,17 @@ def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monke
 def test_plain_environments_are_made_beside_each_other_in_the_threads_of_their_reset():
     rows = {f"q{i}": {} for i in range(12)}
     engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
-    out = hold(settings("tests.environments.worlds:SlowToMake", timeout_s=3.0), engine, batch(rows))
+    out = hold(settings(f"{FIXTURES}:SlowToMake", timeout_s=3.0), engine, batch(rows))
     assert out["rewards"].tolist() == [1.0] * 12  # one after the other they would take 3.6 s
 
 
 def test_calls_of_several_threads_are_bounded_together():
     Busy.now = Busy.most = 0
-    two = settings("tests.environments.worlds:Busy", concurrency=2, generation=GenerationConfig(n=4, max_new_tokens=8))
+    two = settings(
+        f"{FIXTURES}:Busy",
+        concurrency=2,
+        generation=GenerationConfig(n=4, max_new_tokens=8),
+    )
 
     def one(q):
         return hold(two, Scripted({f"{q}/{j}/turn0": "x." for j in range(4)}), batch({q: {}}))["rewards"].tolist()
@@ -369,7 +375,7 @@ def test_plain_functions_run_in_threads_beside_each_other():
     rows = {f"q{i}": {} for i in range(6)}
     engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
     Plain.threads.clear()
-    out = hold(settings("tests.environments.worlds:Plain", concurrency=3), engine, batch(rows))
+    out = hold(settings(f"{FIXTURES}:Plain", concurrency=3), engine, batch(rows))
     assert out["rewards"].tolist() == [1.0] * 6
     assert len(Plain.threads) >= 2
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample
+from realign.errors import ConfigError, RewardError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.rule_reward import RuleRewardInterface, texts, token_texts
-from realign.rewards.pool.processes import RewardError
 
 LETTERS = "?abcdefgh"
 
@@ -90,7 +90,7 @@ def test_shuffled_rewards_are_the_same_numbers_for_other_responses_again_and_aga
 
 
 def test_a_wrong_function_or_setting_is_named_when_the_interface_opens(function):
-    with pytest.raises(ValueError, match="absent"):
+    with pytest.raises(ConfigError, match="absent"):
         RuleRewardInterface(function.replace(":score", ":absent")).open()
     with pytest.raises(ValueError, match="workers=-1: must be at least 0"):
         RuleRewardInterface(function, workers=-1).open()
@@ -173,5 +173,5 @@ def test_tokens_are_told_one_by_one_with_special_tokens():
 def test_dense_settings_without_meaning_are_refused(function):
     with pytest.raises(ValueError, match="shuffle deals one reward out"):
         RuleRewardInterface(function, shuffle=True, dense=True)
-    with pytest.raises(ValueError, match=r"but is called as function\(prompt, response, row, tokens\)"):
+    with pytest.raises(ConfigError, match=r"but is called as function\(prompt, response, row, tokens\)"):
         RuleRewardInterface(function, dense=True).open()

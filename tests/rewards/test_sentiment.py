@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from realign.errors import ConfigError
 from realign.rewards import RewardPool
 from realign.rewards.sentiment import compound
 
@@ -31,5 +32,5 @@ def test_without_vader_the_extra_is_named(monkeypatch):
 
     _analyzer.cache_clear()
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    with pytest.raises(ImportError, match=r"pip install 'realign\[sentiment\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'realign-rl\[sentiment\]'"):
         compound("", "", {})

@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from realign.errors import ConfigError
 from realign.rewards import RewardPool
 from realign.rewards.verified_math import same_value
 
@@ -35,5 +36,5 @@ def test_in_the_workers():
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match=r"pip install 'realign\[math\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'realign-rl\[math\]'"):
         same_value("", "", {"answer": "1"})

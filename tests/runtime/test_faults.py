@@ -22,6 +22,7 @@ from realign.data import PreferenceData, PromptData, SupervisedData, TextData, T
 from realign.data.pretraining import WithPretraining
 from realign.engines import Causal, OptimizerSpec, TransformersModel
 from realign.engines.training.engine import TransformersEngine
+from realign.errors import DataError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -216,23 +217,23 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"prompt": "caf\xe9"}', "line 2 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
-        (b'{"prompt": "a\\ud800"}', "line 2 is not JSON: 'utf-8' codec can't encode character"),
+        (b'{"prompt": "caf\xe9"}', "line 2 is not valid JSON: 'utf-8' codec can't decode byte 0xe9"),
+        (b'{"prompt": "a\\ud800"}', "line 2 is not valid JSON: 'utf-8' codec can't encode character"),
         (b'{"prompt": ""}', "line 2: the prompt has no tokens"),
-        (b'{"prompt": null}', "line 2: the prompt is None, expected a string"),
+        (b'{"prompt": null}', "line 2: the prompt is None; expected a string"),
         (
             b'{"prompt": ["a"]}',
-            "line 2: the prompt is ['a'], expected a string; a list of messages needs template=chat",
+            "line 2: the prompt is ['a']; expected a string. Set template=chat for a list of messages.",
         ),
         (b'{"promt": "2+2="}', "line 2: no column 'prompt'; found ['promt']; did you mean 'promt'?"),
-        (b'{"prompt": "2+2="', "line 2 is not JSON: Expecting ',' delimiter"),
-        (b'["2+2="]', "line 2 holds a list, expected an object with columns"),
+        (b'{"prompt": "2+2="', "line 2 is not valid JSON: Expecting ',' delimiter"),
+        (b'["2+2="]', "line 2 contains a list; expected an object with columns"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_before_anything_is_trained(tmp_path, line, message):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD + line + b"\n" + GOOD)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(DataError, match=re.escape(message)):
         PromptData(str(file)).load(tiny_tokenizer())
 
 
@@ -243,7 +244,7 @@ def test_a_row_that_is_too_long_is_left_out_and_counted_or_cut_or_refused(tmp_pa
     assert "1 dropped (longer than max_prompt_tokens=10)" in caplog.text
     cut = PromptData(file, max_prompt_tokens=10, too_long=TooLong.truncate_left).load(tiny_tokenizer())
     assert (len(cut), cut.longest_sequence, cut.report.rows_truncated) == (2, 10, 1)
-    with pytest.raises(ValueError, match="line 2 has 50 tokens, more than max_prompt_tokens=10"):
+    with pytest.raises(DataError, match="line 2 has 50 tokens, more than max_prompt_tokens=10"):
         PromptData(file, max_prompt_tokens=10, too_long=TooLong.error).load(tiny_tokenizer())
 
 

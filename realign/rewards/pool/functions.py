@@ -8,11 +8,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from realign.errors import ConfigError
 from realign.rewards.pool.http import HttpReward
 
 RewardFunction: TypeAlias = Callable[[str, str, dict[str, Any]], float | None]
@@ -34,9 +36,11 @@ def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Cal
         name: name of the function.
         arguments: names of the arguments that the function must accept; None skips the check.
 
+    An exception that the module raises on import propagates, with a note that names the function.
+
     Raises:
-        ValueError: the module, file or function does not exist (the message lists existing and similar names), the
-            import failed, or the function does not accept `arguments`.
+        ConfigError: the module, file or function does not exist (the message lists existing and similar names), or the
+            function does not accept `arguments`.
     """
     if "://" in name:
         return HttpReward(name)
@@ -54,19 +58,18 @@ def load_object(name: str, kind: str, forms: str) -> Any:
         kind: kind of object, for messages.
         forms: valid forms of its name, for messages.
 
+    An exception that the module raises on import propagates, with a note that names the object.
+
     Raises:
-        ValueError: the module, file or attribute does not exist (the message lists existing and similar names), or the
-            import failed.
+        ConfigError: the module, file or attribute does not exist (the message lists existing and similar names).
     """
+    what = f"{kind} {name!r}"
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):
-        raise ValueError(f"{kind} {name!r} must be written as {forms}")
+        raise ConfigError(f"{what}: the name must have the form {forms}.")
     if place.split(".")[0] in sys.stdlib_module_names and not place.endswith(".py"):
-        raise ValueError(f"{kind} {name!r} is of Python's own library, which has none; nothing was imported")
-    try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    except ValueError as error:
-        raise ValueError(f"{kind} {name!r}: {error}") from error.__cause__
+        raise ConfigError(f"{what} is in Python's standard library, which contains none. Nothing was imported.")
+    module = _import_file(Path(place), what) if place.endswith(".py") else _import_module(place, what)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -76,22 +79,23 @@ def load_object(name: str, kind: str, forms: str) -> Any:
                 for n, value in vars(found).items()
                 if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
             )
-            raise ValueError(f"{kind} {name!r}: {place!r} has no {part!r}; {_nearest(part, there)}")
+            raise ConfigError(f"{what}: {place!r} has no {part!r}; {_nearest(part, there)}")
         found = getattr(found, part)
     return found
 
 
 def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENTS) -> None:
-    """Raise ValueError if `function` cannot be called with these positional arguments."""
+    """Raise ConfigError if `function` cannot be called with these positional arguments."""
     if isinstance(function, type) or not callable(function):
-        raise ValueError(f"reward function {name!r} is a {type(function).__name__}, expected a function")
+        raise ConfigError(f"reward function {name!r} is a {type(function).__name__}; expected a function.")
     home = str(getattr(function, "__module__", None) or "").split(".")[0]
     if inspect.isroutine(function) and home in sys.stdlib_module_names:
-        raise ValueError(
-            f"reward function {name!r} is of Python's own library, which has none; it would get what a model wrote"
+        raise ConfigError(
+            f"reward function {name!r} is in Python's standard library, which contains none. Use a function of a "
+            "separate file."
         )
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward function {name!r} is async; it must return a number, not a coroutine")
+        raise ConfigError(f"reward function {name!r} is async. Define it with `def`, so that it returns a number.")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -99,31 +103,46 @@ def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENT
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        raise ValueError(
+        raise ConfigError(
             f"reward function {name!r} takes {signature}, but is called as function({', '.join(arguments)}): {error}"
         ) from None
 
 
-def _import_module(name: str) -> ModuleType:
+@contextmanager
+def _noted(what: str) -> Iterator[None]:
+    """Add a note to an exception of an imported module, so that it keeps its traceback and names the object."""
     try:
-        return importlib.import_module(name)
+        yield
+    except SystemExit as error:
+        raise ConfigError(
+            f"{what}: its module exits while it is imported. Put code that must not run on import under "
+            "`if __name__ == '__main__':`."
+        ) from error
+    except Exception as error:
+        error.add_note(f"while importing {what}")
+        raise
+
+
+def _import_module(name: str, what: str) -> ModuleType:
+    try:
+        with _noted(what):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(f"importing {name!r} failed: {error}") from error
+            raise  # the module exists, but lacks a package that it imports
         file = Path(name.replace(".", "/") + ".py")
-        hint = f"; there is a file {str(file)!r}: write '{file}:...'" if file.is_file() else ""
-        raise ValueError(f"no module named {error.name!r}{hint}") from error
-    except Exception as error:
-        raise ValueError(f"importing {name!r} failed: {type(error).__name__}: {error}") from error
+        hint = f". There is a file {str(file)!r}; use '{file}:...'" if file.is_file() else ""
+        raise ConfigError(f"{what}: no module named {error.name!r}{hint}.") from error
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, what: str) -> ModuleType:
     file = path.expanduser().resolve()
     if not file.is_file():
         folder = file.parent
         if not folder.is_dir():
-            raise ValueError(f"no file {str(file)!r}: the folder {str(folder)!r} does not exist")
-        raise ValueError(f"no file {str(file)!r}; {_nearest(file.name, sorted(p.name for p in folder.glob('*.py')))}")
+            raise ConfigError(f"{what}: no file {str(file)!r}; the folder {str(folder)!r} does not exist")
+        near = _nearest(file.name, sorted(p.name for p in folder.glob("*.py")))
+        raise ConfigError(f"{what}: no file {str(file)!r}; {near}")
     main = sys.modules["__main__"]
     if (script := getattr(main, "__file__", None)) and Path(script).resolve() == file:
         return main  # the file is the running script; importing it would run it again
@@ -138,12 +157,11 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.append(str(file.parent))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
+        with _noted(what):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        if not isinstance(error, Exception):
-            raise
-        raise ValueError(f"importing {str(file)!r} failed: {type(error).__name__}: {error}") from error
+        raise
     return module
 
 

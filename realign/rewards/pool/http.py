@@ -12,13 +12,15 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, getproxies, proxy_bypass, urlopen
 
+from realign.errors import ConfigError, TransientError
+
 _REACH_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 _TRANSIENT = (429, 502, 503, 504)
 
 
 class Unreachable(RuntimeError):
-    """Raised when the server gave no answer in time: it is busy, restarting or down. A later retry may succeed."""
+    """Raised when the server did not answer in time: it is busy, restarting or down. A later retry may succeed."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class HttpReward:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{self.url!r} is not a URL such as http://host:port/path")
+            raise ConfigError(f"reward function {self.url!r}: invalid URL. Use the form http://host:port/path.")
 
     def reach(self) -> None:
         """Connect once without sending a request, so that a run with a wrong address fails at startup.
 
         Raises:
-            ValueError: no server accepts connections at the address.
+            TransientError: no server accepts connections at the address.
         """
         parts = urlsplit(self.url)
         host = parts.hostname or ""
@@ -57,13 +59,15 @@ class HttpReward:
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
             socket.create_connection((host, port), timeout=_REACH_S).close()
         except OSError as error:
-            raise ValueError(f"reward function {self.url!r}: no server there ({error})") from error
+            raise TransientError(
+                f"reward function {self.url!r}: no server accepts connections ({error}). Start it, or correct the URL."
+            ) from error
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any], tokens: list[str] | None = None) -> Any:
         """Return the reward from the server unchecked; the reward workers check that it is a number.
 
         Raises:
-            Unreachable: the server gave no answer.
+            Unreachable: the server did not answer.
             RuntimeError: the server rejected the request, or its answer has another format.
         """
         asked = {"prompt": prompt, "response": response, "row": row}
@@ -73,7 +77,7 @@ class HttpReward:
         try:
             return json.loads(answer)["reward"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RuntimeError(f'{self.url} answered {answer[:200]!r}, expected {{"reward": number}}') from error
+            raise RuntimeError(f'{self.url} answered {answer[:200]!r}; expected {{"reward": number}}') from error
 
     def _post(self, body: bytes) -> bytes:
         request = Request(self.url, body, {"Content-Type": "application/json"}, method="POST")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from realign.errors import SettingsError
 from realign.settings import Count, Positive, Range, Settings
 
 _SECRET_NAME = re.compile(
@@ -44,8 +45,8 @@ class Limits(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.keep_environment, str):
-            raise ValueError(
-                f"keep_environment must be a list of names of variables, found the text {self.keep_environment!r}"
+            raise SettingsError(
+                f"keep_environment={self.keep_environment!r}: must be a list of names of variables, not one text"
             )
 
 

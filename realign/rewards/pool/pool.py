@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from realign.errors import ConfigError, RewardError, TransientError
 from realign.rewards.pool.failure_count import present_tally
 from realign.rewards.pool.functions import (
     ARGUMENTS,
@@ -30,9 +31,10 @@ from realign.rewards.pool.functions import (
 )
 from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.limits import Limits, limits_memory, secret_variables
-from realign.rewards.pool.processes import Answers, RewardError, WorkerProcesses
+from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.timeouts import patient
 from realign.rewards.pool.worker import FailureKind, Item, Problem, answer
+from realign.rewards.text import headline
 from realign.settings import Fraction, NonNegative, NonNegativeInt, Positive, checked
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,8 @@ class RewardPool:
         keep_environment: variables that the workers inherit although they look like secrets (`secret_variables`).
 
     Raises:
-        ValueError: the function does not exist or is unusable, or a setting is out of range.
+        ConfigError: the function does not exist or is unusable, or a setting is out of range (`SettingsError`).
+        TransientError: the server of a URL accepts no connections.
     """
 
     def __init__(
@@ -119,9 +122,9 @@ class RewardPool:
         checked("max_failed_fraction", max_failed_fraction, Fraction)
         self.limits = Limits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == "pebble_pool_worker":
-            raise RuntimeError(
-                "a reward worker tried to start a pool of its own: the file of the reward function starts one when it "
-                "is imported. Put that part under `if __name__ == '__main__':`"
+            raise ConfigError(
+                "the file of the reward function starts a reward pool when a worker imports it. Put that part under "
+                "`if __name__ == '__main__':`."
             )
         arguments = DENSE_ARGUMENTS if dense else ARGUMENTS
         source: str | bytes = b""
@@ -148,7 +151,9 @@ class RewardPool:
                 self.name, source, workers=workers, timeout_s=timeout_s, limits=self.limits
             )
             if memory_mb is not None and not limits_memory():
-                logger.warning("memory_mb=%d has no effect on reward workers on %s", memory_mb, sys.platform)
+                logger.warning(
+                    "memory_mb=%d is ignored: reward workers have no memory limit on %s.", memory_mb, sys.platform
+                )
 
     def __enter__(self) -> RewardPool:
         return self
@@ -174,9 +179,12 @@ class RewardPool:
         Raises:
             ValueError: the three sequences have different lengths.
             RewardError: more than `max_failed_fraction` of the items failed, or the workers keep dying.
+            TransientError: more than `max_failed_fraction` of the items failed, all because a server was unreachable.
         """
         if not len(prompts) == len(responses) == len(rows):
-            raise ValueError(f"found {len(prompts)} prompts, {len(responses)} responses and {len(rows)} rows")
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(responses)} responses and {len(rows)} rows: the numbers must be equal."
+            )
         return self._score([(p, r, dict(row)) for p, r, row in zip(prompts, responses, rows, strict=True)])
 
     def score_tokens(
@@ -196,7 +204,7 @@ class RewardPool:
         """
         counts = {len(x) for x in (prompts, responses, rows, tokens)}
         if len(counts) > 1:
-            raise ValueError(f"prompts, responses, rows and tokens are of different lengths: {sorted(counts)}")
+            raise ValueError(f"prompts, responses, rows and tokens have different lengths: {sorted(counts)}.")
         items = zip(prompts, responses, rows, tokens, strict=True)
         return self._score([(p, r, dict(row), t) for p, r, row, t in items])
 
@@ -216,7 +224,7 @@ class RewardPool:
                 self._show(failures[-1])
                 before = tally.failures  # read now, since other parts of the batch may have finished
                 if before + len(failures) > self.max_failed_fraction * whole:
-                    raise RewardError(self._too_many(failures, answered, len(items), before, whole))
+                    raise self._too_many(failures, answered, len(items), before, whole)
         tally.add(len(failures))
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
 
@@ -228,28 +236,35 @@ class RewardPool:
         if self._processes is None:
             return ""
         names = [n for n in secret_variables(os.environ, self.limits.keep_environment) if n in message]
-        hint = f"\n(reward workers do not inherit {', '.join(names)}; keep_environment names what they may)"
+        hint = (
+            f"\nReward workers do not inherit {', '.join(names)}. To pass it, set keep_environment=[{','.join(names)}]."
+        )
         return hint if names else ""
 
     def _show(self, failure: Failure) -> None:
         if failure.kind not in self._shown:
             self._shown.add(failure.kind)
             logger.warning(
-                "reward function %s failed on item %d (%s; shown once, later ones are only counted):\n%s",
+                "reward function %s failed on item %d (%s), which gets no reward. Later failures of this kind are only "
+                "counted.\n%s",
                 self.name,
                 failure.index,
                 failure.kind.value,
                 failure.message,
             )
 
-    def _too_many(self, failures: Sequence[Failure], answered: int, n: int, before: int, whole: int) -> str:
+    def _too_many(
+        self, failures: Sequence[Failure], answered: int, n: int, before: int, whole: int
+    ) -> RewardError | TransientError:
+        """Return the error that stops the run. The log contains the first failure of each kind in full."""
         kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(f.kind for f in failures).most_common())
         first = failures[0]
-        others = f", and on {before} of the other {whole - n} items of a batch" if whole > n else ""
-        return (
-            f"reward function {self.name} failed on {len(failures)} of the {answered} items answered so far, {n} in "
-            f"all ({kinds}){others}: above max_failed_fraction={self.max_failed_fraction}. The first failure was item "
-            f"{first.index} ({first.kind.value}):\n{first.message}"
+        others = f", and on {before} of the other {whole - n} items of the batch" if whole > n else ""
+        unreachable = all(failure.kind is FailureKind.unreachable for failure in failures)
+        return (TransientError if unreachable else RewardError)(
+            f"reward function {self.name} failed on {len(failures)} of {answered} scored items ({kinds}; {n} items in "
+            f"total){others}, which exceeds max_failed_fraction={self.max_failed_fraction}. First failure, on item "
+            f"{first.index}: {headline(first.message)} (details: see the log)."
         )
 
     def _inline(self, items: Sequence[Item]) -> Answers:
@@ -263,9 +278,9 @@ def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
     try:
         pickled = pickle.dumps(function)
     except Exception as error:
-        raise ValueError(
-            f"reward function {name!r} cannot be sent to a worker process ({error}): define it at the top of a file"
+        raise ConfigError(
+            f"reward function {name!r} cannot be sent to a worker process ({error}). Define it at the top of a file."
         ) from error
     if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ValueError(f"reward function {name!r} is defined in an interactive session: put it into a file")
+        raise ConfigError(f"reward function {name!r} is defined in an interactive session. Define it in a file.")
     return pickled

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from pebble import ProcessExpired, ProcessPool
 
+from realign.errors import RewardError
 from realign.rewards.pool.limits import Limits
 from realign.rewards.pool.memory_watch import KEPT, RETIRED
 from realign.rewards.pool.spawn import SpawnWithoutMain
@@ -35,10 +36,6 @@ _LARGEST_CHUNK = 128
 # Seconds that a worker may take to start and import the function before the pool counts as stuck.
 _START_S = 120.0
 _RESTARTS = 3
-
-
-class RewardError(RuntimeError):
-    """Raised when the reward function fails too often for the run to continue, or its workers keep dying."""
 
 
 class WorkerProcesses:
@@ -58,7 +55,7 @@ class WorkerProcesses:
         self.workers = workers
         self.timeout_s = timeout_s
         self.limits = limits
-        self._leak_told = False
+        self._leak_logged = False
         self._lock = threading.Lock()  # guards the attributes below
         self._closed = 0
         self._heard = 0.0
@@ -97,7 +94,7 @@ class WorkerProcesses:
                 sendable.append(index)
             except Exception as error:
                 pickled.append(b"")
-                yield index, Problem(FailureKind.exception, f"the row cannot be sent to a worker: {error!r}")
+                yield index, Problem(FailureKind.exception, f"the row cannot be sent to a worker process: {error!r}")
         todo = _Todo(sendable, self.workers)
         running: dict[Future[list[Answer]], list[int]] = {}
         restarts = 0
@@ -135,7 +132,7 @@ class WorkerProcesses:
         """Return the processes, started if necessary. `closed` is the number of `close` calls when the caller began."""
         with self._lock:
             if self._closed != closed:
-                raise RewardError(f"the workers of reward function {self.name} were closed")
+                raise RewardError(f"the workers of reward function {self.name} were closed during a call.")
             if self._pool is None:
                 with_main = isinstance(self.source, bytes) and b"__main__" in self.source
                 self._pool = ProcessPool(
@@ -169,7 +166,7 @@ class WorkerProcesses:
             # items of other callers may be first in the queue, so their answers count as progress too
             left = max(began, self._heard) + patience - time.monotonic()
             if left <= 0:
-                raise BrokenProcessPool(f"no answer in {patience:.0f} s")
+                raise BrokenProcessPool(f"no answer within {patience:.0f} s")
             done = wait(running, timeout=left, return_when=FIRST_COMPLETED).done
         self._heard = time.monotonic()
         for future in done:
@@ -182,11 +179,11 @@ class WorkerProcesses:
         error = future.exception()
         if not isinstance(error, ProcessExpired) or error.exitcode != RETIRED:
             return False
-        if not self._leak_told:
-            self._leak_told = True
+        if not self._leak_logged:
+            self._leak_logged = True
             logger.warning(
-                "a worker of reward function %s kept more than %.0f%% of memory_mb=%s from call to call and was "
-                "replaced: the function seems to leak (no reward is lost; told once)",
+                "a worker of reward function %s kept more than %.0f%% of memory_mb=%s between two calls and was "
+                "replaced. The function probably leaks memory. No reward is lost; later replacements are not logged.",
                 self.name,
                 100 * KEPT,
                 self.limits.memory_mb,
@@ -215,11 +212,13 @@ class WorkerProcesses:
         if restarts > _RESTARTS:
             raise RewardError(
                 f"the workers of reward function {self.name} died {restarts} times in a row without an answer "
-                f"({error}). See the messages of the worker processes above. A function defined in the main script "
-                "needs `if __name__ == '__main__':` around what the script does, or a file of its own"
+                f"({error}). See the messages of the worker processes above. If the main script defines the function, "
+                "put the rest of the script under `if __name__ == '__main__':`, or define the function in another file."
             ) from error
         if first:
-            logger.warning("the workers of reward function %s are started again: %s", self.name, error)
+            logger.warning(
+                "the workers of reward function %s stopped (%s). They restart, and scoring continues.", self.name, error
+            )
 
 
 class _Todo:
@@ -268,7 +267,7 @@ def _stop_pool(pool: ProcessPool) -> None:
 
 
 _CAUSES = {
-    "SIGKILL": ", perhaps by the system for want of memory",
+    "SIGKILL": ", probably because the system ran out of memory",
     "SIGXCPU": ": the call used more CPU time than cpu_s",
 }
 

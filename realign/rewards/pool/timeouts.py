@@ -31,7 +31,7 @@ def patient(
         least: number of consecutive silent items required before giving up.
     """
     waiting = list(range(len(items)))
-    heard, silent, told = time.monotonic(), 0, False
+    heard, silent, logged = time.monotonic(), 0, False
     while waiting:
         again: list[int] = []
         last = Problem(FailureKind.unreachable, "")
@@ -42,9 +42,11 @@ def patient(
                     heard, silent = time.monotonic(), 0
                     yield index, found
                     continue
-                if not told and found.kind is FailureKind.unreachable:
-                    told = True
-                    logger.warning("%s; asking again, for up to patience_s=%g s", found.message, patience_s)
+                if not logged and found.kind is FailureKind.unreachable:
+                    logged = True
+                    logger.warning(
+                        "%s. Unanswered items are retried for up to patience_s=%g s.", found.message, patience_s
+                    )
                 silent, last = silent + 1, found
                 if found.kind is FailureKind.timeout:
                     yield index, found
@@ -55,6 +57,6 @@ def patient(
         waiting = [*again, *(i for i in waiting if i >= 0)]
         if waiting and silent >= least and time.monotonic() - heard > patience_s:
             why = f"no answer for patience_s={patience_s:g} s"
-            logger.warning("reward function %s: %s; %d of %d items are given up", name, why, len(waiting), len(items))
+            logger.warning("reward function %s: %s; %d of %d items get no reward.", name, why, len(waiting), len(items))
             yield from ((i, Problem(last.kind, f"{last.message}; {why}")) for i in waiting)
             return

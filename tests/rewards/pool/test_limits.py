@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from realign.errors import SettingsError
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards.pool.limits import Limits, secret_variables, without_secrets
 from realign.rewards.unit_tests import passes
@@ -63,7 +64,7 @@ def test_a_function_that_misses_its_key_is_told_which_setting_keeps_it(monkeypat
     (failure,) = score("needs_the_key", [{}]).failures
     assert "KeyError: 'JUDGE_API_KEY'" in failure.message
     assert failure.message.endswith(
-        "(reward workers do not inherit JUDGE_API_KEY; keep_environment names what they may)"
+        "Reward workers do not inherit JUDGE_API_KEY. To pass it, set keep_environment=[JUDGE_API_KEY]."
     )
     assert score("needs_the_key", [{}], keep_environment=["JUDGE_API_KEY"]).values == [3.0]
 
@@ -98,10 +99,10 @@ def test_a_worker_cannot_take_its_limits_back():
 
 @pytest.mark.parametrize("setting", [{"cpu_s": 0}, {"cpu_s": float("inf")}, {"open_files": 3}, {"memory_mb": 0}])
 def test_bad_limits_are_named(setting):
-    with pytest.raises(ValueError, match=rf"^{next(iter(setting))}=.*: must be"):
+    with pytest.raises(SettingsError, match=rf"^{next(iter(setting))}=.*: must be"):
         Limits(**setting)
 
 
 def test_one_name_given_as_text_is_refused():
-    with pytest.raises(ValueError, match="keep_environment must be a list of names of variables"):
+    with pytest.raises(SettingsError, match="keep_environment='HF_TOKEN': must be a list of names of variables"):
         Limits(keep_environment="HF_TOKEN")

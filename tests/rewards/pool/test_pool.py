@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from realign.errors import ConfigError, SettingsError
 from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.pool.failure_count import Tally
 from realign.rewards.pool.processes import _Todo
@@ -89,7 +90,7 @@ def test_trap_c12_every_kind_of_failure_stays_alone(caplog):
     assert "exit code 7" in message[51]
     assert "MemoryError" in message[90]
     assert "SIGSEGV" in message[120]
-    assert caplog.text.count("shown once") == 3
+    assert caplog.text.count("which gets no reward") == 3
 
 
 def test_trap_c12_a_reward_that_hangs_stays_alone():
@@ -109,10 +110,27 @@ def test_trap_c12_failures_above_the_fraction_stop_the_run():
         with make(workers=workers, max_failed_fraction=0.5) as pool, pytest.raises(RewardError) as caught:
             score(pool, rows)
         text = str(caught.value)
-        assert "failed on 11 of the 11 items" in text
-        assert "20 in all (exception 11)" in text
+        assert "failed on 11 of 11 scored items" in text
+        assert "(exception 11; 20 items in total)" in text
         assert "max_failed_fraction=0.5" in text
-        assert "KeyError: 'no such answer'" in text
+        assert "First failure, on item 0: KeyError: 'no such answer' (details: see the log)" in text
+        assert "\n" not in text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_first_traceback_is_logged_in_full_before_the_run_stops_and_later_ones_are_counted(caplog, workers):
+    line = 1 + next(
+        i for i, text in enumerate((HERE / "reward_cases.py").read_text().splitlines()) if "no such answer" in text
+    )
+    with make(workers=workers, max_failed_fraction=0.0) as pool, pytest.raises(RewardError):
+        score(pool, [{"do": "raise"}] * 3)
+    with make(workers=workers, max_failed_fraction=1.0) as pool:
+        assert len(score(pool, [{"do": "raise"}] * 3).failures) == 3
+    stopped, counted = caplog.messages
+    for message in (stopped, counted):
+        assert "Traceback (most recent call last):" in message
+        assert re.search(rf'reward_cases\.py", line {line}, in ', message)
+        assert message.endswith("KeyError: 'no such answer'")
 
 
 def test_trap_c12_a_fraction_that_is_met_exactly_is_tolerated():
@@ -257,12 +275,12 @@ def test_lengths_must_agree():
     [{"workers": -1}, {"timeout_s": 0}, {"timeout_s": math.inf}, {"memory_mb": 0}, {"max_failed_fraction": 2}],
 )
 def test_bad_settings_are_named(setting):
-    with pytest.raises(ValueError, match=rf"{next(iter(setting))}=.*: must be"):
+    with pytest.raises(SettingsError, match=rf"{next(iter(setting))}=.*: must be"):
         make(**setting)
 
 
 def test_a_function_that_cannot_be_pickled_is_refused_unless_inline():
-    with pytest.raises(ValueError, match="cannot be sent to a worker"):
+    with pytest.raises(ConfigError, match="cannot be sent to a worker"):
         make(lambda p, r, row: 1.0)
     assert score(make(lambda p, r, row: 1.0, workers=0), [{}]).values == [1.0]
 
@@ -316,9 +334,7 @@ def test_parts_of_a_batch_are_counted_together():
             for rows in (good, bad, bad, good, good, good, bad):
                 score(pool, rows)
             score(pool, bad)
-            message = (
-                r"failed on 1 of the 1 items answered so far, 3 in all \(exception 1\), and on 6 of the other 9 items"
-            )
+            message = r"failed on 1 of 1 scored items \(exception 1; 3 items in total\), and on 6 of the other 9 items"
             with pytest.raises(RewardError, match=message):
                 score(pool, bad)
         with pytest.raises(RewardError):  # outside a call is a batch
@@ -332,7 +348,7 @@ def test_parts_that_are_judged_at_the_same_time_see_each_others_failures():
         tally.add(3)  # another part of the batch ends meanwhile
         raise RuntimeError("broken")
 
-    message = r"failed on 2 of the 2 items answered so far, 3 in all \(exception 2\), and on 6 of the other 9 items"
+    message = r"failed on 2 of 2 scored items \(exception 2; 3 items in total\), and on 6 of the other 9 items"
     pool = make(broken, workers=0, max_failed_fraction=0.5)
     with tally.counting(), pytest.raises(RewardError, match=message):
         score(pool, values(3))
@@ -477,7 +493,7 @@ def test_dense_rewards_are_one_finite_number_per_token(value, expected):
     else:
         assert results.values == [expected]
         assert results.failures == []
-    with pytest.raises(ValueError, match=r"are of different lengths: \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"have different lengths: \[1, 2\]"):
         pool.score_tokens(["p"], ["r"], [{}], [[], []])
 
 
@@ -488,7 +504,7 @@ def test_a_function_that_leaks_loses_no_reward(caplog):
         result = score(pool, [{"do": "leak", "value": i / 2} for i in range(60)])
     assert result.values == [i / 2 for i in range(60)]
     assert result.failures == []
-    assert caplog.text.count("kept more than 50% of memory_mb=300 from call to call and was replaced") == 1
+    assert caplog.text.count("kept more than 50% of memory_mb=300 between two calls and was replaced") == 1
 
 
 @LINUX
@@ -510,14 +526,14 @@ def test_a_leaking_worker_takes_along_what_the_function_started():
 def test_a_function_that_hangs_on_everything_is_given_up_long_before_every_item_was_asked(caplog):
     """100 items would take a minute and more."""
     pool = RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=2.5, memory_mb=None, max_failed_fraction=0.9)
-    with pool, pytest.raises(RewardError, match=r"100 in all \(timeout 91\)"):
+    with pool, pytest.raises(RewardError, match=r"\(timeout 91; 100 items in total\)"):
         score(pool, [{"do": "hang"}] * 100)
-    given_up = re.search(r"no answer for patience_s=2\.5 s; (\d+) of 100 items are given up", caplog.text)
+    given_up = re.search(r"no answer for patience_s=2\.5 s; (\d+) of 100 items get no reward", caplog.text)
     assert 80 < int(given_up[1]) < 100
 
 
 def test_items_that_hang_among_others_do_not_end_the_patience():
-    """Whatever is answered starts it anew, and so few in a row are no reason to give up."""
+    """An answer restarts the patience, and a few silent items in a row do not end it."""
     rows = [{"do": "hang"} if i % 5 == 0 else {"value": i} for i in range(15)]
     with RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=0.0, memory_mb=None, max_failed_fraction=1) as pool:
         result = score(pool, rows)

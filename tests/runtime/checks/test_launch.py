@@ -12,6 +12,7 @@ import pytest
 from realign.api import RPC, GenerationConfig, MicroBatchSpec
 from realign.data import PromptData, SupervisedData, TextData, WithPretraining
 from realign.engines import Causal, OptimizerSpec, Schedule, SharedModel, TransformersModel, Value, ValueHead
+from realign.errors import DataError
 from realign.interfaces import sft
 from realign.interfaces.components import KLPenalty, KLPlace, RewardShaping
 from realign.interfaces.critic import PPOCriticInterface
@@ -51,13 +52,13 @@ def test_a_data_node_inside_another_is_named_by_its_whole_key(tmp_path, where):
     nodes = {"prompts": PromptData(str(rows)), "pretraining": TextData(str(rows), block_tokens=2)}
     WithPretraining(**nodes).check("data")
     wrong = {"prompts": PromptData(str(rows), prompt_column="prmpt"), "pretraining": TextData("missing.jsonl")}
-    with pytest.raises(ValueError, match=rf"^data\.{where}\.(prompt_column: .*did you mean 'prompt'|path: no file)"):
+    with pytest.raises(DataError, match=rf"^data\.{where}\.(prompt_column: .*did you mean 'prompt'|path: no file)"):
         WithPretraining(**{**nodes, where: wrong[where]}).check("data")
 
 
 def test_held_out_data_is_looked_at_as_training_data_is(tmp_path):
     held_out = SupervisedData(str(tmp_path / "missing.jsonl"))
-    with pytest.raises(ValueError, match=r"^evaluation\.data\.path: no file or folder"):
+    with pytest.raises(DataError, match=r"^evaluation\.data\.path: no file or folder"):
         check_ready(experiment(tmp_path, evaluation=Evaluation(held_out, CountToken())))
 
 

@@ -1,4 +1,4 @@
-"""Environments that tests converse with; each misbehaves in its own way if the row says so."""
+"""Environments for tests. The row of the dataset selects how an environment fails."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import ClassVar
 
 
 class Tool:
-    """Says what the row's script says, turn by turn; a script holds what `step` returns."""
+    """Returns the items of the row's `script` from `step`, one per turn."""
 
     made: ClassVar[list[Tool]] = []
-    """All of this test, in the order of their making; the test clears it."""
+    """Instances of the current test in the order of construction; the test clears the list."""
 
     def __init__(self, tag: str = "") -> None:
         self.tag, self.heard, self.closed, self.seed = tag, [], 0, None
@@ -32,7 +32,7 @@ class Tool:
 
 
 class Bad:
-    """Fails in the way that the row names, in `reset` or in `step`."""
+    """Fails in `reset` or `step`, as the row selects."""
 
     closed = 0
 
@@ -72,7 +72,7 @@ class Bad:
 
 
 class Plain:
-    """Plain functions, which would take 0.2 s each if they ran one after another."""
+    """Plain functions that take 0.2 s each."""
 
     threads: ClassVar[set[int]] = set()
 
@@ -86,7 +86,7 @@ class Plain:
 
 
 class Stuck:
-    """A plain function that does not come back in time."""
+    """A plain function that exceeds its time limit."""
 
     def reset(self, row):
         time.sleep(5)
@@ -97,7 +97,7 @@ class Stuck:
 
 
 class SlowToMake:
-    """A plain one that takes long to make, as a sandbox does."""
+    """A plain environment with a slow constructor, such as a sandbox."""
 
     def __init__(self):
         time.sleep(0.3)
@@ -112,7 +112,7 @@ class SlowToMake:
 
 
 class Threaded:
-    """Waits in a thread of asyncio for what does not come in time."""
+    """Exceeds its time limit in a thread of asyncio."""
 
     async def reset(self, row):
         return "", {}
@@ -122,7 +122,7 @@ class Threaded:
 
 
 class Busy:
-    """Counts how many calls are under way at a time, in all threads."""
+    """Counts the concurrent calls of all threads."""
 
     lock = threading.Lock()
     now = most = 0
@@ -137,6 +137,20 @@ class Busy:
         await asyncio.sleep(0.02)
         with Busy.lock:
             Busy.now -= 1
+        return "", 1.0, True, False, {}
+
+
+class BadConstructor:
+    """A user's environment whose constructor rejects its argument."""
+
+    def __init__(self, pages=0):
+        if pages < 1:
+            raise ValueError("pages must be positive")
+
+    async def reset(self, row):
+        return "", {}
+
+    async def step(self, response):
         return "", 1.0, True, False, {}
 
 
@@ -158,10 +172,10 @@ def function(row):
 
 
 class Blocking:
-    """Coroutines that misbehave in the way that the row names, on the event loop, until `release` is set."""
+    """Coroutines that block the event loop or ignore their cancellation, as the row selects, until `release` is set."""
 
     release = threading.Event()
-    """Set by the test at its end, so that the threads that it blocked end, too."""
+    """Set by a test at its end, so that blocked threads end."""
     closed: ClassVar[list[str]] = []
     """Names of the rows whose environments were closed."""
 
@@ -203,7 +217,7 @@ def blocked_here():
 
 
 async def swallow():
-    """Waits until `release` is set, whoever cancels it."""
+    """Wait until `release` is set, and ignore cancellation."""
     while not Blocking.release.is_set():
         try:
             await asyncio.sleep(0.05)
