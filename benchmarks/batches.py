@@ -70,7 +70,7 @@ def make_rollout(scenario: Scenario, *, copies: int = 1, step: int = 1) -> Seque
 
     Args:
         scenario: Sizes and lengths of the batch.
-        copies: Number of copies of the prompts. Copies repeat lengths and texts, so the work grows exactly by this factor.
+        copies: Number of copies of the prompts. Copies repeat lengths and texts, which multiplies the work exactly.
         step: Step whose lengths are used.
     """
     generator = torch.Generator().manual_seed(step)

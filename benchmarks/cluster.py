@@ -86,8 +86,8 @@ WORK = Work(
     lengths=Tail(4096, 0.8, 32768),
     reward_s=Tail(1.0, 1.0),
 )
-"""Each step has 2,048 responses on any number of devices. Lengths resemble reasoning: the median is 2,970 tokens, and 1% of
-responses exceed 19,000 tokens.
+"""Each step has 2,048 responses on any number of devices. Lengths resemble reasoning: the median is 2,970 tokens, and one
+response in 100 exceeds 19,000 tokens.
 """
 
 
@@ -178,7 +178,7 @@ def best(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int | None], Mapp
 def show(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format the results as a table.
 
-    Cells contain the throughput relative to the colocated run, and the fraction of generating devices of the best split.
+    Cells contain the throughput relative to the colocated run, and the fraction of devices that generate (best split).
     """
     top = best(rows)
     lines = []

@@ -70,7 +70,7 @@ class NestedBatch:
         return views
 
     def split(self, plan: Sequence[Sequence[int]]) -> list[NestedBatch]:
-        """Return one batch per part of the plan, with its sequences and their prompts. All keys have the same sequences."""
+        """Return one batch per part of the plan: its sequences and their prompts. All keys have the same sequences."""
         owners = [i for i, lengths in enumerate(next(iter(self.lengths.values()))) for _ in lengths]
         views = {key: self.sequences(key) for key in self.data}
         parts = []
@@ -158,8 +158,9 @@ def best_of_group(rewards: Sequence[float], groups: Sequence[Hashable], k: int) 
 def pack(groups: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
     """Plan micro-batches like `plan_microbatches`, with a linear search of bins, for groups that fit the budget.
 
-    Assigns the largest group first, to the emptiest bin, or to a new bin if it would not fit. Bins that were opened late
-    contain less. So the groups are distributed once more over the final number of bins; this plan is used if it fits.
+    Assigns the largest group first, to the emptiest bin, or to a new bin if it would not fit. Bins that were opened
+    late contain less. So the groups are distributed once more over the final number of bins. This plan is used if it
+    fits.
 
     Returns:
         The indices of the sequences of each bin.

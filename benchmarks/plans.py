@@ -102,7 +102,7 @@ class Report:
 
     @property
     def full(self) -> slice:
-        """Return the steps with a full pipeline: not the first ones, nor the last ones, during which admission stops."""
+        """Return the steps with a full pipeline: without the first ones, and the last ones, which admit no prompt."""
         return full_steps(len(self.ends), self.plan.max_staleness)
 
     @property

@@ -155,7 +155,7 @@ def start(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def first_step() -> dict[str, float]:
-    """Start the demo and wait for the metrics of its first training step; includes creating the task and loading models."""
+    """Start the demo, including its preparation, and wait for the metrics of its first training step."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "demo"
         metrics = folder / "sft" / "metrics.jsonl"
