@@ -86,8 +86,8 @@ WORK = Work(
     lengths=Tail(4096, 0.8, 32768),
     reward_s=Tail(1.0, 1.0),
 )
-"""Each step has 2,048 responses on any number of devices. Lengths resemble reasoning: the median is 2,970 tokens, and one
-response in 100 exceeds 19,000 tokens.
+"""Each step has 2,048 responses on any number of devices. Lengths resemble reasoning: the median is 2,970 tokens, and
+one response in 100 exceeds 19,000 tokens.
 """
 
 

@@ -241,7 +241,7 @@ def _ours(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]
     def call() -> int:
         out = engine.generate(data, config, seed=0)
         found = [int(mask.sum()) for mask in out.sequences("loss_mask")]
-        assert found == lengths, "the response lengths differ from the scenario"
+        assert found == lengths, "wrong response lengths"
         return sum(found)
 
     with forced_lengths(SimpleNamespace(lengths=lengths)):
@@ -285,7 +285,7 @@ def _generate(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, 
     def call() -> int:
         replay = [ForcedLengths(lengths)]
         out = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=replay)
-        assert out.shape[1] == longest + max(lengths), "the response lengths differ from the scenario"
+        assert out.shape[1] == longest + max(lengths), "wrong response lengths"
         return sum(lengths)
 
     return _rate(plan, call)

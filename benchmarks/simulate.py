@@ -4,8 +4,8 @@
 
 Prompts are admitted in the order of the data. Each has a group of responses, on the engine with the fewest rows. An
 engine decodes its rows together (continuous batching). The time of a decoding step is affine in the number of rows and
-in the tokens of context. A prompt is scored when its responses have ended, and is then ready. A training step increments
-the version, and every engine waits while it receives the weights.
+in the tokens of context. A prompt is scored when its responses have ended, and is then ready. A training step
+increments the version, and every engine waits while it receives the weights.
 
 The code of the runtime (`realign.runtime.rollout.staleness`) decides which prompts are admitted and which are trained
 on. Without a staleness bound (None), generation, rewards and training of a batch run in sequence, as in the synchronous
@@ -45,7 +45,7 @@ class _Engine:
     def __init__(self, costs: Costs, slots: int) -> None:
         self.costs, self.slots = costs, slots
         self.rows: list[tuple[float, int, int]] = []  # heap of (clock at the end, prompt, tokens)
-        self.waiting: deque[tuple[int, int, bool]] = deque()  # (prompt, tokens, whether it is the first response to its prompt)
+        self.waiting: deque[tuple[int, int, bool]] = deque()  # (prompt, tokens, first of its prompt)
         self.clock = self.context = self.now = 0.0
         self.stands_until = 0.0
         self.busy_s = 0.0

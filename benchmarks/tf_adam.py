@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=Study.steps)
     parser.add_argument("--batch-prompts", type=int, default=Study.batch_prompts)
     parser.add_argument("--first", type=int, default=5, help="number of steps that count as early")
-    parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.1, 0.01], help="factors that multiply the loss")
+    parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.1, 0.01], help="factors for the loss")
     parser.add_argument("--recorded-with", choices=ARMS, default=Study.recorded_with)
     parser.add_argument("--reward", default=Study.reward, help="import path of the reward function")
     parser.add_argument("--seed", type=int, default=Study.seed)

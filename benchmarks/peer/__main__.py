@@ -66,7 +66,7 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of a side ended early; its output: {Path(self.log.name).read_text()[-3000:]}")
+            raise RuntimeError(f"a side ended early; its output: {Path(self.log.name).read_text()[-3000:]}")
         return json.loads(line)
 
     def step(self, number: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Side:
         self.lengths: list[int] = []
         self.lock = threading.Lock()
         self.inside, self.entered, self.model_work = 0, 0.0, 0.0
-        """Number of running calls in all threads, start of the current group of calls, and total time with a running call."""
+        """Running calls in all threads, start of the current period with running calls, and total of such periods."""
         self.patches = ExitStack()
         self.patches.enter_context(forced_lengths(self))  # patched until the process ends
         budget = options.get("max_tokens_per_microbatch", 8192)
@@ -113,7 +113,7 @@ class Side:
         values, batch = self.runtime.step(number)
         wall = time.perf_counter() - started
         found = [int(m.sum()) for m in batch.sequences("loss_mask")]
-        assert found == self.lengths, "the response lengths differ from the scenario"
+        assert found == self.lengths, "wrong response lengths"
         prompts = [int(m.sum()) for m in batch.sequences("prompt_mask")][:: self.scenario.group]
         generate = self.spent["generate"]
         return {

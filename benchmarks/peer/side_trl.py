@@ -162,7 +162,7 @@ class Side(TurnTaking):
 
         def scored(*args: Any, **kwargs: Any) -> Any:
             out = score(*args, **kwargs)
-            assert out["completion_mask"].sum(1).tolist() == self.lengths, "the response lengths differ from the scenario"
+            assert out["completion_mask"].sum(1).tolist() == self.lengths, "wrong response lengths"
             return out
 
         self.trainer._generate_and_score_completions = scored

@@ -86,7 +86,7 @@ class Scenario:
         Qwen2ForCausalLM(config).save_pretrained(folder / "model")
         config.num_labels = 1
         Qwen2ForSequenceClassification(config).save_pretrained(folder / "reward")
-        self.tokenizer().save_pretrained(folder / "tokenizer")  # in a model folder, AutoTokenizer would choose Qwen's tokenizer
+        self.tokenizer().save_pretrained(folder / "tokenizer")  # AutoTokenizer ignores it beside a Qwen model
 
     def prompt_texts(self, steps: int) -> list[str]:
         """Draw the prompts of all steps, in order."""
@@ -123,7 +123,7 @@ class Scenario:
         head = 2 * self.hidden * self.vocabulary * sum(lengths)
         if self.algorithm == "grpo":
             return {"rollout": forward + head, "training": 3 * (forward + head)}
-        # PPO: one forward pass of reference, reward model and critic; actor and critic train on the batch in each epoch.
+        # PPO: one forward pass each of reference, reward model and critic; actor and critic train in each epoch.
         scoring, training = 3 * forward + head, self.epochs * 3 * (2 * forward + head)
         return {"rollout": forward + head, "training": scoring + training}
 
