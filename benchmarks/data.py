@@ -142,7 +142,7 @@ def credit_operations(sample: SequenceSample) -> list[Operation]:
             same_credit,
         ),
         Operation(
-            "normalize by group",
+            "normalise by group",
             lambda: normalize(scores_S, group_S, every_S, mean=Scope.group, std=Scope.group, unbiased=True, eps=EPS),
             lambda: loops.normalize_by_group(scores_S, owners, EPS),
             same_scores,
