@@ -1,6 +1,6 @@
 """Check the prose of the project against the rules of plain technical English.
 
-Reads docs (`*.md`), comments (`*.py`, `*.yaml`, `*.sh`), docstrings, and the texts of `raise`, `warnings.warn` and
+Reads docs (`*.md`), comments (also of YAML and shell files), docstrings, and the texts of `raise`, `warnings.warn` and
 logging calls. Rejects the phrases of `english_phrases.txt`, and sentences of more than 30 words in docs and docstrings.
 Prints one line per finding and exits with 1 if there is any.
 
@@ -82,12 +82,13 @@ def sentences(text: str) -> Iterator[str]:
 
 
 READERS = {".md": markdown, ".py": python, ".yaml": comments, ".sh": comments, ".sbatch": comments}
+"""Function that reads a file, by suffix; other files are read for comments."""
 
 
 def findings(path: Path, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[str]:
     """Yield one line for each phrase and each long sentence of a file."""
     source = path.read_text(encoding="utf-8")
-    for line, text, measured in READERS[path.suffix](source):
+    for line, text, measured in READERS.get(path.suffix, comments)(source):
         for pattern, message in rules:
             for match in pattern.finditer(text):
                 yield f"{path}:{line + text[: match.start()].count(chr(10))}: {message}"
