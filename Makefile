@@ -3,7 +3,7 @@ VENV ?= .venv
 SEED ?= 0
 ARGS ?=
 BIN := $(VENV)/bin
-# GNU OpenMP spins at barriers unless told not to; on shared machines runs would vary tenfold.
+# By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: bench demo rlhf torture scale fuzz test lint types contracts check clean
@@ -25,7 +25,7 @@ torture: $(VENV)/.installed
 scale: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
-# Where atheris has no wheel, inputs are random.
+# Without a wheel of atheris, inputs are random.
 $(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt
 	@-$(BIN)/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt atheris
 	@touch $@
@@ -48,7 +48,7 @@ types: $(VENV)/.installed
 contracts: $(VENV)/.installed
 	@$(BIN)/lint-imports
 
-# An environment of its own: TRL, and beside it the last version of TRL that has a PPO trainer.
+# A separate environment with TRL, and with the last version of TRL that has a PPO trainer.
 .bench/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt
 	@$(PYTHON) -m venv .bench/venv
 	@.bench/venv/bin/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt -e . trl

@@ -1,4 +1,4 @@
-"""A model from its shape and rollout batches for it, in memory: training steps without a rollout before them."""
+"""Models and rollout batches built in memory, to benchmark training steps without a rollout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from realign.engines.training.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 
 WORDS = len(CHARACTERS)
-"""A text may be of these first tokens only, since the tokenizer has no others."""
+"""Size of the tokenizer's alphabet. Texts contain only these first tokens of the vocabulary."""
 
 
 def make_actor(
@@ -29,14 +29,14 @@ def make_actor(
     config: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Model:
-    """A random model of the scenario's shape in an engine that trains it.
+    """Build an engine that trains a randomly initialized model with the scenario's shape.
 
     Args:
-        scenario: of which the shape is.
-        device: of the model.
-        dtype: of matrix products.
-        config: values that go over the shape.
-        engine: further settings of the engine.
+        scenario: Shape of the model.
+        device: Device of the model.
+        dtype: Data type of matrix products.
+        config: Values that override the config of the shape.
+        engine: Further settings of the engine.
     """
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +58,7 @@ def make_actor(
 
 
 def prompts(scenario: Scenario, step: int = 1) -> list[Tensor]:
-    """One prompt of random tokens for each of the scenario's."""
+    """Draw random tokens for each prompt of the scenario."""
     r, generator = random.Random(step), torch.Generator().manual_seed(step)
     words = min(scenario.vocabulary, WORDS)
     lengths = [r.randint(scenario.prompt_low, scenario.prompt_high) for _ in range(scenario.prompts)]
@@ -66,12 +66,12 @@ def prompts(scenario: Scenario, step: int = 1) -> list[Tensor]:
 
 
 def make_rollout(scenario: Scenario, *, copies: int = 1, step: int = 1) -> SequenceSample:
-    """What a rollout of the scenario leaves: prompts with their responses, log-probs as at random weights, rewards.
+    """Build a rollout batch: prompts, responses, log-probs of a uniform policy, and random rewards.
 
     Args:
-        scenario: of which sizes and lengths are.
-        copies: so many times the prompts; lengths and texts repeat, so that the work is exactly so many times as much.
-        step: whose lengths.
+        scenario: Sizes and lengths of the batch.
+        copies: Number of copies of the prompts. Copies repeat lengths and texts, which multiplies the work exactly.
+        step: Step whose lengths are used.
     """
     generator = torch.Generator().manual_seed(step)
     given, lengths, group = prompts(scenario, step), scenario.lengths(step), scenario.group
@@ -88,7 +88,7 @@ def make_rollout(scenario: Scenario, *, copies: int = 1, step: int = 1) -> Seque
 
 
 class TrainStep:
-    """Training steps of GRPO on one model."""
+    """GRPO training steps on one model."""
 
     def __init__(self, actor: Model, scenario: Scenario) -> None:
         self.actor = actor
@@ -96,11 +96,11 @@ class TrainStep:
         self.interface = GRPOActorInterface(generation=generation)
 
     def __call__(self, batch: SequenceSample, budget: int) -> None:
-        """One step: credit, loss, gradient, one optimizer step.
+        """Execute one step: advantage estimation, loss, gradient and one optimizer step.
 
         Raises:
-            RuntimeError: no optimizer step was made.
+            RuntimeError: The step did not include an optimizer step.
         """
         stats = self.interface.train_step(self.actor, batch, MicroBatchSpec(max_tokens_per_microbatch=budget))
         if float(stats["optimizer_steps"].value) != 1:
-            raise RuntimeError("the training step changed no weight")
+            raise RuntimeError("the training step did not change the weights")

@@ -1,7 +1,7 @@
-"""8 to 1,024 accelerators, simulated: what a placement and a staleness bound bring, and what they cost.
+"""Simulation of 8 to 1,024 accelerators: throughput and staleness by placement and staleness bound.
 
-The costs are a roofline, every number of which is an assumption that stands here: no such cluster was used. They are
-meant for comparing placements, whose differences come from who waits for whom, and not for predicting seconds.
+The costs come from a roofline model whose constants are assumptions, listed in this file. They were not measured on a
+cluster. Use the results to compare placements, not to predict seconds.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from benchmarks.simulate import simulate
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BOUNDS = (0, 1, 2, 4, 8)
 SPLITS = (0.25, 0.5, 0.75)
-"""Parts of the devices that generate."""
+"""Fractions of the devices that generate."""
 ROUNDS = 2
-"""How often `bound + 1` steps are measured once the pipeline is full: waits for old prompts come in such bursts."""
+"""Number of measured groups of `bound + 1` steps in a full pipeline. Waits for old prompts recur with this period."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Peaks of a device. The defaults are NVIDIA's data sheet of the H100 SXM5 (dense bf16, HBM3), in a DGX H100."""
+    """Peak rates of a device. Defaults: NVIDIA's data sheet of the H100 SXM5 (dense bf16, HBM3), in a DGX H100."""
 
     flops: float = 989e12
     bandwidth: float = 3.35e12
-    """Bytes of its memory per second."""
+    """Memory bandwidth in bytes per second."""
     memory: float = 80e9
     link: float = 50e9
-    """Bytes per second to other nodes: one port of 400 Gb/s for each device."""
+    """Bandwidth to other nodes in bytes per second: one port of 400 Gb/s per device."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A dense model of 7 billion weights, with the shape of Qwen2.5-7B (its config.json) in bf16."""
+    """Dense bf16 model with 7 billion weights and the shape of Qwen2.5-7B (from its config.json)."""
 
     weights: float = 7.6e9
     layers: int = 28
@@ -48,34 +48,34 @@ class Network:
 
     @property
     def bytes_per_token(self) -> float:
-        """Keys and values of a token of context, in bf16."""
+        """Return the bytes of the KV cache per token of context, in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What no data sheet says."""
+    """Assumptions that data sheets do not contain."""
 
     bandwidth_used: float = 0.7
-    """Of the memory bandwidth, in decoding."""
+    """Fraction of the memory bandwidth used in decoding."""
     flops_used: float = 0.4
-    """Of the peak, in training and in reading prompts."""
+    """Fraction of the peak FLOP/s used in training and prefill."""
     decode_call_s: float = 0.003
-    """Of a decoding step, beside what the memory takes: launches, sampling, scheduling."""
+    """Seconds of a decoding step besides memory reads: launches, sampling and scheduling."""
     train_call_s: float = 2.0
-    """Of a training step, beside its tokens: cutting, the last reductions, the optimizer."""
+    """Seconds of a training step besides its tokens: splitting, final reductions and the optimizer."""
     sync_call_s: float = 1.0
-    """Of a change of weights, beside the transfer."""
+    """Seconds of a weight update besides the transfer."""
     link_used: float = 0.5
-    """Of the link, in the transfer of weights."""
+    """Fraction of the link bandwidth used by weight transfers."""
     switch_s: float = 3.0
-    """From training to generation on the same devices, or back: weights gathered or sharded anew, caches made."""
+    """Seconds of a switch between training and generation on the same devices: resharding, allocating caches."""
     learning: float = 6.0
-    """Operations per weight and token that a training step takes."""
+    """Floating-point operations per weight and token of a training step."""
     proximal: float = 2.0
-    """More of them where responses may be stale: for the proximal log-probs."""
+    """Additional operations where responses may be stale: a forward pass for the proximal log-probs."""
     slots: int = 256
-    """Most rows of an engine; fewer where their keys and values would not fit."""
+    """Maximum number of rows of an engine. The KV cache may limit it further."""
 
 
 WORK = Work(
@@ -86,8 +86,9 @@ WORK = Work(
     lengths=Tail(4096, 0.8, 32768),
     reward_s=Tail(1.0, 1.0),
 )
-"""2,048 responses a step whatever the number of devices; lengths like those of reasoning: a median of 2,970 tokens, and
-one in 100 above 19,000."""
+"""Each step has 2,048 responses on any number of devices. Lengths resemble reasoning: the median is 2,970 tokens, and
+one response in 100 exceeds 19,000 tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,20 +97,20 @@ class Case:
 
     devices: int
     bound: int | None
-    """None: the same devices generate and train, in turn."""
+    """Staleness bound; None if the same devices alternate between generation and training."""
     share: float = 1.0
-    """Part of the devices that generate."""
+    """Fraction of the devices that generate."""
 
 
 def slots(device: Accelerator, network: Network, assumed: Assumed, work: Work) -> int:
-    """Rows of an engine of one device whose keys and values fit at twice their mean length."""
+    """Return the number of rows of an engine on one device whose KV cache fits at twice the mean length."""
     free = 0.9 * device.memory - 2 * network.weights
     length = work.prompt_tokens + 2 * work.lengths.mean
     return max(1, min(assumed.slots, int(free / (network.bytes_per_token * length))))
 
 
 def roofline(bound: int | None, trainers: int, device: Accelerator, network: Network, assumed: Assumed) -> Costs:
-    """Costs of an engine on one device, and of training on `trainers` of them, by `Case.bound`."""
+    """Estimate the costs of an engine on one device and of training on `trainers` devices, for a `Case.bound`."""
     read = device.bandwidth * assumed.bandwidth_used
     compute = device.flops * assumed.flops_used
     operations = assumed.learning + (assumed.proximal if bound else 0.0)
@@ -121,12 +122,12 @@ def roofline(bound: int | None, trainers: int, device: Accelerator, network: Net
         prefill_token_s=2 * network.weights / compute,
         train_step_s=assumed.train_call_s,
         train_token_s=operations * network.weights / (compute * trainers),
-        sync_s=0.0 if bound is None else transfer_s,  # weights that stay where they are: `switch_s` is of them
+        sync_s=0.0 if bound is None else transfer_s,  # colocated weights are not transferred; see `switch_s`
     )
 
 
 def cases() -> Iterator[Case]:
-    """Every number of devices, bound and split."""
+    """Yield every combination of devices, bound and split."""
     for devices in DEVICES:
         yield Case(devices, None)
         for bound in BOUNDS:
@@ -134,7 +135,7 @@ def cases() -> Iterator[Case]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Throughput, staleness and use of the devices."""
+    """Simulate a case and return its throughput, staleness and device utilization."""
     device, network, assumed = Accelerator(), Network(), Assumed()
     together = case.bound is None
     engines = round(case.devices * case.share)
@@ -159,13 +160,13 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def sweep(processes: int = 2) -> list[dict[str, Any]]:
-    """All cases."""
+    """Measure all cases."""
     with ProcessPoolExecutor(processes) as pool:
         return list(pool.map(measure, cases(), chunksize=4))
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int | None], Mapping[str, Any]]:
-    """Of each number of devices and bound, the row of the best split."""
+    """Return the row with the best split for each number of devices and bound."""
     found: dict[tuple[int, int | None], Mapping[str, Any]] = {}
     for row in rows:
         key = (row["devices"], row["bound"])
@@ -175,8 +176,10 @@ def best(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int | None], Mapp
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Thousands of tokens per second, and how many times those of the colocated run; of the best split, with its share
-    of devices that generate."""
+    """Format the results as a table.
+
+    Cells contain the throughput relative to the colocated run, and the fraction of devices that generate (best split).
+    """
     top = best(rows)
     lines = []
     for devices in DEVICES:
@@ -190,7 +193,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Throughput over the colocated run, and staleness, by devices."""
+    """Plot relative throughput and staleness by number of devices."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -212,12 +215,12 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     middle.axhline(1, color="k", ls="--", lw=1)
     left.set(title="Response tokens per second and device", ylim=(0, None))
     middle.set(title="Throughput over colocated", ylim=(0, None))
-    right.set(title="Versions behind: mean (dotted: most)", ylim=(-0.2, None))
+    right.set(title="Staleness in versions: mean (dotted: maximum)", ylim=(-0.2, None))
     left.legend(fontsize=8, frameon=False)
     for axis in (left, middle, right):
         axis.set_xscale("log", base=2)
         axis.set_xticks(DEVICES, [f"{n:,}" for n in DEVICES], fontsize=8)
-        axis.set_xlabel("devices, the best split of each")
+        axis.set_xlabel("devices (best split for each number)")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""What the parts of a step cost: measured here, or estimated for accelerators; `benchmarks.simulate` reads them."""
+"""Costs of the parts of a step, measured here or estimated for accelerators. Input of `benchmarks.simulate`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds."""
+    """Costs in seconds."""
 
     decode_step_s: float
-    """Of a decoding step, whatever its rows: the weights are read once, and everything is called once."""
+    """Fixed cost of a decoding step: reading the weights and launching every operator once."""
     decode_row_s: float = 0.0
-    """More for each row."""
+    """Additional cost per row."""
     decode_context_s: float = 0.0
-    """More for each token of all rows so far: its keys and values are read."""
+    """Additional cost per token of context over all rows: reading its keys and values."""
     prefill_token_s: float = 0.0
-    """Of a token that is read and not sampled; decoding waits meanwhile."""
+    """Cost per token of prefill. Decoding waits meanwhile."""
     train_step_s: float = 0.0
-    """Of a training step, whatever its tokens."""
+    """Fixed cost of a training step."""
     train_token_s: float = 0.0
-    """More for each packed token, in all passes that are made on the training devices."""
+    """Additional cost per packed token, over all passes on the training devices."""
     sync_s: float = 0.0
-    """In which rollout engines stand still while the weights change."""
+    """Duration of a weight update, during which rollout engines do not decode."""
 
 
 def measure(words: Sequence[str], prompts: int, tokens: int, repeats: int = 6) -> Costs:
-    """Costs of a run here: of its generation with fewer rows and with fewer tokens, and of its training with fewer.
+    """Measure the costs of a run on this machine.
 
-    Each is the median of steps in this process, so that nothing runs beside them. A step of training has all calls but
-    generation and rewards, and what belongs to no call.
+    Compares generation with fewer rows and with fewer tokens, and training with fewer prompts. Each cost is a median
+    over steps in this process, without concurrent work. The cost of a training step includes all calls except
+    generation and rewards, and the work outside of calls.
 
     Args:
-        words: overrides of the command line; responses have a fixed length.
-        prompts: of a batch.
-        tokens: of a response.
-        repeats: steps of each size that count; one before them does not.
+        words: Command-line overrides of a run whose responses have a fixed length.
+        prompts: Number of prompts of a batch.
+        tokens: Tokens of a response.
+        repeats: Number of measured steps of each size, after one warm-up step.
     """
     whole, fewer, shorter = (
         _step(words, n, t, repeats)
@@ -46,7 +47,7 @@ def measure(words: Sequence[str], prompts: int, tokens: int, repeats: int = 6) -
     )
     few = max(1, prompts // 4)
     group = whole["sequences"] / prompts
-    # generate = call + tokens * (step + rows * row): the call is counted with the prompts that it reads
+    # generate = call + tokens * (step + rows * row); prefill includes the fixed cost of the call
     by_token = (whole["generate_s"] - shorter["generate_s"]) / (tokens - tokens // 4)
     row = max(0.0, (whole["generate_s"] - fewer["generate_s"]) / (tokens * group * (prompts - few)))
     step = max(0.0, by_token - row * whole["sequences"])
@@ -63,7 +64,7 @@ def measure(words: Sequence[str], prompts: int, tokens: int, repeats: int = 6) -
 
 
 def _step(words: Sequence[str], prompts: int, tokens: int, repeats: int) -> dict[str, float]:
-    """Medians of the steps of a run."""
+    """Execute the steps of a run and return their medians."""
     from realign.config import compose
     from realign.config.experiment import build_experiment
     from realign.runtime import LocalRuntime

@@ -1,11 +1,11 @@
-"""Operations on packed samples and credit, each against the plain loop that does the same.
+"""Operations on packed samples and advantage estimation, compared with equivalent plain loops.
 
     python -m benchmarks.data                              # 1k, 10k and 100k sequences
     python -m benchmarks.data sizes=1000,10000 repeats=9
 
-Sequences have 48 tokens on average (geometric, at most 256), in groups of 8. The loops are those of
-`benchmarks.loops`. Both sides take turns; before that, one result of each is compared with the other. Prints a table of
-medians and, as the last line, the same as one JSON object.
+Sequences have 48 tokens on average (geometric, at most 256), in groups of 8. `benchmarks.loops` contains the loops. The
+benchmark first checks that both sides give the same result, then runs them in alternation. Prints a table of medians,
+and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GAMMA, LAM, EPS = 0.99, 0.95, 1e-6
 
 @dataclass
 class Operation:
-    """One thing done in two ways; `check` raises where the results differ."""
+    """An operation with two implementations. `check` raises if their results differ."""
 
     name: str
     ours: Callable[[], Any]
@@ -41,7 +41,7 @@ class Operation:
 
 
 def make_sample(n_sequences: int, seed: int = 0) -> SequenceSample:
-    """A batch as an algorithm sees it: three keys per token, one per sequence, one object per prompt."""
+    """Build a batch with three keys per token, one key per sequence, and one object per prompt."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     flat = np.clip(rng.geometric(1 / 48, n_sequences), 2, 256)
     total, n_prompts = int(flat.sum()), n_sequences // GROUP
@@ -54,13 +54,13 @@ def make_sample(n_sequences: int, seed: int = 0) -> SequenceSample:
 
 
 def nested(sample: SequenceSample) -> NestedBatch:
-    """The same batch with lengths as lists."""
+    """Convert a batch to nested lists of lengths."""
     lengths = {key: [list(prompt) for prompt in cut.nested()] for key, cut in sample.lengths.items()}
     return NestedBatch(list(sample.ids), dict(sample.data), lengths)
 
 
 def same_batch(ours: SequenceSample, loop: NestedBatch) -> None:
-    """Raise unless both hold the same prompts, keys, lengths and numbers."""
+    """Raise an error unless both batches have the same prompts, keys, lengths and values."""
     assert list(ours.ids) == loop.ids
     assert ours.data.keys() == loop.data.keys()
     for key, x in ours.data.items():
@@ -69,13 +69,13 @@ def same_batch(ours: SequenceSample, loop: NestedBatch) -> None:
 
 
 def same_batches(ours: Any, loop: list[NestedBatch]) -> None:
-    """`same_batch` of each pair."""
+    """Apply `same_batch` to each pair."""
     for mine, other in zip(ours, loop, strict=True):
         same_batch(mine, other)
 
 
 def sample_operations(sample: SequenceSample) -> list[Operation]:
-    """What a step does with its batch."""
+    """Return the operations of a training step on its batch."""
     spec = MicroBatchSpec(max_tokens_per_microbatch=BUDGET)
     order = np.random.default_rng(0).permutation(len(sample))
     plain = nested(sample)
@@ -113,7 +113,7 @@ def sample_operations(sample: SequenceSample) -> list[Operation]:
 
 
 def credit_operations(sample: SequenceSample) -> list[Operation]:
-    """What an algorithm does with its rewards."""
+    """Return the operations of an algorithm on rewards."""
     cu_seqlens, flat = sample.cu_seqlens(), torch.from_numpy(sample.lengths["input_ids"].flat.copy())
     rewards_T, values_T = sample["logprobs"], sample["logprobs"].flip(0)
     mask_T = torch.ones(len(rewards_T), dtype=torch.bool)
@@ -157,9 +157,9 @@ def credit_operations(sample: SequenceSample) -> list[Operation]:
 
 
 def measure(n_sequences: int, repeats: int) -> list[dict[str, Any]]:
-    """Median seconds of every operation at one size, after its results were found equal."""
+    """Check the results of every operation at one size, and return the median seconds."""
     sample = make_sample(n_sequences)
-    rounds = repeats * min(10, max(1, 10_000 // n_sequences))  # what is short varies the most
+    rounds = repeats * min(10, max(1, 10_000 // n_sequences))  # short operations vary the most
     rows = []
     for operation in [*sample_operations(sample), *credit_operations(sample)]:
         operation.check(operation.ours(), operation.loop())
@@ -178,7 +178,7 @@ def measure(n_sequences: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure every size, print the table and the JSON line."""
+    """Measure every size; print the table and the JSON line."""
     words = arguments({"sizes": "1000,10000,100000", "repeats": "5"}, given)
     rows = [row for n in words["sizes"].split(",") for row in measure(int(n) // GROUP * GROUP, int(words["repeats"]))]
     cells = [
@@ -192,7 +192,7 @@ def main(given: list[str] | None = None) -> None:
         ]
         for r in rows
     ]
-    print(table(["operation", "sequences", "ours ms", "loop ms", "ratio", "of CPU time"], cells))
+    print(table(["operation", "sequences", "ours ms", "loop ms", "ratio", "CPU time ratio"], cells))
     print(json.dumps({"benchmark": "data", **facts(), "repeats": int(words["repeats"]), "rows": rows}))
 
 

@@ -1,13 +1,13 @@
-"""The targets of `tests/fuzz` on inputs that coverage guides (atheris), for a bounded time; ends with one JSON line.
+"""Coverage-guided fuzzing (atheris) of the targets in `tests/fuzz`, for a limited time. Prints one JSON line.
 
-    python -m benchmarks.fuzz                                  # a minute, shared by all targets
-    python -m benchmarks.fuzz seconds=600 targets=test_files   # those whose names hold one of these words
-    python -m benchmarks.fuzz replay=FILE                      # an input that failed, again
+    python -m benchmarks.fuzz                                  # all targets, one minute in total
+    python -m benchmarks.fuzz seconds=600 targets=test_files   # targets whose names contain one of these words
+    python -m benchmarks.fuzz replay=FILE                      # run one failing input again
 
-The first byte of an input chooses the target, the others are what hypothesis draws its examples from. Inputs that reach
-new branches of realign are kept and changed further. Without atheris (`pip install -c benchmarks/constraints.txt
-atheris`) bytes are drawn at random, and the JSON says so. A target that fails is reported with its input, and left out
-from then on.
+The first byte of an input selects the target. hypothesis draws its examples from the other bytes. Inputs that reach new
+branches of realign are kept and mutated. Without atheris, bytes are drawn at random, and the JSON object says so. To
+install it, run `pip install -c benchmarks/constraints.txt atheris`. A failing target is reported with its input, and
+excluded from the rest of the search.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from benchmarks.report import arguments, facts, table
 
 MODULES = ("test_samples", "test_plans", "test_files", "test_configs", "test_checkpoints")
 LONGEST = 2048
-"""Bytes of an input."""
+"""Maximum size of an input in bytes."""
 SEEDS = 8
-"""Random inputs of each target to start from."""
+"""Number of random initial inputs per target."""
 FAILED = 77
-"""Exit code of a process that found an input that fails; libFuzzer's own."""
+"""Exit code of a process that found a failing input, as in libFuzzer."""
 
 
 def all_targets() -> dict[str, Any]:
-    """The tests that hypothesis draws examples for, by `module.test`."""
+    """Return the tests that use hypothesis, by `module.test`."""
     found = {}
     for module in MODULES:
         tests = importlib.import_module(f"tests.fuzz.{module}")
@@ -50,21 +50,21 @@ def all_targets() -> dict[str, Any]:
 
 
 def dispatch(tests: dict[str, Any], counts: dict[str, int]) -> Callable[[bytes], None]:
-    """A function that gives an input to the target that its first byte chooses, and counts those that are examples."""
+    """Return a function that runs an input on the target that its first byte selects, and counts valid examples."""
     names = list(tests)
     calls = [tests[name].hypothesis.fuzz_one_input for name in names]
 
     def one_input(data: bytes) -> None:
         if data:
             index = data[0] % len(names)
-            taken = calls[index](data[1:])  # None: too short for an example, or an example that does not count
+            taken = calls[index](data[1:])  # None: too short, or a rejected example
             counts[names[index]] = counts.get(names[index], 0) + (taken is not None)
 
     return one_input
 
 
 def search(folder: Path, names: list[str], seconds: int, seed: int) -> None:
-    """Search in this process, which ends with `FAILED` if an input fails; that stands in `folder/crash-...`."""
+    """Search in this process. A failing input is written to `folder/crash-...`, and the process exits with `FAILED`."""
     guided = importlib.util.find_spec("atheris") is not None
     if guided:
         import atheris
@@ -97,12 +97,12 @@ def search(folder: Path, names: list[str], seconds: int, seed: int) -> None:
     if guided:
         corpus = folder / "corpus"
         corpus.mkdir(exist_ok=True)
-        for first in range(SEEDS * len(names)):  # the empty input, which libFuzzer starts from, is no example
+        for first in range(SEEDS * len(names)):  # libFuzzer starts from the empty input, which is not an example
             (corpus / f"seed_{first}").write_bytes(bytes([first % len(names)]) + draw.randbytes(LONGEST - 1))
         options = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", f"-seed={seed + 1}", "-rss_limit_mb=6144"]
         options += ["-len_control=0"]
         atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={folder}/", str(corpus)], counted)
-        atheris.Fuzz()  # ends the process
+        atheris.Fuzz()  # exits the process
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         data = draw.randbytes(draw.randrange(1, LONGEST))
@@ -114,14 +114,14 @@ def search(folder: Path, names: list[str], seconds: int, seed: int) -> None:
 
 
 def replay(file: Path) -> None:
-    """Run one input again; the error comes through."""
+    """Run one input again and raise its error."""
     target, data = file.name.partition("-")[0], file.read_bytes()
     all_targets()[target].hypothesis.fuzz_one_input(data[1:])
     print(f"{target} passes on {file}")
 
 
 def main() -> int:
-    """Run the search, process after process, until the time is over."""
+    """Run search processes in sequence until the time is over."""
     args = arguments({"seconds": "60", "targets": "", "seed": "0", "folder": "", "child": "", "replay": ""})
     if args["replay"]:
         replay(Path(args["replay"]))
@@ -132,7 +132,7 @@ def main() -> int:
     words = [word for word in args["targets"].split(",") if word]
     left = [name for name in all_targets() if not words or any(word in name for word in words)]
     if not left:
-        sys.exit(f"no target has {args['targets']!r} in its name")
+        sys.exit(f"targets={args['targets']}: no target has a name that contains one of these words.")
     names, end = list(left), time.monotonic() + float(args["seconds"])
     kept = Path(args["folder"] or tempfile.mkdtemp(prefix="fuzz_"))
     kept.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def main() -> int:
             if done.returncode == 0:
                 break
             failure = Path(work, "failure.json")
-            if not failure.exists():  # it did not start, or was killed
+            if not failure.exists():  # the process did not start, or was killed
                 print(done.stdout, done.stderr[-3000:], sep="\n", file=sys.stderr)
                 return 1
             found = json.loads(failure.read_text())

@@ -1,19 +1,19 @@
-"""How close training and rollout come to what an accelerator can do: one command, one line of JSON at the end.
+"""Hardware utilization of training and rollout. The last line is one JSON object.
 
-    python -m benchmarks.gpu                      # on CUDA: Qwen2 of 0.5B and 1.5B; meant to take 8 minutes on an H200
+    python -m benchmarks.gpu                      # CUDA: Qwen2 with 0.5B and 1.5B weights, about 8 minutes on an H200
     python -m benchmarks.gpu parts=peak,training  # some parts only
-    python -m benchmarks.gpu device=cpu           # a smoke test of the same code at tiny shapes, in seconds
+    python -m benchmarks.gpu device=cpu           # smoke test of the same code with tiny shapes, in seconds
 
-peak       The matrix peak: the best of several square products in bf16.
-training   GRPO training steps of each shape, bf16 over fp32 weights, on long-tailed batches packed to 32k tokens per
-           micro-batch (halved until it fits the device): tokens per second, useful operations per second and their
-           share of the peak (the prompt of a group counts once; recomputation counts nothing), peak memory with the
-           whole vocabulary of 152k, and the kernel of packed attention.
-rollout    Responses of the same lengths from the same prompts: ours, transformers' `generate` (the batch runs until its
-           longest response ends) and its continuous batching; tokens of responses per second.
-trl        GRPO steps of realign and TRL in alternation, as in `benchmarks.peer`; left out where TRL is not installed.
+peak       Peak rate of matrix products: the best of several square products in bf16.
+training   GRPO training steps of each shape with bf16 compute and fp32 weights. Batches have long-tailed lengths and
+           are packed to 32k tokens per micro-batch, halved until a micro-batch fits in memory. Reports tokens per
+           second, useful FLOP/s and their fraction of the peak, peak memory with the full vocabulary of 152k, and the
+           kernel of packed attention. The prompt of a group counts once, and recomputation does not count.
+rollout    Tokens of responses per second for the same prompts and lengths: realign, transformers' `generate` (a batch
+           runs until its longest response ends) and transformers' continuous batching.
+trl        GRPO steps of realign and TRL in alternation, as in `benchmarks.peer`. Skipped if TRL is not installed.
 
-A part that fails is reported with its error, and the others still run.
+A failing part is reported with its error, and the other parts still run.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ PARTS = ("peak", "training", "rollout", "trl")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured on a kind of device."""
+    """Settings of the benchmark for a kind of device."""
 
     device: str
     dtype: torch.dtype
     matrix: tuple[int, ...]
-    """Sizes of the products for the peak."""
+    """Sizes of the matrix products that measure the peak."""
     training: tuple[Scenario, ...]
     budget: int
-    """Tokens of a micro-batch."""
+    """Token budget of a micro-batch."""
     rollout: Scenario
     trl: Scenario
     steps: int
-    """Training steps that count, after one that does not."""
+    """Number of measured training steps, after one warm-up step."""
 
 
 LARGE = Scenario(
@@ -101,13 +101,13 @@ CPU = Plan(
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device, so that the clock is read when the work is done."""
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def timed(call: Callable[[], object], device: str) -> float:
-    """Seconds of a call, the work on the device included."""
+    """Return the seconds of a call, including its work on the device."""
     synchronize(device)
     started = time.perf_counter()
     call()
@@ -116,14 +116,14 @@ def timed(call: Callable[[], object], device: str) -> float:
 
 
 def release(device: str) -> None:
-    """Give memory back to the device that nothing refers to any more."""
+    """Free unreferenced memory of the device."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def matrix_peak(plan: Plan, repeats: int = 10) -> float:
-    """Floating-point operations per second of the best of several products."""
+    """Return the FLOP/s of the best of several matrix products."""
     best = 0.0
     for n in plan.matrix:
         a, b = (torch.randn(n, n, device=plan.device, dtype=plan.dtype) for _ in range(2))
@@ -134,19 +134,19 @@ def matrix_peak(plan: Plan, repeats: int = 10) -> float:
 
 
 def attention_backend(plan: Plan, scenario: Scenario) -> str:
-    """The kernel of packed attention for layers of this shape."""
+    """Return the kernel of packed attention for layers of this shape."""
     size = scenario.hidden // scenario.heads
     q = torch.empty(1, scenario.heads, 1, size, device=plan.device, dtype=plan.dtype)
     return choose_backend(Backend.auto, q, q, AttentionArgs(size**-0.5, 0.0, None, None, None)).value
 
 
 def positions(scenario: Scenario) -> int:
-    """Positions that a model needs for this scenario."""
+    """Return the number of positions that a model needs for this scenario."""
     return max(2048, scenario.prompt_high + scenario.max_new)
 
 
 def training(plan: Plan, scenario: Scenario, peak: float) -> dict[str, Any]:
-    """Training steps of one shape at the largest budget that fits."""
+    """Measure training steps of one shape at the largest token budget that fits in memory."""
     budget = plan.budget
     while True:
         try:
@@ -189,7 +189,7 @@ def _train(plan: Plan, scenario: Scenario, budget: int, peak: float) -> dict[str
 
 
 def _memory(plan: Plan, call: Callable[[], object]) -> tuple[int, int]:
-    """Bytes on the device before a call (on a CPU: 0), and the most during it."""
+    """Return the bytes on the device before a call (0 on a CPU) and the peak during the call."""
     if plan.device != "cuda":
         with MemoryCount() as count:
             call()
@@ -201,7 +201,7 @@ def _memory(plan: Plan, call: Callable[[], object]) -> tuple[int, int]:
 
 
 def rollout(plan: Plan) -> dict[str, Any]:
-    """Tokens of responses per second of ours, of `generate` and of continuous batching."""
+    """Measure response tokens per second of realign, `generate` and continuous batching."""
     scenario = plan.rollout
     sides = {"realign": _ours, "generate": _generate, "continuous_batching": _continuous_batching}
     found: dict[str, Any] = {"model": scenario.name, "sequences": scenario.sequences}
@@ -216,7 +216,7 @@ def rollout(plan: Plan) -> dict[str, Any]:
 
 
 def _rate(plan: Plan, call: Callable[[], int]) -> dict[str, Any]:
-    """Tokens per second of a call that returns how many it made; a call before it warms up."""
+    """Measure the tokens per second of a call that returns its number of tokens, after one warm-up call."""
     call()
     synchronize(plan.device)
     started = time.perf_counter()
@@ -241,7 +241,7 @@ def _ours(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]
     def call() -> int:
         out = engine.generate(data, config, seed=0)
         found = [int(mask.sum()) for mask in out.sequences("loss_mask")]
-        assert found == lengths, "the lengths were not replayed"
+        assert found == lengths, "wrong response lengths"
         return sum(found)
 
     with forced_lengths(SimpleNamespace(lengths=lengths)):
@@ -249,7 +249,7 @@ def _ours(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]
 
 
 def _peer_model(plan: Plan) -> Any:
-    """The same shape as transformers runs it by itself, with all weights in the precision of the products."""
+    """Build a transformers model of the same shape, with all weights in the data type of the products."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -285,21 +285,24 @@ def _generate(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, 
     def call() -> int:
         replay = [ForcedLengths(lengths)]
         out = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=replay)
-        assert out.shape[1] == longest + max(lengths), "the lengths were not replayed"
+        assert out.shape[1] == longest + max(lengths), "wrong response lengths"
         return sum(lengths)
 
     return _rate(plan, call)
 
 
 def _continuous_batching(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]:
-    """Each request has its length as its limit; few end before, by chance. The manager's start is not timed."""
+    """Measure continuous batching. The start of its manager is not timed.
+
+    The maximum length of a request is its forced length. A few requests end earlier at random.
+    """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     model, group = _peer_model(plan), plan.rollout.group
     requests = [p.tolist() for p in given for _ in range(group)]
     hints = WorkloadHints(max(map(len, given)), max(lengths), len(requests))
-    # By itself the cache takes nearly all memory of the device, which on a CPU is everybody's.
+    # The default cache uses nearly all memory of the device. On a CPU this is the memory of the whole machine.
     small = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256) if plan.device == "cpu" else None
     manager_of = model.continuous_batching_context_manager
     with torch.no_grad(), manager_of(_sampling(plan.rollout), True, 5, small, workload_hints=hints) as manager:
@@ -311,7 +314,7 @@ def _continuous_batching(plan: Plan, given: list[Tensor], lengths: list[int]) ->
             while waiting:
                 result = manager.get_result(timeout=60)
                 if result is None:
-                    raise RuntimeError("continuous batching gave no result for a minute")
+                    raise RuntimeError("continuous batching returned no result for 60 s")
                 if result.is_finished():
                     made, waiting = made + len(result.generated_tokens), waiting - 1
             return made
@@ -320,20 +323,20 @@ def _continuous_batching(plan: Plan, given: list[Tensor], lengths: list[int]) ->
 
 
 def trl(plan: Plan, peak: float) -> dict[str, Any]:
-    """GRPO steps against TRL, or why there are none."""
+    """Compare GRPO steps with TRL, or return the reason why TRL is not measured."""
     if find_spec("trl") is None:
         return {"left_out": "trl is not installed"}
     from benchmarks.peer.__main__ import compare
 
     threads = torch.get_num_threads()
     found = compare(plan.trl, steps=2, threads=threads, device=plan.device, micro_batches=(32, 64), peak=peak)
-    # The others are of the host: its memory, and clocks that do not wait for the device.
+    # The other results describe the host: its memory, and timings that do not wait for the device.
     told = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation", "trl_micro_batches_s")
     return {key: found[key] for key in told}
 
 
 def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a part found, or its error, so that a run on a borrowed machine is not lost by one of them."""
+    """Return the results of a part, or its error, so that a failure does not discard the results of other parts."""
     try:
         return part()
     except Exception as error:
@@ -342,7 +345,7 @@ def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """The results for people."""
+    """Format the results as tables."""
     lines = [f"{report['device']}, matrix peak {report['peak_tflops']:,.2f} TFLOP/s in {report['dtype']}"]
     keys = ("microbatch_tokens", "tokens_per_s", "tflops", "utilisation", "peak_gib", "logits_gib", "attention")
     if done := [r for r in report.get("training", []) if "error" not in r]:
@@ -358,14 +361,14 @@ def show(report: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Run the parts that are asked for, print tables and the JSON line."""
+    """Run the requested parts; print tables and the JSON line."""
     available = "cuda" if torch.cuda.is_available() else "cpu"
     words = arguments({"device": available, "parts": ",".join(PARTS)}, given)
     parts = words["parts"].split(",")
     if wrong := [part for part in parts if part not in PARTS]:
         sys.exit(f"unknown part {wrong[0]!r}; valid: {', '.join(PARTS)}")
     plan = {"cuda": CUDA, "cpu": CPU}[words["device"]]
-    name = torch.cuda.get_device_name() if plan.device == "cuda" else "CPU (a smoke test: the figures mean nothing)"
+    name = torch.cuda.get_device_name() if plan.device == "cuda" else "CPU (smoke test; the figures are not meaningful)"
     started = time.perf_counter()
     peak = matrix_peak(plan)
     report: dict[str, Any] = {"benchmark": "gpu", "device": name, **facts()}
@@ -379,7 +382,7 @@ def main(given: list[str] | None = None) -> None:
     if "rollout" in parts:
         report["rollout"] = attempt(lambda: rollout(plan))
     if "trl" in parts:
-        release(plan.device)  # the sides are processes of their own
+        release(plan.device)  # the two sides run in separate processes
         report["trl"] = attempt(lambda: trl(plan, peak))
     report["seconds"] = round(time.perf_counter() - started, 1)
     print(show(report))

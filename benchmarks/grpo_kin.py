@@ -1,13 +1,13 @@
-"""Learning curves of GRPO and its kin on the demo's additions, one panel each: docs/images/grpo_kin.png.
+"""Learning curves of GRPO and its variants on the additions of the demo, one panel each: docs/images/grpo_kin.png.
 
     python -m realign.demo.arithmetic runs/arithmetic
     realign experiment=sft_arithmetic
     python benchmarks/grpo_kin.py [OVERRIDES]
 
-Every algorithm trains the same model on the same prompts, with the same learning rate, for 60 steps of 32 prompts with
-8 responses. Those with a ratio make 4 optimizer steps per batch, so that the ratio leaves 1; the others make one. A run
-that is already in runs/grpo_kin/NAME is not made again. The control is GRPO on rewards dealt out at random. The last
-lines are a table of held-out accuracy: first, halfway, last.
+All algorithms train the same model on the same prompts with the same learning rate, for 60 steps of 32 prompts with 8
+responses. Algorithms with a ratio use 4 optimizer steps per batch, so that the ratio differs from 1. The others use one
+optimizer step. Existing runs in runs/grpo_kin/NAME are reused. The control is GRPO on randomly permuted rewards. The
+last lines are a table of held-out accuracy at the first, the middle and the last evaluation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Points = list[tuple[float, float]]
 
 
 def curve(name: str, overrides: list[str], *, label: str | None = None) -> Points:
-    """Held-out accuracy over steps: of the run in its folder (`label`, else `name`), or of a new one."""
+    """Return the held-out accuracy over steps of an existing run in its folder (`label` or `name`), or of a new run."""
     folder = OUT / (label or name)
     if not (folder / "final").exists():
         ratio = [] if name in ON_POLICY else ["interfaces.actor.n_minibatches=4"]
@@ -52,7 +52,7 @@ def curve(name: str, overrides: list[str], *, label: str | None = None) -> Point
 
 
 def draw(curves: dict[str, Points], path: Path) -> None:
-    """One panel for each algorithm, with GRPO behind it."""
+    """Draw one panel per algorithm, with the curve of GRPO in the background."""
     from matplotlib.figure import Figure
 
     columns = 5

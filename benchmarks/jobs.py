@@ -1,4 +1,4 @@
-"""Runs of the command line as processes: started, watched through their metrics.jsonl, killed, and compared."""
+"""Training runs as subprocesses: start, follow through metrics.jsonl, kill and compare."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @dataclass(frozen=True)
 class Job:
-    """A run: its folder, and the command that starts it or goes on with it."""
+    """A run: its folder, and the command that starts or resumes it."""
 
     folder: Path
     words: Sequence[str]
-    """Overrides of the command line."""
+    """Command-line overrides."""
     program: Sequence[str] = REALIGN
 
     def records(self) -> list[dict[str, Any]]:
-        """The complete lines of its metrics, without the one from before training."""
+        """Return the complete lines of the run's metrics, except those from before training."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [row for row in map(json.loads, lines) if row["step"]]
 
     def steps(self) -> int:
-        """The last step on record."""
+        """Return the last recorded step."""
         rows = self.records()
         return int(rows[-1]["step"]) if rows else 0
 
     def series(self, name: str) -> list[float]:
-        """The values of a metric."""
+        """Return the values of a metric."""
         return [row[name] for row in self.records() if name in row]
 
     def largest_difference(self, other: Job, role: str = "actor") -> float:
-        """Between the final weights of the two runs; 0 means that every bit is the same."""
+        """Return the largest difference of the final weights of two runs. 0 means bitwise equality."""
         mine, theirs = (load_file(job.folder / "final" / role / "model.safetensors") for job in (self, other))
         if mine.keys() != theirs.keys():
             raise RuntimeError(f"{self.folder.name} and {other.folder.name} have different weights")
         return max(0.0 if x.equal(theirs[name]) else float((x - theirs[name]).abs().max()) for name, x in mine.items())
 
     def run(self) -> Self:
-        """From start to end, which must be a good one."""
+        """Run to completion; raise an error if the exit code is not 0."""
         with Launch(self) as launch:
             launch.finish()
         return self
 
 
 class Launch:
-    """The process of a job, with all those that it starts."""
+    """The process of a job, including its descendants."""
 
     def __init__(self, job: Job, *more: str) -> None:
-        """Start it; `more` words go behind those of the job."""
+        """Start the process with the arguments of the job, followed by `more`."""
         self.job, self.started = job, time.time()
         number = len(list(job.folder.parent.glob(f"{job.folder.name}_*.log"))) + 1
         self.log = job.folder.parent / f"{job.folder.name}_{number:02d}.log"
@@ -83,10 +83,10 @@ class Launch:
         self.process.wait()
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> float:
-        """Seconds until it came true.
+        """Wait for a condition and return the seconds until it was true.
 
         Raises:
-            RuntimeError: the process ended before, or nothing happened for long.
+            RuntimeError: The process ended first, or the time limit was exceeded.
         """
         began = time.time()
         while not condition():
@@ -98,26 +98,26 @@ class Launch:
         return time.time() - began
 
     def finish(self) -> None:
-        """Wait for the end, which must be a good one."""
+        """Wait for the process to end; raise an error if its exit code is not 0."""
         if code := self.process.wait(LIMIT_S):
             raise RuntimeError(f"{' '.join(map(str, self.process.args))} ended with {code}:\n{self.said()}")
 
     def said(self) -> str:
-        """The end of what it wrote to the screen."""
+        """Return the last part of the log."""
         return self.log.read_text(errors="replace")[-3000:]
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Processes that a process has started, and those that these have (Linux)."""
+    """Yield the descendants of a process (Linux)."""
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the thread has ended meanwhile
             for child in map(int, thread.read_text().split()):
                 yield child
                 yield from descendants(child)
 
 
 def command_of(pid: int) -> str:
-    """Its command line, or the name that it gave itself; empty if it has ended."""
+    """Return the command line of a process, or its title if it changed it; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
     except OSError:
@@ -125,6 +125,6 @@ def command_of(pid: int) -> str:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL, to one that may have ended."""
+    """Send SIGKILL to a process that may have ended already."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""What each lever of speed brings: the same rollout or training step with it and without it, in alternation.
+"""Speedup of each optimization: the same rollout or training step with and without it, in alternation.
 
-    python -m benchmarks.levers                                   # every lever, long tail and long prompts
+    python -m benchmarks.levers                                   # every optimization, long tail and long prompts
     python -m benchmarks.levers scenarios=long_prompts levers=shared_prompts,fused_rollout repeats=3 threads=2
 
-A lever is off where its setting says so, or where this file takes it out of the code. Everything else stays, the other
-levers too, so that the factors do not multiply. The work is that of `benchmarks.peer`: lengths are forced.
+An optimization is turned off by a setting or by a patch of the code. All other optimizations stay on, so the factors
+cannot be multiplied. The work is that of `benchmarks.peer`: response lengths are forced.
 
 Prints a table and, as the last line, one JSON object.
 """
@@ -38,23 +38,23 @@ BUDGET = 8192
 
 @dataclass(frozen=True)
 class Lever:
-    """One lever, and how it is taken away."""
+    """An optimization, and how to turn it off."""
 
     what: str
     part: str
-    """rollout | training."""
+    """Part of a step that it speeds up: rollout or training."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the engine without it."""
+    """Engine settings that turn the optimization off."""
     patches: Callable[[], Any] | None = None
-    """Gives a context in which the code is without it."""
+    """Function that returns a context in which the code lacks the optimization."""
     repeated_prompts: bool = False
-    """Without it the prompts stand in the batch once for each response."""
+    """Whether the batch without the optimization contains each prompt once per response."""
     scores_first: bool = False
-    """Without it log-probs are computed in a pass of their own before the training step."""
+    """Whether log-probs without the optimization are computed in a separate pass before the training step."""
 
 
 def _everywhere() -> Any:
-    """Log-probs of all tokens, whatever a loss asks for."""
+    """Patch the output to compute log-probs of all tokens, not only of those that the loss needs."""
     asked = PackedOutput._token_values
 
     def all_tokens(self: PackedOutput, temperature: float, where_T: Any, *, with_entropy: bool) -> Any:
@@ -65,7 +65,7 @@ def _everywhere() -> Any:
 
 
 def _loop_optimizer() -> Any:
-    """AdamW parameter by parameter instead of in one kernel."""
+    """Patch AdamW to update one parameter at a time instead of using one fused kernel."""
     build = torch.optim.AdamW
     return patch(
         "torch.optim.AdamW", lambda *args, **kwargs: build(*args, **kwargs | {"fused": False, "foreach": False})
@@ -73,25 +73,25 @@ def _loop_optimizer() -> Any:
 
 
 LEVERS = {
-    "fused_rollout": Lever("decode layers in few operators", "rollout", engine={"fused_rollout": False}),
+    "fused_rollout": Lever("decode layers in fused operators", "rollout", engine={"fused_rollout": False}),
     "one_core": Lever(
         "one core for small products", "rollout", patches=partial(patch.object, trunk, "SMALL_PRODUCT", 0)
     ),
-    "group_prefill": Lever("prompt of a group read once", "rollout", repeated_prompts=True),
-    "slots": Lever("as many slots as fit, not 16", "rollout", engine={"max_slots": 16}),
+    "group_prefill": Lever("prefill of a group's prompt computed once", "rollout", repeated_prompts=True),
+    "slots": Lever("as many slots as fit instead of 16", "rollout", engine={"max_slots": 16}),
     "shared_prompts": Lever(
         "prompt of a group computed once", "training", engine={"shared_prompts": SharedPrompts.off}
     ),
-    "parallel_passes": Lever("passes side by side", "training", engine={"parallel_passes": ParallelPasses.off}),
+    "parallel_passes": Lever("concurrent passes", "training", engine={"parallel_passes": ParallelPasses.off}),
     "where": Lever("log-probs only where the loss needs them", "training", patches=_everywhere),
-    "old_logprobs": Lever("no pass for log-probs that the rollout gave", "training", scores_first=True),
+    "old_logprobs": Lever("log-probs of the rollout used without another pass", "training", scores_first=True),
     "fused_optimizer": Lever("optimizer in one kernel", "training", patches=_loop_optimizer),
 }
 
 
 @contextmanager
 def without(lever: Lever | None) -> Iterator[None]:
-    """The code as it is, or without a lever."""
+    """Run a block with the code unchanged, or without an optimization."""
     with ExitStack() as stack:
         if lever is not None and lever.patches is not None:
             stack.enter_context(lever.patches())
@@ -99,7 +99,7 @@ def without(lever: Lever | None) -> Iterator[None]:
 
 
 def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
-    """A call that samples the scenario's responses."""
+    """Return a call that samples the scenario's responses."""
     actor = make_actor(scenario, **(lever.engine if lever else {}))
     given, n = prompts(scenario), scenario.group
     if lever is not None and lever.repeated_prompts:
@@ -116,7 +116,7 @@ def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
 
 
 def training(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
-    """A call that makes a training step of GRPO on such a rollout."""
+    """Return a call that executes a GRPO training step on a rollout batch of the scenario."""
     with without(lever):
         step = TrainStep(make_actor(scenario, **(lever.engine if lever else {})), scenario)
     batch = make_rollout(scenario)
@@ -131,7 +131,7 @@ def training(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
 
 
 def score(actor: Model, batch: SequenceSample) -> SequenceSample:
-    """Log-probs of the responses."""
+    """Compute the log-probs of the responses."""
     return actor.machine.forward(
         batch,
         MicroBatchSpec(max_tokens_per_microbatch=BUDGET),
@@ -140,7 +140,7 @@ def score(actor: Model, batch: SequenceSample) -> SequenceSample:
 
 
 def measure(scenario: Scenario, names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Seconds with all levers, and without one at a time, and their ratio."""
+    """Measure seconds with all optimizations, seconds without one of them, and their ratio."""
     rows = []
     for part, make in (("rollout", rollout), ("training", training)):
         mine = {name: LEVERS[name] for name in names if LEVERS[name].part == part}
@@ -161,7 +161,7 @@ def measure(scenario: Scenario, names: list[str], repeats: int) -> list[dict[str
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """The results for people."""
+    """Format the results as a table."""
     cells = [
         (
             LEVERS[r["lever"]].what,
@@ -173,11 +173,11 @@ def show(rows: list[dict[str, Any]]) -> str:
         )
         for r in rows
     ]
-    return table(("lever", "part", "scenario", "off s", "on s", "brings"), cells)
+    return table(("optimization", "part", "scenario", "off s", "on s", "speedup"), cells)
 
 
 def main(given: list[str] | None = None) -> None:
-    """Run the levers that are asked for, print the table and the JSON line."""
+    """Run the requested optimizations; print the table and the JSON line."""
     defaults = {"scenarios": "long_tail,long_prompts", "levers": ",".join(LEVERS), "repeats": "5", "threads": "2"}
     words = arguments(defaults, given)
     torch.set_num_threads(int(words["threads"]))

@@ -1,10 +1,13 @@
-"""The plain loops that `benchmarks.data` compares with: nested Python lists, one tensor operation at a time.
+"""Plain loops that `benchmarks.data` compares with: nested Python lists, and one tensor operation at a time.
 
-Each does what such code in other frameworks does, written anew: lengths as lists of lists and slices per sequence (as
-in realhf), advantages by a loop over the time steps of a padded batch (TRL, OpenRLHF), statistics of groups by a
-dictionary from prompt to rewards (verl), and bins that are searched one by one.
+Each loop reimplements an approach of another framework:
 
-Letters: S sequences, N tokens of the longest one.
+- Lengths as lists of lists, and slices per sequence (realhf).
+- Advantages by a loop over the time steps of a padded batch (TRL, OpenRLHF).
+- Group statistics by a dictionary from prompt to rewards (verl).
+- Bins that are searched linearly.
+
+Letters: S sequences, N tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from torch import Tensor
 
 @dataclass
 class NestedBatch:
-    """A batch of prompts: packed tensors, and for each key and prompt the list of its sequences' lengths."""
+    """A batch of prompts: packed tensors, and the list of sequence lengths for each key and prompt."""
 
     ids: list[Hashable]
     data: dict[str, Tensor]
     lengths: dict[str, list[list[int]]]
 
     def take(self, prompts: Sequence[int]) -> NestedBatch:
-        """The prompts at these positions."""
+        """Select the prompts at these positions."""
         data = {}
         for key, x in self.data.items():
             starts, at = [], 0
@@ -38,7 +41,7 @@ class NestedBatch:
         return NestedBatch([self.ids[i] for i in prompts], data, lengths)
 
     def minibatches(self, order: Sequence[int], n: int) -> list[NestedBatch]:
-        """The prompts in this order, dealt out into `n` parts whose sizes differ by one at most."""
+        """Divide the prompts, in this order, into `n` parts whose sizes differ by at most one."""
         size, larger = divmod(len(order), n)
         parts, start = [], 0
         for i in range(n):
@@ -48,17 +51,17 @@ class NestedBatch:
         return parts
 
     def merge(self, other: NestedBatch) -> NestedBatch:
-        """The keys of both; the prompts must be the same."""
+        """Combine the keys of two batches of the same prompts."""
         for mine, theirs in zip(self.ids, other.ids, strict=True):
             if mine != theirs:
                 raise ValueError("different prompts")
         for key in self.data:
             if key in other.data:
-                raise ValueError(f"key {key!r} stands in both")
+                raise ValueError(f"both batches have the key {key!r}")
         return NestedBatch(self.ids, {**self.data, **other.data}, {**self.lengths, **other.lengths})
 
     def sequences(self, key: str) -> list[Tensor]:
-        """Views of the sequences of `key`."""
+        """Return views of the sequences of `key`."""
         views, start = [], 0
         for lengths in self.lengths[key]:
             for n in lengths:
@@ -67,7 +70,7 @@ class NestedBatch:
         return views
 
     def split(self, plan: Sequence[Sequence[int]]) -> list[NestedBatch]:
-        """For each part of the plan the sequences it names, with their prompts; every key has the same sequences."""
+        """Return one batch per part of the plan: its sequences and their prompts. All keys have the same sequences."""
         owners = [i for i, lengths in enumerate(next(iter(self.lengths.values()))) for _ in lengths]
         views = {key: self.sequences(key) for key in self.data}
         parts = []
@@ -83,7 +86,7 @@ class NestedBatch:
         return parts
 
     def restore(self, plan: Sequence[Sequence[int]], parts: Sequence[NestedBatch]) -> NestedBatch:
-        """The parts of the plan, back in the order of this batch."""
+        """Concatenate the parts of the plan in the order of this batch."""
         data, lengths = {}, {}
         for key in parts[0].data:
             found: dict[int, Tensor] = {}
@@ -99,7 +102,7 @@ class NestedBatch:
 
 
 def gather(batches: Sequence[NestedBatch]) -> NestedBatch:
-    """One batch of all the prompts."""
+    """Concatenate batches into one."""
     ids: list[Hashable] = []
     lengths: dict[str, list[list[int]]] = {key: [] for key in batches[0].data}
     for batch in batches:
@@ -112,7 +115,7 @@ def gather(batches: Sequence[NestedBatch]) -> NestedBatch:
 
 
 def padded_gae(rewards_SN: Tensor, values_SN: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [S, N] by a loop over time steps, from the last one on; padding holds zeros."""
+    """Compute advantages and returns [S, N] by a loop over time steps, last step first. Padding contains zeros."""
     steps = rewards_SN.shape[1]
     last_S = torch.zeros_like(rewards_SN[:, 0])
     backwards = []
@@ -126,7 +129,7 @@ def padded_gae(rewards_SN: Tensor, values_SN: Tensor, *, gamma: float, lam: floa
 
 
 def normalize_by_group(scores_S: Tensor, groups: Sequence[Hashable], eps: float) -> Tensor:
-    """Scores minus the mean of their group, over its deviation (of K - 1) plus `eps`."""
+    """Subtract the group mean from each score, and divide by the group std (of K - 1) plus `eps`."""
     by_group: dict[Hashable, list[Tensor]] = defaultdict(list)
     for score, group in zip(scores_S, groups, strict=True):
         by_group[group].append(score)
@@ -141,7 +144,7 @@ def normalize_by_group(scores_S: Tensor, groups: Sequence[Hashable], eps: float)
 
 
 def best_of_group(rewards: Sequence[float], groups: Sequence[Hashable], k: int) -> list[bool]:
-    """Which rewards are among the `k` largest of their group; of equal ones the first."""
+    """Return which rewards are among the `k` largest of their group. Of equal rewards, the first ones count."""
     by_group: dict[Hashable, list[int]] = defaultdict(list)
     for i, group in enumerate(groups):
         by_group[group].append(i)
@@ -153,13 +156,14 @@ def best_of_group(rewards: Sequence[float], groups: Sequence[Hashable], k: int) 
 
 
 def pack(groups: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
-    """The rule of `plan_microbatches` with bins that are searched one by one, for groups that fit the budget.
+    """Plan micro-batches like `plan_microbatches`, with a linear search of bins, for groups that fit the budget.
 
-    The largest group first, to the emptiest bin, or to a new one where it would not fit. Bins that were opened late are
-    emptier, so the groups are spread once more over the final number, which counts if it fits.
+    Assigns the largest group first, to the emptiest bin, or to a new bin if it would not fit. Bins that were opened
+    late contain less. So the groups are distributed once more over the final number of bins. This plan is used if it
+    fits.
 
     Returns:
-        For each bin the indices of its sequences.
+        The indices of the sequences of each bin.
     """
     sizes = [sum(lengths) for lengths in groups]
     order = sorted(range(len(sizes)), key=lambda g: -sizes[g])

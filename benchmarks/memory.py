@@ -1,4 +1,4 @@
-"""Memory that a piece of work takes, counted exactly: the same numbers on a busy machine as on an idle one."""
+"""Exact count of the memory that an operation allocates. The result does not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryCount(TorchDispatchMode):
-    """Bytes of the tensors that operations inside make, while they live; what existed before counts nothing.
+    """Count the bytes of live tensors that operations inside the context create. Existing tensors are not counted.
 
-    Memory that an operation takes and frees by itself (a kernel's workspace) is not seen.
+    Memory that an operation allocates and frees internally (a kernel's workspace) is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
-        """Bytes now."""
+        """Current bytes."""
         self.peak = 0
-        """Most bytes at once."""
+        """Maximum bytes."""
         self.largest = 0
-        """Elements of the largest tensor."""
+        """Number of elements of the largest tensor."""
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operation and count what it returns, unless it is a view of something known."""
+        """Call the operation and count its results, except views of known storage."""
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 self._known.add(x.untyped_storage())

@@ -1,4 +1,4 @@
-"""What the simulator is given, and what it gives: the work of a run, a plan of the runtime, a report."""
+"""Inputs and output of the simulator: the work of a run, a plan of the runtime, and a report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Tail:
-    """A log-normal: its mean, and the deviation of its logarithm; no value is above `most`."""
+    """Log-normal distribution: its mean, the std of its logarithm, and its maximum `most`."""
 
     mean: float
     sigma: float = 0.0
     most: float = math.inf
 
     def draw(self, n: int, *what: object) -> list[float]:
-        """Values that are a function of `what` alone."""
+        """Draw values that depend on `what` only."""
         if not self.sigma:
             return [min(self.mean, self.most)] * n
         gauss, middle = random.Random("/".join(map(str, what))).gauss, self.mean * math.exp(-(self.sigma**2) / 2)
@@ -27,7 +27,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run has to do."""
+    """Work of a run."""
 
     batch_prompts: int
     group: int
@@ -35,19 +35,19 @@ class Work:
     steps: int
     prompt_tokens: float
     lengths: Tail
-    """Tokens of a response."""
+    """Distribution of the tokens of a response."""
     reward_s: Tail | tuple[float, ...] = Tail(0.0)
-    """Seconds of a judgement, of each response; a tuple: of all responses of prompt i."""
+    """Seconds to score each response. A tuple has the seconds for every response of prompt i."""
     reward_workers: int | None = None
-    """Judgements at a time; None: all."""
+    """Number of responses that are scored concurrently; None: all."""
     seed: int = 0
 
     def tokens_of(self, prompt: int) -> list[int]:
-        """Tokens of each response of a prompt, at least one."""
+        """Return the tokens of each response to a prompt, at least one."""
         return [max(1, round(x)) for x in self.lengths.draw(self.group, self.seed, "length", prompt)]
 
     def seconds_of(self, prompt: int) -> list[float]:
-        """Of the judgement of each response."""
+        """Return the seconds to score each response to a prompt."""
         if isinstance(self.reward_s, tuple):
             return [self.reward_s[prompt % len(self.reward_s)]] * self.group
         return self.reward_s.draw(self.group, self.seed, "reward", prompt)
@@ -55,68 +55,68 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the runtime does it."""
+    """Schedule of the runtime."""
 
     max_staleness: int | None = None
-    """None: generation, rewards and training one after the other."""
+    """Staleness bound; None if generation, rewards and training run in sequence."""
     engines: int = 1
-    """That generate, each with rows of its own."""
+    """Number of engines that generate, each with its own rows."""
     slots: int = 256
-    """Rows of an engine."""
+    """Number of rows of an engine."""
     recompute: bool = True
-    """Read running responses anew when the weights change."""
+    """Whether the KV cache of running responses is recomputed after a weight update."""
     switch_s: float = 0.0
-    """Before and after training, where the same devices generate: weights and optimizer state change places."""
+    """Seconds before and after training to move weights and optimizer state, if the same devices also generate."""
 
 
 def full_steps(steps: int, bound: int | None) -> slice:
-    """Of so many steps, those in which the pipeline is full; at least one, and never the first."""
+    """Return the slice of steps with a full pipeline: at least one step, and never the first."""
     first = min(1 + (bound or 0), steps - 1)
     return slice(first, max(first + 1, steps - (bound or 0)))
 
 
 class Trained(NamedTuple):
-    """A prompt in a training step."""
+    """A prompt that a training step uses."""
 
     prompt: int
     step: int
     head: int
-    """Version of the policy when the prompt was read."""
+    """Version of the policy at the prefill of the prompt."""
     tail: int
-    """Version when its last response ended."""
+    """Version of the policy at the end of its last response."""
 
 
 @dataclass
 class Report:
-    """What happened."""
+    """Result of a simulation."""
 
     plan: Plan
     ends: list[float] = field(default_factory=list)
-    """When each training step, and what belongs to it, was over (seconds)."""
+    """End of each training step, including its weight update (seconds)."""
     trained: list[Trained] = field(default_factory=list)
     response_tokens: list[int] = field(default_factory=list)
-    """Of each step."""
+    """Response tokens of each step."""
     generating_s: float = 0.0
-    """Seconds in which engines had rows, of all engines together."""
+    """Seconds in which engines had rows, summed over engines."""
     training_s: float = 0.0
 
     @property
     def full(self) -> slice:
-        """The steps in which the pipeline is full: not the first ones, nor the last, for which nothing is admitted."""
+        """Return the steps with a full pipeline: without the first ones, and the last ones, which admit no prompt."""
         return full_steps(len(self.ends), self.plan.max_staleness)
 
     @property
     def step_s(self) -> float:
-        """Seconds of such a step."""
+        """Return the mean seconds of a step with a full pipeline."""
         return (self.ends[self.full.stop - 1] - self.ends[self.full.start - 1]) / (self.full.stop - self.full.start)
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens that are trained on in such a step, per second."""
+        """Return the trained response tokens per second with a full pipeline."""
         return statistics.fmean(self.response_tokens[self.full]) / self.step_s
 
     def staleness(self) -> dict[str, float]:
-        """Versions between the reading of a prompt, or its last token, and its training: means, and the largest."""
+        """Return mean staleness at the prefill (head) and at the last token (tail), and the maximum at the prefill."""
         counted = [t for t in self.trained if self.full.start < t.step <= self.full.stop]
         head = [t.step - 1 - t.head for t in counted]
         tail = [t.step - 1 - t.tail for t in counted]

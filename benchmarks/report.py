@@ -1,4 +1,4 @@
-"""What the benchmarks share: calls timed in alternation, arguments `name=value`, a table, facts of the run."""
+"""Shared functions of the benchmarks: alternating timings, `name=value` arguments, tables, and facts of the run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class Seconds(NamedTuple):
-    """Medians of one call."""
+    """Median seconds of a call."""
 
     wall: float
-    """On the clock."""
+    """Wall-clock seconds."""
     cpu: float
-    """Of this process, all its threads together: other programs hardly change it."""
+    """CPU seconds of all threads of this process. Other programs hardly affect them."""
 
 
 Key = TypeVar("Key")
 
 
 def alternate(calls: Mapping[Key, Callable[[], object]], repeats: int, *, warm_up: bool = True) -> dict[Key, Seconds]:
-    """Median seconds of each call; they take turns, in an order that is reversed from one round to the next.
+    """Measure the median seconds of each call. Calls alternate, in an order that is reversed every round.
 
     Args:
-        calls: by name.
-        repeats: rounds that are counted.
-        warm_up: make a round before them that is not.
+        calls: Calls by name.
+        repeats: Number of measured rounds.
+        warm_up: Whether to run one round before, which is not measured.
     """
     times: dict[Key, list[tuple[float, float]]] = {name: [] for name in calls}
     gc.collect()
@@ -39,7 +39,7 @@ def alternate(calls: Mapping[Key, Callable[[], object]], repeats: int, *, warm_u
         for number in range(-int(warm_up), repeats):
             for name in list(calls) if number % 2 else list(calls)[::-1]:
                 wall, cpu = time.perf_counter(), time.process_time()
-                kept = calls[name]()  # freeing the result is not part of the call
+                kept = calls[name]()  # excludes freeing the result from the timing
                 spent = time.perf_counter() - wall, time.process_time() - cpu
                 del kept
                 if number >= 0:
@@ -50,7 +50,7 @@ def alternate(calls: Mapping[Key, Callable[[], object]], repeats: int, *, warm_u
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their longest cell, the first aligned left and the others right."""
+    """Format a table. Columns are as wide as their longest cell; only the first one is aligned left."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
@@ -60,7 +60,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def arguments(defaults: Mapping[str, str], given: Sequence[str] | None = None) -> dict[str, str]:
-    """The words of the command line, each `name=value`, over the defaults; an unknown name ends the program."""
+    """Parse `name=value` arguments of the command line over defaults. An unknown name ends the program."""
     words = dict(word.partition("=")[::2] for word in (sys.argv[1:] if given is None else given))
     if unknown := sorted(words.keys() - defaults.keys()):
         sys.exit(f"unknown argument {unknown[0]!r}; valid: {', '.join(defaults)}")
@@ -68,7 +68,7 @@ def arguments(defaults: Mapping[str, str], given: Sequence[str] | None = None) -
 
 
 def facts() -> dict[str, Any]:
-    """Versions, threads, and how busy the machine is: the mean number of running processes over a minute."""
+    """Return versions, threads and the load of the machine: the mean number of running processes over one minute."""
     import torch
 
     return {

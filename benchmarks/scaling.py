@@ -1,16 +1,16 @@
-"""What a step costs as the batch grows, what memory it takes, and how soon the first one is made.
+"""Cost of a step by batch size, its memory, and the startup time.
 
     python -m benchmarks.scaling                          # all three parts
     python -m benchmarks.scaling parts=cost,memory repeats=3 threads=2
 
-cost      A GRPO training step on 1 to 16 times the same sequences, in alternation: seconds on the clock, and CPU
-          seconds of the process, which other programs hardly change.
-memory    Bytes of the tensors that a step makes, while they live, exact on a busy machine too: for 1 to 16 times the
-          sequences at one token budget, for the largest batch at several budgets, and at a vocabulary of 32k, where no
-          tensor may have tokens x vocabulary elements. Counted with one pass after the other (parallel_passes=off):
-          passes side by side share the budget, and each has a gradient of its own until it is added.
-start     Seconds to `realign --help`, to a composed config, and to the first training step of the demo, in processes of
-          their own; the demo is ended after that step.
+cost      A GRPO training step on 1 to 16 times the same sequences, in alternation: wall-clock seconds, and CPU seconds
+          of the process. Other programs hardly affect CPU seconds.
+memory    Bytes of the live tensors that a step creates, which do not depend on the load of the machine. Measured for 1
+          to 16 times the sequences at one token budget, for the largest batch at several budgets, and with a vocabulary
+          of 32k. With this vocabulary no tensor may have tokens x vocabulary elements. Passes run in sequence
+          (parallel_passes=off): concurrent passes share the budget, and each has a separate gradient until it is added.
+start     Seconds to `realign --help`, to a composed config, and to the first training step of the demo, in separate
+          processes. The demo is ended after that step.
 
 Prints tables and, as the last line, one JSON object.
 """
@@ -48,7 +48,7 @@ MIB = 2**20
 
 
 def cost(scenario: Scenario, copies: Sequence[int], budget: int, repeats: int) -> list[dict[str, Any]]:
-    """Seconds of a training step, and what a sequence costs compared with the smallest batch."""
+    """Measure seconds of a training step, and the cost of a sequence relative to the smallest batch."""
     step = TrainStep(make_actor(scenario), scenario)
     batches = {n: make_rollout(scenario, copies=n) for n in copies}
     found = alternate({n: partial(step, batch, budget) for n, batch in batches.items()}, repeats)
@@ -69,7 +69,7 @@ def cost(scenario: Scenario, copies: Sequence[int], budget: int, repeats: int) -
 
 
 def step_memory(scenario: Scenario, copies: int, budget: int, step: TrainStep) -> dict[str, Any]:
-    """What one training step takes beside weights and optimizer state, which must be there already."""
+    """Measure the memory of one training step besides weights and optimizer state, which must exist already."""
     batch = make_rollout(scenario, copies=copies)
     parts = batch.split(MicroBatchSpec(max_tokens_per_microbatch=budget))
     with MemoryCount() as count:
@@ -86,24 +86,24 @@ def step_memory(scenario: Scenario, copies: int, budget: int, step: TrainStep) -
 
 
 def memory(scenario: Scenario, copies: Sequence[int], budget: int, others: Sequence[int]) -> list[dict[str, Any]]:
-    """Peak of a step over batch sizes at one budget, then at other budgets with the largest batch."""
+    """Measure the peak memory of a step by batch size at one budget, and by budget with the largest batch."""
     step = TrainStep(make_actor(scenario, parallel_passes=ParallelPasses.off), scenario)
-    step(make_rollout(scenario), budget)  # makes the optimizer's state
+    step(make_rollout(scenario), budget)  # creates the optimizer state
     sizes = [(n, budget) for n in copies] + [(copies[-1], other) for other in others]
     return [step_memory(scenario, n, limit, step) for n, limit in sizes]
 
 
 def vocabulary(scenario: Scenario, copies: int, budget: int) -> dict[str, Any]:
-    """The step at a large vocabulary, on a batch that is larger than one chunk of logits.
+    """Measure a step with a large vocabulary, on a batch that is larger than one chunk of logits.
 
     Raises:
-        AssertionError: it made a tensor of as many elements as the micro-batch has sampled tokens times words.
+        AssertionError: A tensor has as many elements as the logits of all sampled tokens of a micro-batch.
     """
     step = TrainStep(make_actor(scenario, parallel_passes=ParallelPasses.off), scenario)
     step(make_rollout(scenario), budget)
     found = step_memory(scenario, copies, budget, step)
     logits = found["sampled_tokens"] * scenario.vocabulary
-    assert found["largest_elements"] < logits, f"a tensor of {found['largest_elements']:,} elements was made"
+    assert found["largest_elements"] < logits, f"a tensor of {found['largest_elements']:,} elements was created"
     head = scenario.vocabulary * scenario.hidden
     return found | {
         "vocabulary": scenario.vocabulary,
@@ -114,10 +114,10 @@ def vocabulary(scenario: Scenario, copies: int, budget: int) -> dict[str, Any]:
 
 
 def child(command: list[str], *, until: Callable[[], bool] | None = None, limit_s: float = 300) -> dict[str, float]:
-    """Seconds and CPU seconds of a command, to its end or until something holds; then it is ended.
+    """Measure the seconds and CPU seconds of a command, to its end or until a condition is true; then end it.
 
     Raises:
-        RuntimeError: it failed, or ended without that, or took too long.
+        RuntimeError: The command failed, ended before the condition was true, or exceeded the time limit.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -144,7 +144,7 @@ def child(command: list[str], *, until: Callable[[], bool] | None = None, limit_
 
 
 def start(repeats: int) -> dict[str, dict[str, float]]:
-    """The best of some starts of each kind: a start is slow for many reasons, and fast for one."""
+    """Return the fastest of several starts of each kind. The minimum excludes delays by other programs."""
     realign = [sys.executable, "-m", "realign"]
     found = {
         "realign --help": [child([*realign, "--help"]) for _ in range(repeats)],
@@ -155,7 +155,7 @@ def start(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def first_step() -> dict[str, float]:
-    """The demo, until the metrics of its first training step are written: task and tokenizer made, models loaded."""
+    """Start the demo, including its preparation, and wait for the metrics of its first training step."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "demo"
         metrics = folder / "sft" / "metrics.jsonl"
@@ -168,7 +168,7 @@ def first_step() -> dict[str, float]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """The results for people."""
+    """Format the results as tables."""
     blocks = []
     if rows := report.get("cost"):
         cells = [
@@ -199,7 +199,7 @@ def show(report: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Run the parts that are asked for, print tables and the JSON line."""
+    """Run the requested parts; print tables and the JSON line."""
     words = arguments({"parts": "cost,memory,start", "repeats": "5", "threads": "2"}, given)
     torch.set_num_threads(int(words["threads"]))
     parts, repeats = words["parts"].split(","), int(words["repeats"])

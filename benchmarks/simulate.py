@@ -1,14 +1,15 @@
-"""A discrete-event model of the runtime: who waits for whom, with measured or assumed costs.
+"""Discrete-event simulation of the runtime with measured or assumed costs.
 
-    python -m benchmarks.simulate     # 8 to 1,024 accelerators (`benchmarks.cluster`): table, picture, one JSON line
+    python -m benchmarks.simulate     # 8 to 1,024 accelerators (`benchmarks.cluster`): table, figure, one JSON line
 
-Prompts begin in the order of the data, each with a group of responses, on the engine that has the fewest rows. An
-engine decodes its rows together (continuous batching): the time of a step is affine in rows and in tokens of context. A
-prompt whose responses have ended is judged, and then is ready. When a step is trained, the version counts one up, and
-every engine waits while it receives the weights. Which prompts may begin and which are trained on is decided by the
-code of the runtime itself (`realign.runtime.rollout.staleness`). Without a staleness bound (None), generation, rewards
-and training of a batch follow each other, as in the synchronous runtime. Nothing fails here, and a call costs what its
-size says.
+Prompts are admitted in the order of the data. Each has a group of responses, on the engine with the fewest rows. An
+engine decodes its rows together (continuous batching). The time of a decoding step is affine in the number of rows and
+in the tokens of context. A prompt is scored when its responses have ended, and is then ready. A training step
+increments the version, and every engine waits while it receives the weights.
+
+The code of the runtime (`realign.runtime.rollout.staleness`) decides which prompts are admitted and which are trained
+on. Without a staleness bound (None), generation, rewards and training of a batch run in sequence, as in the synchronous
+runtime. The simulation has no failures and no RPC overhead.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ from realign.runtime.rollout.staleness import Staleness
 @dataclass
 class _Prompt:
     left: int
-    """Responses without an end, then without a reward."""
+    """Number of responses that have not ended, or, afterwards, that have no reward."""
     tokens: int = 0
-    """Of its responses."""
+    """Tokens of its responses."""
     head: int = 0
     tail: int = 0
 
 
 class _Engine:
-    """Rows that are decoded together, and those that wait for a slot. Its clock counts decoding steps."""
+    """Rows of an engine and the responses that wait for a slot. The clock counts decoding steps."""
 
     def __init__(self, costs: Costs, slots: int) -> None:
         self.costs, self.slots = costs, slots
-        self.rows: list[tuple[float, int, int]] = []  # clock at the end, prompt, tokens: a heap
-        self.waiting: deque[tuple[int, int, bool]] = deque()  # prompt, tokens, first of its prompt
+        self.rows: list[tuple[float, int, int]] = []  # heap of (clock at the end, prompt, tokens)
+        self.waiting: deque[tuple[int, int, bool]] = deque()  # (prompt, tokens, first of its prompt)
         self.clock = self.context = self.now = 0.0
         self.stands_until = 0.0
         self.busy_s = 0.0
-        self.booked = 0  # number of the event that counts; earlier ones are void
+        self.booked = 0  # number of the valid event; earlier events are ignored
 
     @property
     def load(self) -> int:
-        """Responses that it has to give."""
+        """Return the number of unfinished responses."""
         return len(self.rows) + len(self.waiting)
 
     def _pace(self) -> tuple[float, float]:
-        """Seconds of the next decoding step, and how much longer each one after it takes."""
+        """Return the seconds of the next decoding step, and the increase of each later step."""
         c, n = self.costs, len(self.rows)
         return c.decode_step_s + n * c.decode_row_s + self.context * c.decode_context_s, n * c.decode_context_s
 
@@ -66,14 +67,14 @@ class _Engine:
         if self.rows and seconds > 0:
             first, growth = self._pace()
             root = math.sqrt(first * first + 2 * growth * seconds)
-            steps = 2 * seconds / (first + root)  # of first * steps + growth * steps**2 / 2 = seconds
+            steps = 2 * seconds / (first + root)  # solves first * steps + growth * steps**2 / 2 = seconds
             self.clock += steps
             self.context += steps * len(self.rows)
             self.busy_s += seconds
         self.now = now
 
     def next_end(self) -> float | None:
-        """When the first of its rows ends, if nothing happens before."""
+        """Return the time at which the first row ends if no other event changes the rows."""
         if not self.rows:
             return None
         first, growth = self._pace()
@@ -81,12 +82,12 @@ class _Engine:
         return max(self.now, self.stands_until) + steps * first + growth * steps * steps / 2
 
     def stand(self, seconds: float) -> None:
-        """Decode nothing for so long, from now or from when it would have gone on."""
+        """Stop decoding for some seconds, from now or from the end of the current stop."""
         self.stands_until = max(self.now, self.stands_until) + seconds
 
 
 class Simulation:
-    """One run. `run` gives the report."""
+    """Simulation of one run. `run` returns the report."""
 
     def __init__(self, costs: Costs, work: Work, plan: Plan) -> None:
         self.costs, self.work, self.plan = costs, work, plan
@@ -98,18 +99,18 @@ class Simulation:
         self._engines = [_Engine(costs, plan.slots) for _ in range(plan.engines)]
         self._prompts: dict[int, _Prompt] = {}
         self._training = False
-        self._waits_for_before: int | None = None  # where no step can begin: until a prompt before this one is ready
+        self._waits_for_before: int | None = None  # no step begins until a prompt before this one is ready
         self._to_judge: deque[tuple[int, float]] = deque()
         self._judging = 0
-        self._generated: list[int] = []  # of the batch, where rewards wait for all of it
+        self._generated: list[int] = []  # prompts of the batch, if rewards wait for the whole batch
 
     def run(self) -> Report:
-        """All steps."""
+        """Simulate all steps."""
         self._admit()
         while self._events:
             self.now, _, event = heapq.heappop(self._events)
             event()
-        assert len(self.report.ends) == self.work.steps, "prompts were lost"
+        assert len(self.report.ends) == self.work.steps, "the simulation ended before all steps"
         self.report.generating_s = sum(engine.busy_s for engine in self._engines)
         return self.report
 
@@ -130,7 +131,7 @@ class Simulation:
             self._fill(engine)
 
     def _fill(self, engine: _Engine) -> None:
-        """Give free slots to those that wait, who are read first; then look for the next end."""
+        """Assign free slots to waiting responses, after their prefill, and schedule the next end of a row."""
         c, tokens = self.costs, self.work.prompt_tokens
         while engine.waiting and len(engine.rows) < engine.slots:
             prompt, length, first = engine.waiting.popleft()
@@ -148,7 +149,7 @@ class Simulation:
         if number != engine.booked:
             return
         engine.advance(self.now)
-        engine.clock = max(engine.clock, engine.rows[0][0])  # whatever rounding left over
+        engine.clock = max(engine.clock, engine.rows[0][0])  # removes rounding errors
         while engine.rows and engine.rows[0][0] <= engine.clock + 1e-6:
             _, prompt, length = heapq.heappop(engine.rows)
             engine.context -= self.work.prompt_tokens + length
@@ -163,7 +164,7 @@ class Simulation:
         self._fill(engine)
 
     def _judge(self, prompt: int) -> None:
-        """Its responses go to the reward workers, at once or with those of the whole batch."""
+        """Send the responses to the reward workers, immediately or together with the whole batch."""
         self._generated.append(prompt)
         if self.plan.max_staleness is None and len(self._generated) < self.work.batch_prompts:
             return
@@ -219,12 +220,12 @@ class Simulation:
 
 
 def simulate(costs: Costs, work: Work, plan: Plan) -> Report:
-    """What a run would do."""
+    """Simulate a run and return its report."""
     return Simulation(costs, work, plan).run()
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """The sweep over numbers of accelerators: table, picture, one JSON line."""
+    """Simulate all numbers of accelerators; write the table, the figure and one JSON line."""
     from benchmarks import cluster
 
     words = arguments({"picture": "runs/scaling.png", "processes": "2"}, given)

@@ -1,11 +1,15 @@
-"""Two places for Adam's epsilon, compared on one and the same recorded batches (docs/studies/tf-adam.md).
+"""Comparison of two positions of Adam's epsilon on the same recorded batches (docs/studies/tf-adam.md).
 
 Run: `python benchmarks/tf_adam.py MODEL PROMPTS [--steps 20] [--scales 1 0.1 0.01] [--picture tf_adam.png]`
 
-A short PPO run is recorded: prompts, responses, behavior log-probs, rewards. Then the policy is trained on those
-batches from its initial weights, once with epsilon added to the root of the bias-corrected second moment (PyTorch), and
-once before the correction (TensorFlow, openai/lm-human-preferences). Ratios are taken against the policy before each
-step, so that they show how far one step moves it. Prints a table and, as the last line, the same as one JSON object.
+Records a short PPO run: prompts, responses, behavior log-probs and rewards. Then trains the policy twice on these
+batches, from its initial weights:
+
+- PyTorch: epsilon is added to the root of the bias-corrected second moment.
+- eps-hat: epsilon is added before the bias correction (TensorFlow, openai/lm-human-preferences).
+
+Ratios are relative to the policy before each step, so that they measure the change by one step. Prints a table and, as
+the last line, the same results as one JSON object.
 
 Letters: T packed tokens, N scalar parameters.
 """
@@ -42,19 +46,19 @@ SPEC = MicroBatchSpec(max_tokens_per_microbatch=16384)
 
 @dataclass
 class ScaledPPO(PPOActorInterface):
-    """PPO whose loss is multiplied by a constant: to Adam the same as an epsilon divided by it."""
+    """PPO with a loss multiplied by a constant. For Adam, this is equivalent to dividing epsilon by the constant."""
 
     scale: float = 1.0
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
-        """The loss of PPO, times `scale`."""
+        """Compute the loss of PPO, multiplied by `scale`."""
         total, stats = super().loss(output, minibatch)
         return self.scale * total, stats
 
 
 @dataclass
 class Study:
-    """What is the same in every arm; the optimizer's constants are those of openai/lm-human-preferences."""
+    """Settings shared by both arms. The optimizer's constants are those of openai/lm-human-preferences."""
 
     model: Path
     prompts: Path
@@ -70,20 +74,20 @@ class Study:
     reward: str = RuleRewardInterface.function
 
     def optimizer(self, arm: str) -> OptimizerSpec:
-        """Adam without clipping and weight decay."""
+        """Configure Adam without clipping and weight decay."""
         return OptimizerSpec(lr=self.lr, eps=self.eps, eps_hat=ARMS[arm], grad_clip=None)
 
     def interface(self, scale: float = 1.0) -> ScaledPPO:
-        """One mini-batch per epoch; whitened advantages without a critic."""
+        """Configure PPO with one mini-batch per epoch and whitened advantages, without a critic."""
         sampler = GenerationConfig(n=self.responses, max_new_tokens=self.max_new_tokens)
         return ScaledPPO(generation=sampler, epochs=self.epochs, advantage=GAE(lam=1.0), scale=scale)
 
     def load(self, arm: str) -> Model:
-        """The policy with its initial weights."""
+        """Load the policy with its initial weights."""
         return TransformersModel(str(self.model), optimizer=self.optimizer(arm)).load("actor", seed=self.seed)
 
     def record(self) -> list[SequenceSample]:
-        """The batches of a run that trains with the arm `recorded_with`."""
+        """Record the batches of a run that trains with the arm `recorded_with`."""
         interfaces = {"actor": self.interface(), "reward": RuleRewardInterface(self.reward, workers=0)}
         with tempfile.TemporaryDirectory() as folder:
             runtime = LocalRuntime(
@@ -107,7 +111,7 @@ class Study:
 
 
 def replay(study: Study, batches: Sequence[SequenceSample], arm: str, scale: float) -> list[dict[str, float]]:
-    """Train on the batches in their order; one record per batch, of how far the step moved the policy."""
+    """Train on the batches in their order; return one record per batch of how much the step changed the policy."""
     interface, model = study.interface(scale), study.load(arm)
     records = []
     for batch in batches:
@@ -122,7 +126,7 @@ def replay(study: Study, batches: Sequence[SequenceSample], arm: str, scale: flo
 
 
 def movement(before_T: Tensor, after_T: Tensor, mask_T: Tensor) -> dict[str, float]:
-    """Ratio variance, clip fraction and approximate KL (k3) over the sampled tokens of a batch."""
+    """Compute ratio variance, clip fraction and approximate KL (k3) over the sampled tokens of a batch."""
     ratio_M = (after_T - before_T)[mask_T].double().exp()
     kl_T = kl_estimate(before_T, after_T, mask_T, KLEstimator.k3)
     return {
@@ -133,10 +137,10 @@ def movement(before_T: Tensor, after_T: Tensor, mask_T: Tensor) -> dict[str, flo
 
 
 def optimizer_terms(study: Study, model: Model, arm: str) -> dict[str, float]:
-    """What epsilon leaves of the learning rate after this step, and how large gradients are.
+    """Measure the effect of epsilon on the learning rate after this step, and the size of gradients.
 
-    `lr_scale` is the mean over parameters of r / (r + eps), with r [N] the root of the bias-corrected second moment and
-    eps the arm's: 1 where epsilon does nothing. `rms_gradient` is the root of the mean of r^2.
+    `lr_scale` is the mean over parameters of r / (r + eps). Here r [N] is the root of the bias-corrected second moment,
+    and eps is that of the arm. It is 1 if epsilon has no effect. `rms_gradient` is the root of the mean of r^2.
     """
     engine = model.machine
     assert isinstance(engine, TransformersEngine)
@@ -156,7 +160,7 @@ Arms = dict[str, list[dict[str, float]]]
 
 
 def summary(records: Arms, first: int) -> dict[str, dict[str, float]]:
-    """Means over the first steps and over all; for each metric both arms, and eps-hat as a fraction of PyTorch."""
+    """Average over the first steps and over all steps: both arms, and eps-hat as a fraction of PyTorch, per metric."""
     out: dict[str, dict[str, float]] = {}
     for name, part in (("first", slice(0, first)), ("all", slice(None))):
         for metric in (*METRICS, "lr_scale", "rms_gradient"):
@@ -168,7 +172,7 @@ def summary(records: Arms, first: int) -> dict[str, dict[str, float]]:
 
 
 def draw(study: Study, found: dict[float, Arms], path: Path) -> None:
-    """The two terms, what they leave of the learning rate, and the three metrics, over the steps."""
+    """Plot the two terms, their effect on the learning rate, and the three metrics, over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.2, 7.2), layout="constrained")
@@ -181,7 +185,7 @@ def draw(study: Study, found: dict[float, Arms], path: Path) -> None:
         steps, [study.eps / math.sqrt(1 - beta**t) for t in steps], "k--", label="eps-hat: eps / sqrt(1 - b2^t)"
     )
     axes[0].set(title="term added to the root of the corrected second moment", xlabel="optimizer step", yscale="log")
-    panels = {"lr_scale": "what it leaves of the learning rate (mean over parameters)", **METRICS}
+    panels = {"lr_scale": "fraction of the learning rate that remains (mean over parameters)", **METRICS}
     for ax, (metric, title) in zip(axes[1:], panels.items(), strict=False):
         for color, (scale, arms) in enumerate(found.items()):
             for arm, style in zip(ARMS, ("-", "--"), strict=True):
@@ -204,12 +208,12 @@ def draw(study: Study, found: dict[float, Arms], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record, replay, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a folder with a policy to start from")
-    parser.add_argument("prompts", type=Path, help="JSONL of `prompt` and `answer`")
+    parser.add_argument("model", type=Path, help="model folder of the initial policy")
+    parser.add_argument("prompts", type=Path, help="JSONL file with the columns `prompt` and `answer`")
     parser.add_argument("--steps", type=int, default=Study.steps)
     parser.add_argument("--batch-prompts", type=int, default=Study.batch_prompts)
-    parser.add_argument("--first", type=int, default=5, help="steps that count as early")
-    parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.1, 0.01], help="factors of the loss")
+    parser.add_argument("--first", type=int, default=5, help="number of steps that count as early")
+    parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.1, 0.01], help="factors for the loss")
     parser.add_argument("--recorded-with", choices=ARMS, default=Study.recorded_with)
     parser.add_argument("--reward", default=Study.reward, help="import path of the reward function")
     parser.add_argument("--seed", type=int, default=Study.seed)

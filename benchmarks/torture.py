@@ -1,14 +1,14 @@
-"""What a run survives: SIGKILL at random moments and damaged checkpoints, against the same run left alone.
+"""Fault injection: SIGKILL at random times and damaged checkpoints, compared with an undisturbed run.
 
     make torture                                                     # 20 kills, 5 damaged checkpoints
     python -m benchmarks.torture kills=3 damages=1 steps=10 seed=1 folder=runs/torture
 
-PPO on additions, with what has a state: two optimizers, averaged weights, an adaptive KL coefficient, running moments
-of rewards and values. Every step is followed by a checkpoint. Each process is the command line with `resume=auto`. Some
-kills are aimed (at the start, at a rollout, at a write), the others hit anywhere in a step; between some, the newest
-checkpoint is cut, has a byte flipped or loses a file.
+The run is PPO on additions with all kinds of state: two optimizers, averaged weights, an adaptive KL coefficient, and
+running moments of rewards and values. It writes a checkpoint after every step. Each process is the command line with
+`resume=auto`. Some kills have a target (startup, a rollout, a write); the others occur at any time in a step. After
+some kills, the newest checkpoint is truncated, or has a bit flipped or a file deleted.
 
-Prints a table of the kills and, as the last line, one JSON object; the exit code is 1 if anything was lost.
+Prints a table of the kills and, as the last line, one JSON object. The exit code is 1 if any data was lost.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def score(prompt, response, row):
     noise = random.random() + np.random.rand() + torch.rand(()).item()
     return len(response) / 5 + (response[:1] in "13579") + 0.1 * noise
 """
-"""Untrained models earn it, it draws from every global generator, and the time of its last call says whether a rollout
-is over."""
+"""Reward of the run. Untrained models get some of it. It draws from every global generator. The time of its last call
+tells whether a rollout has ended.
+"""
 MEANT = ("config", "records")
-"""What differs between the checkpoints of the two runs: where they are, how many stay, and what is timed."""
+"""Parts of the state that differ between the two runs: paths, the number of checkpoints kept, and timings."""
 SETTINGS = (
     "experiment=ppo_arithmetic",
     "batch_prompts=32",
@@ -76,7 +77,7 @@ SETTINGS = (
 
 @dataclass
 class Run:
-    """The folder of a run, and the command that starts it or goes on with it."""
+    """Folder of a run, and the command that starts or resumes it."""
 
     folder: Path
     command: list[str]
@@ -85,25 +86,25 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints stand."""
+        """Return the folder of its checkpoints."""
         return self.folder / "checkpoints"
 
     def records(self, name: str = "metrics.jsonl") -> list[str]:
-        """The complete lines of a file of the run."""
+        """Return the complete lines of a file of the run."""
         path = self.folder / name
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def samples(self) -> list[tuple[str, str]]:
-        """File and text of every sample on record."""
+        """Return file and text of every recorded sample."""
         return [(name, line) for name in ("samples.jsonl", "eval_samples.jsonl") for line in self.records(name)]
 
     def steps(self) -> int:
-        """Steps in its metrics."""
+        """Return the last recorded step."""
         lines = self.records()
         return json.loads(lines[-1])["step"] if lines else 0
 
     def good(self) -> list[Checkpoint]:
-        """The checkpoints that can be read, the newest last."""
+        """Return the valid checkpoints, newest last."""
         found = []
         for checkpoint in list_checkpoints(self.checkpoints):
             with suppress(CorruptCheckpoint):
@@ -112,12 +113,12 @@ class Run:
         return found
 
     def writes(self) -> bool:
-        """Whether there is a folder of a write or of a removal under way."""
+        """Return whether a checkpoint is being written or removed."""
         return self.checkpoints.is_dir() and any(name.startswith(".") for name in os.listdir(self.checkpoints))
 
 
 class Launch:
-    """A process of a run."""
+    """Process of a run."""
 
     def __init__(self, run: Run) -> None:
         run.launches += 1
@@ -140,39 +141,39 @@ class Launch:
         self.process.wait()
 
     def wait_until(self, condition: Callable[[], bool], pause: float) -> bool:
-        """Whether it came true before the process ended."""
+        """Wait for a condition; return whether it was true before the process ended."""
         while self.process.poll() is None:
             if condition():
                 return True
             if time.time() - self.started > LIMIT_S:
-                raise RuntimeError(f"nothing happens for {LIMIT_S} s: {self.log}")
+                raise RuntimeError(f"no progress within {LIMIT_S} s; see {self.log}")
             time.sleep(pause)
         return False
 
     def judged(self) -> bool:
-        """Whether this process has finished a rollout."""
+        """Return whether this process has finished a rollout."""
         return self.run.mark.exists() and self.run.mark.stat().st_mtime > self.started
 
     def where(self) -> str:
-        """What the process, now dead, was doing."""
+        """Return the phase in which the process was killed."""
         if not self.judged():
             return "start"
         metrics = self.run.folder / "metrics.jsonl"
         return "training" if self.run.mark.stat().st_mtime_ns > metrics.stat().st_mtime_ns else "rollout"
 
     def finish(self) -> None:
-        """Wait for the end, which must be a good one."""
+        """Wait for the process to end; raise an error if its exit code is not 0."""
         if code := self.process.wait(LIMIT_S):
             raise RuntimeError(f"{' '.join(self.run.command)} ended with {code}:\n{self.said()}")
 
     def said(self) -> str:
-        """The end of what it wrote to the screen."""
+        """Return the last part of the log."""
         return self.log.read_text()[-3000:]
 
 
 @dataclass
 class Times:
-    """How long parts of a run take here (seconds)."""
+    """Durations of the parts of a run on this machine (seconds)."""
 
     start: float
     rollout: float
@@ -181,7 +182,7 @@ class Times:
 
 @dataclass
 class Outcome:
-    """What was seen."""
+    """Results of the kills."""
 
     killed: list[dict[str, Any]] = field(default_factory=list)
     survived: int = 0
@@ -192,12 +193,12 @@ class Outcome:
 
 
 def compared(record: str) -> dict[str, Any]:
-    """The metrics of a step that do not depend on the clock."""
+    """Return the metrics of a step without timings."""
     return {k: v for k, v in json.loads(record).items() if k != "seconds" and not k.endswith("_s")}
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of every file of weights below a folder."""
+    """Return the sha256 of every weight file in a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*.safetensors"))
@@ -205,23 +206,23 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def contents(checkpoint: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Hashes of tensors, and all other state."""
+    """Return the hashes of a checkpoint's tensors, and its other state."""
     tree = json.loads((checkpoint / "state.json").read_text())["tree"]
     return hashes(checkpoint), {name: part for name, part in tree.items() if name not in MEANT}
 
 
 def is_exact(reference: Run, run: Run, checkpoint: Checkpoint) -> bool:
-    """Whether all that a run has recorded, and its newest checkpoint, are those of the run left alone."""
+    """Return whether all records of a run and its newest checkpoint equal those of the undisturbed run."""
     found, expected = run.records(), reference.records()
     same = [compared(record) for record in found] == [compared(record) for record in expected[: len(found)]]
     return same and contents(checkpoint.path) == contents(reference.checkpoints / checkpoint.path.name)
 
 
 def kill(launch: Launch, aim: str, step: int, times: Times, chance: random.Random) -> None:
-    """Kill a process at a moment of the kind `aim`, but for "start" not before `step` is recorded.
+    """Kill a process at a time of the kind `aim`; except for "start", not before `step` is recorded.
 
     Raises:
-        RuntimeError: it had ended.
+        RuntimeError: The process had already ended.
     """
     run = launch.run
 
@@ -229,7 +230,7 @@ def kill(launch: Launch, aim: str, step: int, times: Times, chance: random.Rando
         return launch.judged() and run.steps() >= step and len(list_checkpoints(run.checkpoints)) > 1
 
     def wait(seconds: float, over: Callable[[], bool]) -> None:
-        """For a random part of the seconds, but no longer than until it is `over`: the machine may be faster now."""
+        """Wait for a random fraction of the seconds, or until `over`: the machine may be faster than before."""
         moment = time.time() + chance.uniform(0, seconds)
         launch.wait_until(lambda: time.time() >= moment or over(), 0.002)
 
@@ -244,11 +245,11 @@ def kill(launch: Launch, aim: str, step: int, times: Times, chance: random.Rando
             wait(times.step if aim == "anywhere" else times.rollout, lambda: run.steps() > reached)
     launch.process.kill()
     if launch.process.wait() >= 0:
-        raise RuntimeError(f"the run ended before it was killed; give it more steps, or see\n{launch.said()}")
+        raise RuntimeError(f"the run ended before it was killed. Set more steps, or see the log:\n{launch.said()}")
 
 
 def damage(checkpoint: Checkpoint, kind: str, chance: random.Random) -> str:
-    """Spoil a file of a checkpoint; its name and what was done."""
+    """Damage a file of a checkpoint; return a description."""
     path = chance.choice(sorted(checkpoint.path.iterdir()))
     data = bytearray(path.read_bytes())
     place = chance.randrange(len(data))
@@ -263,8 +264,8 @@ def damage(checkpoint: Checkpoint, kind: str, chance: random.Random) -> str:
 
 
 def undisturbed(reference: Run, shown: Console) -> Times:
-    """Let the reference run, and see how long it takes."""
-    shown.print("the run left alone ...")
+    """Execute the reference run and measure its durations."""
+    shown.print("undisturbed run ...")
     with Launch(reference) as launch:
         launch.wait_until(launch.judged, 0.01)
         start = time.time() - launch.started
@@ -275,7 +276,7 @@ def undisturbed(reference: Run, shown: Console) -> Times:
 
 
 def torment(run: Run, reference: Run, steps: int, kills: int, damages: int, times: Times, seed: int) -> Outcome:
-    """Kill and damage a run until it has had enough of it, and let it come to its end."""
+    """Kill a run and damage its checkpoints the requested number of times, then let it finish."""
     outcome, chance = Outcome(), random.Random(seed)
     aims = [AIMS[i % len(AIMS)] for i in range(kills)]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -314,18 +315,18 @@ def note(
     after: Checkpoint | None,
     spoilt: Checkpoint | None,
 ) -> None:
-    """Judge a launch that is over: did it go on, exactly, and did it name the damaged checkpoint?"""
+    """Record the outcome of a launch: whether it resumed exactly, and whether it reported the damaged checkpoint."""
     outcome.survived += bool(outcome.killed)
     if before is not None and after is not None and after.step > before.step:
         outcome.resumes += 1
         outcome.exact += is_exact(reference, launch.run, after)
     if spoilt is not None:
-        text = "".join(launch.log.read_text().split())  # however it was wrapped
+        text = "".join(launch.log.read_text().split())  # ignores line wrapping
         outcome.skipped += f"step{spoilt.step}isskipped" in text and f"{spoilt.path.name}/" in text
 
 
 def report(run: Run, reference: Run, outcome: Outcome) -> dict[str, Any]:
-    """The JSON line."""
+    """Return the results for the JSON line."""
     expected, found = (Counter(each.samples()) for each in (reference, run))
     ours, theirs = ([compared(record) for record in each.records()] for each in (run, reference))
     return {
@@ -346,7 +347,7 @@ def report(run: Run, reference: Run, outcome: Outcome) -> dict[str, Any]:
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Whether nothing was lost."""
+    """Return whether no data was lost."""
     pairs = [("kills", "kills_survived"), ("resumes", "resumes_exact"), ("checkpoints_damaged", "checkpoints_skipped")]
     lost = result["samples_lost"] + result["samples_doubled"]
     return (
@@ -358,7 +359,7 @@ def is_good(result: dict[str, Any]) -> bool:
 
 
 def torture(folder: Path, words: dict[str, str]) -> dict[str, Any]:
-    """Run both, and compare them."""
+    """Execute both runs and compare them."""
     console = Console(stderr=True)
     steps, kills, damages = (int(words[name]) for name in ("steps", "kills", "damages"))
     task = prepare(folder / "task", seed=0, demonstrations=64, held_out=64)
@@ -381,7 +382,7 @@ def torture(folder: Path, words: dict[str, str]) -> dict[str, Any]:
     reference, tormented = run("alone", steps), run("tormented", 3)
     times = undisturbed(reference, console)
     outcome = torment(tormented, reference, steps, kills, damages, times, int(words["seed"]))
-    head = ("kill", "aim", "was in", "writing", "step recorded", "damage after")
+    head = ("kill", "target", "phase", "writing", "last step", "damage")
     rows = [
         (str(i), r["aim"], r["where"], "yes" if r["write"] else "", str(r["step"]), r.get("damage", ""))
         for i, r in enumerate(outcome.killed, 1)
@@ -391,7 +392,7 @@ def torture(folder: Path, words: dict[str, str]) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run it; 1 if anything was lost."""
+    """Run the benchmark; return 1 if any data was lost."""
     words, start = arguments(DEFAULTS, given), time.time()
     if words["folder"]:
         result = torture(Path(words["folder"]).resolve(), words)

@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md from docs/coverage.yaml: `python docs/coverage.py`. A test checks what the data names."""
+"""Write docs/coverage.md from docs/coverage.yaml: `python docs/coverage.py`. A test checks the names in the data."""
 
 from __future__ import annotations
 
@@ -18,53 +18,61 @@ SYSTEMS = {
     "E": "realhf, the first generation of AReaL",
 }
 INTRODUCTION = """\
-# What works: the systems this project grew from, row by row
+# Feature coverage of five RL systems
 
-The methods of five systems are options here. Each row is one thing that one of them does: what it is, the option that
-switches it on, an experiment or command that uses it, and the test that holds it. `works`: tested as described, with
-departures in the last column. `in part`: the last column says what is missing. `waits`: not there.
+This page lists the features of five RL systems, and their implementation in this project. Each row has the options that
+enable the feature, an experiment or command that uses it, and its tests. The last column has one of these states, and
+the differences from the original system:
 
-This page is written by `python docs/coverage.py` from `docs/coverage.yaml`. `tests/docs/test_coverage.py` fails if a
-row is missing, or if an option, an experiment, a command or a test that the page names does not exist.
+- works: implemented and tested as described.
+- partial: some of the feature is missing, as described.
+- missing: not implemented.
 
-Options are fields of these classes. In a config they are keys of the places that the classes are used in:
+`python docs/coverage.py` writes this page from `docs/coverage.yaml`. `tests/docs/test_coverage.py` fails if a row is
+missing, or if an option, experiment, command or test on the page does not exist.
+
+Options are fields of these classes. In a config they are keys of the nodes that use the classes:
 
 {roots}
 
-Tests are named by file and function, without `test_`, and stand in `tests/`.
+Tests are in `tests/`, and are named by file and function without `test_`.
 
 {counts}
 """
 
 
 def read() -> dict[str, Any]:
-    """The data: `roots`, name -> import path, and `rows`, id -> fields."""
+    """Read the data: `roots` (name -> import path) and `rows` (id -> fields)."""
     data: dict[str, Any] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
     return data
 
 
 def state(row: dict[str, Any]) -> str:
-    """Whether a row works, works in part, or waits."""
+    """Return whether a row works, works partly, or is not implemented."""
     if "missing" not in row:
         return "works"
-    return "in part" if row.get("tests") else "waits"
+    return "partial" if row.get("tests") else "missing"
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page."""
+    """Render the page."""
     rows = data["rows"]
     states = [state(row) for row in rows.values()]
     counts = ", ".join(f"{states.count(kind)} {text}" for kind, text in _COUNTS.items() if kind in states)
     roots = "\n".join(f"- `{name}`: `{path}`" for name, path in data["roots"].items())
     page = [INTRODUCTION.format(roots=roots, counts=f"Of {len(rows)} rows {counts}.")]
     for letter, system in SYSTEMS.items():
-        page += [f"## {letter}. {system}\n", "| | what | options | use | tests | state |", "|---|---|---|---|---|---|"]
+        page += [
+            f"## {letter}. {system}\n",
+            "| | feature | options | use | tests | state |",
+            "|---|---|---|---|---|---|",
+        ]
         page += [_line(name, row) for name, row in rows.items() if name[0] == letter]
         page.append("")
     return "\n".join(page)
 
 
-_COUNTS = {"works": "work", "in part": "work in part", "waits": "wait"}
+_COUNTS = {"works": "work", "partial": "are partial", "missing": "are missing"}
 
 
 def _line(name: str, row: dict[str, Any]) -> str:

@@ -1,12 +1,12 @@
-"""An agent with a tool, in one file: products of large numbers, which a tiny model cannot compute, but can ask for.
+"""Train an agent to use a calculator for products that a tiny model cannot compute itself.
 
-Run it from the folder above (a few minutes on a CPU):
+Run it from the repository root (a few minutes on a CPU):
 
     python examples/calculator_agent.py [--seed 0] [--output-dir runs/calculator_agent]
 
-A conversation is `347*86? calc 347*86 = 29842 answer 29842`, in which the calculator wrote `= 29842`. In most of the
-demonstrations somebody answers at once, with a number that comes to mind. So the policy starts with few right answers,
-and learns from the reward alone that asking first is worth it, and to copy without a slip.
+A conversation is `347*86? calc 347*86 = 29842 answer 29842`, in which the calculator wrote `= 29842`. Most of the
+demonstrations answer immediately with a random number. So the policy starts with few right answers. From the reward
+alone, it learns to call the calculator first and to copy the result without errors.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ PANELS = (
 
 
 class Calculator:
-    """An environment: a question, a calculator, and the judgement of the answer."""
+    """Environment that asks a question, computes products, and scores the answer."""
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Take the answer from the row; the prompt is the question."""
+        """Store the answer of the row; the prompt contains the question."""
         self.answer: str = row["answer"]
         return "", {}
 
     async def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Compute what is asked for; anything else is an answer, and the end."""
+        """Compute a requested product. Any other response is an answer and ends the episode."""
         if asked := re.fullmatch(r"calc (\d{1,6})\*(\d{1,6})", response.text):
             return f"= {int(asked[1]) * int(asked[2])}\n", 0.0, False, False, {}
         return "", float(response.text == f"answer {self.answer}"), True, False, {}
 
 
 def question(rng: random.Random) -> dict[str, str]:
-    """A row: three digits times two."""
+    """Draw a row: a product of a three-digit and a two-digit number."""
     a, b = rng.randint(100, 999), rng.randint(10, 99)
     return {"prompt": f"{a}*{b}?", "answer": str(a * b)}
 
 
 def demonstration(rng: random.Random) -> list[dict[str, str]]:
-    """One row for each turn of somebody who asks the calculator, or trusts in luck."""
+    """Draw a demonstration with one row per turn. It calls the calculator or answers with a random number."""
     row = question(rng)
     prompt, answer = row["prompt"], row["answer"]
     if rng.random() >= CALLS:
         return [{"prompt": prompt, "response": f"answer {rng.randint(1000, 99999)}"}]
     call = f"calc {prompt[:-1]}"
-    read = f"{prompt}{call}{EOS}= {answer}\n"  # what the policy reads then: its turns end with an end token
+    read = f"{prompt}{call}{EOS}= {answer}\n"  # the context of the next turn; turns end with an end token
     return [{"prompt": prompt, "response": call}, {"prompt": read, "response": f"answer {answer}"}]
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write the model, the demonstrations, and questions to practise and to judge by."""
+    """Write the model, the demonstrations, and questions for training and evaluation."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "demonstrations.jsonl", (row for _ in range(6000) for row in demonstration(rng)))
@@ -90,7 +90,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:
-    """SFT on the demonstrations, then GRPO against the environment."""
+    """Define SFT on the demonstrations, then GRPO with the environment."""
     task = folder / "task"
     start = Experiment(
         name="calculator_agent_sft",
@@ -134,8 +134,8 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
 
 
 def main(arguments: Sequence[str] | None = None) -> RunResult:
-    """Learn; the last line of stdout is one JSON object."""
-    parser = argparse.ArgumentParser(description="Learn to ask a calculator.")
+    """Train the agent; the last line of stdout is one JSON object."""
+    parser = argparse.ArgumentParser(description="Train an agent to use a calculator.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/calculator_agent"))
     parser.add_argument("--sft-steps", type=int, default=400)

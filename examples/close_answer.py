@@ -1,6 +1,6 @@
-"""A reward of one's own, in one file: full marks for the right sum, half for a near miss, None for no number at all.
+"""Custom reward function in one file: 1 for the right sum, 0.5 for an error of 1, None for a response without a number.
 
-Run it from the folder above:
+Run it from the repository root:
 
     realign experiment=grpo_arithmetic interfaces.reward.function=examples/close_answer.py:score
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float | None:
-    """Judge a response to `prompt`; `row` is the row of the dataset that the prompt came from."""
+    """Score a response to `prompt`; `row` is the dataset row of the prompt."""
     if not response.isdecimal():
-        return None  # no verdict: the response leaves the loss and its group's statistics
-    distance = abs(int(response[::-1]) - int(row["answer"][::-1]))  # the task writes numbers from their units on
+        return None  # no reward: the response is excluded from the loss and its group's statistics
+    distance = abs(int(response[::-1]) - int(row["answer"][::-1]))  # the task writes the units digit first
     return 1.0 if distance == 0 else 0.5 if distance == 1 else 0.0

@@ -1,11 +1,12 @@
-"""A game of several turns, in one file: find a number from 1 to 7 in three guesses, each answered by higher or lower.
+"""Train a policy on a game of several turns: find a number from 1 to 7 in three guesses, with hints.
 
-Run it from the folder above (two minutes on a CPU):
+Run it from the repository root (two minutes on a CPU):
 
     python examples/guessing_game.py [--seed 0] [--output-dir runs/guessing_game]
 
-The policy starts by imitating players who guess at random, and wins one game in three. Nobody shows it how to
-search; it learns that from who won. Always guessing the middle of what is left wins every game.
+After each wrong guess the game answers higher or lower. The policy starts by imitating players who guess at random, and
+wins one game in three. It learns to search from the result of its games. Always guessing the middle of the remaining
+numbers wins every game.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ PANELS = (
 
 
 def hint(secret: int, guess: int) -> str:
-    """What is said after a wrong guess."""
+    """Return the answer to a wrong guess."""
     return "higher" if secret > guess else "lower"
 
 
 class GuessingGame:
-    """An environment: one game. The limit of guesses is `max_turns` of the conversation."""
+    """Environment of one game. `max_turns` of the conversation limits the guesses."""
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Take the secret from the row; the prompt says all that there is to say."""
+        """Store the secret of the row; the prompt is complete without an observation."""
         self.secret: int = row["secret"]
         return "", {}
 
     async def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """1 and the end for the secret, the end for what is no number, a hint otherwise."""
+        """Return reward 1 and the end for the secret, the end for text that is not a number, else a hint."""
         if not response.text.isdecimal():
             return "", 0.0, True, False, {}
         guess = int(response.text)
@@ -66,7 +67,7 @@ class GuessingGame:
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write the model, and games of players who guess at random, as one row for each of their guesses."""
+    """Write the model, and games of players who guess at random, with one row per guess."""
     rng = random.Random(seed)
     rows = []
     for _ in range(2000):
@@ -76,7 +77,7 @@ def prepare(folder: Path, seed: int) -> None:
             rows.append({"prompt": text, "response": str(guess)})
             if guess == secret:
                 break
-            text += f" {guess}{EOS} {hint(secret, guess)}"  # what the policy reads: its turns end with an end token
+            text += f" {guess}{EOS} {hint(secret, guess)}"  # the context of the next turn; turns end with an end token
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "demonstrations.jsonl", rows)
     write_rows(folder / "games.jsonl", ({"prompt": PROMPT, "secret": secret} for secret in range(1, NUMBERS + 1)))
@@ -88,7 +89,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:
-    """SFT on the demonstrations, then GRPO against the environment."""
+    """Define SFT on the demonstrations, then GRPO with the environment."""
     start = Experiment(
         name="guessing_game_sft",
         steps=sft_steps,
@@ -102,7 +103,7 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         overwrite=True,
     )
     sampler = GenerationConfig(n=32, max_new_tokens=2)
-    # A secret that is never found teaches nothing when games are compared with others for the same secret only.
+    # Normalized within a group, games for a secret that is never found would all have an advantage of 0.
     over_batch = Normalization(mean=Scope.batch, std=Scope.batch)
     games = PromptData(str(folder / "task" / "games.jsonl"))
 
@@ -136,8 +137,8 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
 
 
 def main(arguments: Sequence[str] | None = None) -> RunResult:
-    """Play; the last line of stdout is one JSON object."""
-    parser = argparse.ArgumentParser(description="Learn to search for a number by playing.")
+    """Train the policy; the last line of stdout is one JSON object."""
+    parser = argparse.ArgumentParser(description="Train a policy to search for a number by playing.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/guessing_game"))
     parser.add_argument("--sft-steps", type=int, default=100)
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> RunResult:
     start, learn = experiments(given.output_dir, given.seed, given.sft_steps, given.steps)
     run(start, console=console)
     result = run(learn, console=console)
-    title = f"Guessing game: {GUESSES} guesses for a number from 1 to {NUMBERS}, told higher or lower"
+    title = f"Guessing game: {GUESSES} guesses for a number from 1 to {NUMBERS}, with hints"
     picture = draw_curves({"GRPO": result.history}, given.output_dir / "curves.png", title=title, panels=PANELS)
     won = result.series("eval/reward")
     print(json.dumps({"won_before": won[0], "won_after": won[-1], "curves": str(picture)}))

@@ -15,10 +15,10 @@ from realign.interfaces.components import AdvantageEstimator, Rewards
 
 
 class MaxRL(AdvantageEstimator):
-    """(reward - mean) / mean over the responses to a prompt; 0 where the mean is 0."""
+    """Estimator of (reward - mean) / mean over the responses to a prompt; 0 where the mean is 0."""
 
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Tensor:
-        """The advantage of every response; see `AdvantageEstimator`."""
+        """Return the advantage of every response; see `AdvantageEstimator`."""
         rewards_S, group_S = rewards.per_sequence, data.group_index()
         valid_S = rewards_S.isfinite() & (segment_sum(rewards.mask_T, rewards.cu_seqlens) > 0)
         above_S = normalize(rewards_S, group_S, valid_S, mean=Scope.group, std=Scope.none)

@@ -1,6 +1,6 @@
-"""A custom advantage estimator in one file: GRPO on the ranks of rewards, so that their scale does not matter.
+"""A custom advantage estimator in one file: GRPO on the ranks of rewards, which do not depend on the scale of rewards.
 
-Run it from the folder above. Nothing is registered and no file of the package changes:
+Run it from the repository root. It needs no registration and no change of the package:
 
     realign experiment=grpo_arithmetic interfaces.actor.advantage._target_=examples.rank_grpo.RankRelative
 """
@@ -19,10 +19,10 @@ from realign.interfaces.components import GroupRelative, Rewards
 
 @dataclass
 class RankRelative(GroupRelative):
-    """The rank of a response's reward in its group, from -1 (lowest) to 1 (highest); equal rewards share a rank."""
+    """Rank of a response's reward in its group, from -1 (lowest) to 1 (highest). Equal rewards have equal ranks."""
 
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Tensor:
-        """See `AdvantageEstimator`: the rank [S] among the responses of the group that are trained."""
+        """Return the rank [S] among the responses of the group that train; see `AdvantageEstimator`."""
         group_S, ranks_S = data.group_index(), torch.zeros_like(rewards.per_sequence)
         trained_S = rewards.per_sequence.isfinite() & (segment_sum(rewards.mask_T, rewards.cu_seqlens) > 0)
         for group in group_S.unique():

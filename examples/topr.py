@@ -1,4 +1,4 @@
-"""TOPR: an off-policy objective that trusts good responses and tapers bad ones (arXiv:2503.14286).
+"""TOPR: an off-policy objective with full weight on good responses and bounded weights on bad ones (arXiv:2503.14286).
 
 Use it with `interfaces.actor.objective._target_=examples.topr.Topr`. All other settings of the actor apply unchanged.
 """
@@ -12,9 +12,9 @@ from realign.interfaces.components import Objective, PolicyTokens
 
 
 class Topr(Objective):
-    """-w A logprobs, with w = 1 where A > 0 and w = min(r, 1) elsewhere; w carries no gradient."""
+    """Loss -w A logprobs, with w = 1 where A > 0 and w = min(r, 1) elsewhere. The weight w has no gradient."""
 
     def loss(self, tokens: PolicyTokens) -> Tensor:
-        """The loss of every token; see `Objective`."""
+        """Return the loss of every token; see `Objective`."""
         weight_T = torch.where(tokens.advantages_T > 0, 1.0, tokens.ratio_T.detach().clamp(max=1.0))
         return -weight_T * tokens.advantages_T * tokens.logprobs_T

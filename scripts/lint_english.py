@@ -1,8 +1,8 @@
 """Check the prose of the project against the rules of plain technical English.
 
-Reads docs (`*.md`), docstrings, comments, and the texts of `raise`, `warnings.warn` and logging calls. Rejects the
-phrases of `english_phrases.txt`, and sentences of more than 30 words in docs and docstrings. Prints one line per
-finding and exits with 1 if there is any.
+Reads docs (`*.md`), comments (also of YAML and shell files), docstrings, and the texts of `raise`, `warnings.warn` and
+logging calls. Rejects the phrases of `english_phrases.txt`, and sentences of more than 30 words in docs and docstrings.
+Prints one line per finding and exits with 1 if there is any.
 
     python scripts/lint_english.py [FILE OR FOLDER ...]
 """
@@ -19,14 +19,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LONGEST = 30
-"""Words of a sentence."""
+"""Maximum number of words of a sentence."""
 CALLS = ("warn", "warning", "info", "error", "print", "debug", "note", "add_note")
 Text = tuple[int, str, bool]
-"""Line, text, and whether its sentences are measured."""
+"""Line, text, and whether the lengths of its sentences are checked."""
 
 
 def phrases() -> list[tuple[re.Pattern[str], str]]:
-    """The patterns of `english_phrases.txt`, with what to write instead."""
+    """Read the patterns of `english_phrases.txt`, with the replacement to suggest."""
     found = []
     for line in (HERE / "english_phrases.txt").read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.startswith("#"):
@@ -39,7 +39,7 @@ def phrases() -> list[tuple[re.Pattern[str], str]]:
 
 
 def markdown(source: str) -> Iterator[Text]:
-    """The paragraphs of a page, without code, tables and links' targets."""
+    """Yield the paragraphs of a page without code and link targets. Tables have no sentences."""
     source = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
     line = 1
     for block in re.split(r"(\n\s*\n)", source):
@@ -52,7 +52,7 @@ def markdown(source: str) -> Iterator[Text]:
 
 
 def python(source: str) -> Iterator[Text]:
-    """Docstrings (of fields too), comments and messages of a module."""
+    """Yield docstrings (of fields too), comments and messages of a module."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -68,17 +68,27 @@ def python(source: str) -> Iterator[Text]:
             yield token.start[0], token.string, False
 
 
+def comments(source: str) -> Iterator[Text]:
+    """Yield the comments of a YAML file or a shell script. Consecutive lines form one text."""
+    for found in re.finditer(r"(?:^|(?<=\s))#.*(?:\n#.*)*", source, flags=re.MULTILINE):
+        yield source[: found.start()].count("\n") + 1, re.sub(r"(?m)^# ?", "", found[0]), False
+
+
 def sentences(text: str) -> Iterator[str]:
-    """The sentences of a text, without code, tables and lists of arguments."""
-    plain = re.sub(r"`[^`]*`", "X", text)
+    """Yield the sentences of a text without code, commands, tables and lists of arguments."""
+    plain = re.sub(r"`[^`]*`", "X", re.sub(r"(?m)^ +(?:python|realign|make|torchrun|pip) .*$", "", text))
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.|\w+(?:, \w+)*:)\s)", plain):
         yield from re.split(r"(?<=[.:;!?])\s+", paragraph)
 
 
+READERS = {".md": markdown, ".py": python, ".yaml": comments, ".sh": comments, ".sbatch": comments}
+"""Function that reads a file, by suffix; other files are read for comments."""
+
+
 def findings(path: Path, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[str]:
-    """One line for each phrase and each long sentence of a file."""
+    """Yield one line for each phrase and each long sentence of a file."""
     source = path.read_text(encoding="utf-8")
-    for line, text, measured in markdown(source) if path.suffix == ".md" else python(source):
+    for line, text, measured in READERS.get(path.suffix, comments)(source):
         for pattern, message in rules:
             for match in pattern.finditer(text):
                 yield f"{path}:{line + text[: match.start()].count(chr(10))}: {message}"
@@ -88,11 +98,11 @@ def findings(path: Path, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[s
 
 
 def main(arguments: list[str]) -> int:
-    """Check files and folders; returns the exit code."""
+    """Check files and folders; return the exit code."""
     rules, found = phrases(), list[str]()
     for name in arguments:
         path = Path(name)
-        files = sorted(p for p in path.rglob("*") if p.suffix in (".md", ".py")) if path.is_dir() else [path]
+        files = sorted(p for p in path.rglob("*") if p.suffix in READERS) if path.is_dir() else [path]
         for file in files:
             found += findings(file, rules)
     print("\n".join(found) or "English: no findings")

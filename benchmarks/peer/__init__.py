@@ -1,1 +1,1 @@
-"""GRPO steps of realign and of TRL on the same work, in alternation: `python -m benchmarks.peer`."""
+"""Comparison of training steps of realign and TRL on the same work: `python -m benchmarks.peer`."""

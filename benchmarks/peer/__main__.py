@@ -1,11 +1,11 @@
-"""GRPO steps of realign and TRL on the same work, in alternation; ends with one line of JSON.
+"""Training steps of realign and TRL on the same work, in alternation. The last line is one JSON object.
 
     python -m benchmarks.peer                                   # every scenario, 5 steps of each side
     python -m benchmarks.peer scenarios=long_tail steps=3 threads=2
 
-The two sides are processes of their own that take turns: while one works, the other waits for its turn. Of TRL several
-sizes of the training micro-batch are tried first, and the fastest is used. Response lengths are drawn beforehand and
-replayed by both: each samples from its model as always, and the end token is put where the response is to end.
+The two sides run in separate processes and take turns: one waits while the other works. The benchmark first tries
+several micro-batch sizes for TRL and uses the fastest one. Response lengths are drawn beforehand and replayed by both
+sides. Each side samples from its model as usual, and the benchmark inserts the end token at the forced length.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ DEFAULT = ["long_tail", "short_tail", "long_prompts", "large_vocabulary", "many"
 
 
 def python_path(side: str) -> str:
-    """Where a side finds its modules: the PPO trainer of TRL is in an older version, installed apart."""
+    """Import path of each side's modules. TRL's PPO trainer is in an older version, installed separately."""
     apart = [str(TRL_PPO)] if side == "trl_ppo" else []
     return os.pathsep.join([*apart, str(ROOT)])
 
 
 class Worker:
-    """One side, in its process."""
+    """One side of the comparison, in its process."""
 
     def __init__(self, side: str, scenario: Scenario, folder: Path, steps: int, threads: int, **options: Any) -> None:
         spec = {"scenario": scenario.name, "steps": steps, "threads": threads, "options": options}
@@ -70,7 +70,7 @@ class Worker:
         return json.loads(line)
 
     def step(self, number: int) -> dict[str, Any]:
-        """Make step `number` (from 1)."""
+        """Execute step `number` (from 1)."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
@@ -84,7 +84,7 @@ class Worker:
 
 
 def matrix_peak(threads: int) -> float:
-    """Floating-point operations per second of the best of several fp32 matrix products."""
+    """Return the FLOP/s of the best of several fp32 matrix products."""
     code = (
         f"import torch, time; torch.set_num_threads({threads}); best = 0.0\n"
         "for n in (1024, 2048):\n"
@@ -100,7 +100,7 @@ def matrix_peak(threads: int) -> float:
 def fastest_trl(
     scenario: Scenario, folder: Path, threads: int, device: str, micro_batches: Sequence[int]
 ) -> dict[str, float]:
-    """Seconds of TRL's second step for every micro-batch size that divides the batch."""
+    """Measure the seconds of TRL's second step for every micro-batch size that divides the batch."""
     seconds = {}
     for micro in micro_batches:
         if micro <= scenario.sequences and scenario.sequences % micro == 0:
@@ -120,15 +120,15 @@ def compare(
     micro_batches: Sequence[int] = TRL_MICRO_BATCHES,
     peak: float | None = None,
 ) -> dict[str, Any]:
-    """Both sides, step by step in alternation; the first step of each is warm-up.
+    """Run both sides in alternation, one step at a time, after one warm-up step of each.
 
     Args:
-        scenario: one of `SCENARIOS`.
-        steps: that count.
-        threads: of either side.
-        device: cpu (fp32), or for GRPO cuda (bf16 over fp32 weights).
-        micro_batches: sequences per micro-batch that are tried with TRL.
-        peak: operations per second of the device; None measures it between the steps, as fp32 on the CPU.
+        scenario: One of `SCENARIOS`.
+        steps: Number of measured steps.
+        threads: Threads of each side.
+        device: cpu (fp32), or cuda for GRPO (bf16 compute with fp32 weights).
+        micro_batches: Numbers of sequences per micro-batch to try with TRL.
+        peak: FLOP/s of the device; None measures them between the steps, in fp32 on the CPU.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -157,15 +157,15 @@ def compare(
 def summary(
     scenario: Scenario, results: dict[str, list[dict[str, Any]]], peak: float, tried: dict[str, float]
 ) -> dict[str, Any]:
-    """Medians, ratios, utilisation."""
+    """Return medians, ratios and hardware utilization."""
 
     def median(name: str, key: str) -> float:
         return statistics.median(r[key] for r in results[name])
 
     ours, theirs = results["realign"], results["trl"]
     for a, b in zip(ours, theirs, strict=True):
-        assert a["lengths"] == b["lengths"], "the two sides did different work"
-        assert sum(a["prompt_tokens"]) == sum(b["prompt_tokens"]), "the two sides read different prompts"
+        assert a["lengths"] == b["lengths"], "the two sides did different work: their response lengths differ"
+        assert sum(a["prompt_tokens"]) == sum(b["prompt_tokens"]), "the two sides used different prompts"
     flops = [sum(scenario.flops(r["prompt_tokens"], r["lengths"]).values()) for r in ours]
     parts = ("wall", "rollout", "training")
     overhead = statistics.median(1 - r["model_work"] / r["wall"] for r in ours)
@@ -192,7 +192,7 @@ def summary(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The results for people."""
+    """Format the results as a table."""
     head = (
         "scenario",
         "TRL s",
@@ -222,7 +222,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run the scenarios that the arguments name."""
+    """Run the requested scenarios; print the table and the JSON line."""
     given = arguments({"scenarios": ",".join(DEFAULT), "steps": "5", "threads": "2"})
     names = given["scenarios"].split(",")
     if wrong := [name for name in names if name not in SCENARIOS]:

@@ -1,8 +1,8 @@
-"""The picture of a comparison: seconds of a step of both sides, rollout and training.
+"""Figure of a comparison: seconds of a step of both sides, divided into rollout and training.
 
     python -m benchmarks.peer > report.txt; python -m benchmarks.peer.picture report.txt --out performance.png
 
-Reads the last line of each file, and shows the scenarios of all of them.
+Reads the last line of each file, and shows the scenarios of all files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = {"ppo_long_tail": "PPO, 4 epochs,\nlong tail", "many": "192 completions"
 
 
 def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """One group of two bars per scenario, as parts of TRL's step, with the seconds and the ratio written at them."""
+    """Draw two bars per scenario, as fractions of TRL's step, labeled with the seconds and the ratio."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""realign's side: a `LocalRuntime` that is stepped by hand."""
+"""realign's side of the comparison: a `LocalRuntime` whose steps are executed one at a time."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from realign.runtime.step import LocalRuntime
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The scenario's reward."""
+    """Score a response with the scenario's reward."""
     return reward(response)
 
 
 class Side:
-    """Runs steps and says where their time went."""
+    """Executes steps and measures the parts of their time."""
 
     name = "realign"
 
@@ -50,9 +50,9 @@ class Side:
         self.lengths: list[int] = []
         self.lock = threading.Lock()
         self.inside, self.entered, self.model_work = 0, 0.0, 0.0
-        """Calls that are running, in all threads, since when there are any, and how long there were some."""
+        """Running calls in all threads, start of the current period with running calls, and total of such periods."""
         self.patches = ExitStack()
-        self.patches.enter_context(forced_lengths(self))  # for the life of the process
+        self.patches.enter_context(forced_lengths(self))  # patched until the process ends
         budget = options.get("max_tokens_per_microbatch", 8192)
         experiment = Experiment(
             name="benchmark",
@@ -61,7 +61,7 @@ class Side:
             shuffle=False,
             data=PromptData(str(folder / "prompts.jsonl")),
             microbatch=MicroBatchSpec(max_tokens_per_microbatch=budget),
-            ratio_tolerance=1e9,  # forced end tokens are not drawn from the policy
+            ratio_tolerance=1e9,  # forced end tokens do not follow the policy
             **(grpo if scenario.algorithm == "grpo" else ppo)(scenario, folder, options.get("device", "cpu")),
         )
         self.runtime = LocalRuntime(experiment)
@@ -105,7 +105,7 @@ class Side:
                 self.model_work += now - self.entered
 
     def step(self, number: int) -> dict[str, Any]:
-        """One step (from 1)."""
+        """Execute a step (from 1)."""
         self.lengths = self.scenario.lengths(number)
         self.spent.clear()
         self.model_work = 0.0
@@ -113,7 +113,7 @@ class Side:
         values, batch = self.runtime.step(number)
         wall = time.perf_counter() - started
         found = [int(m.sum()) for m in batch.sequences("loss_mask")]
-        assert found == self.lengths, "the lengths were not replayed"
+        assert found == self.lengths, "wrong response lengths"
         prompts = [int(m.sum()) for m in batch.sequences("prompt_mask")][:: self.scenario.group]
         generate = self.spent["generate"]
         return {
@@ -129,7 +129,7 @@ class Side:
 
 
 def actor(folder: Path, device: str) -> TransformersModel:
-    """The policy: fp32 on a CPU, bf16 over fp32 weights elsewhere."""
+    """Configure the policy: fp32 on a CPU, bf16 compute with fp32 weights elsewhere."""
     return TransformersModel(
         str(folder / "model"),
         tokenizer=str(folder / "tokenizer"),
@@ -140,7 +140,7 @@ def actor(folder: Path, device: str) -> TransformersModel:
 
 
 def grpo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
-    """GRPO with a rule as the reward, called in this process as TRL calls it."""
+    """Configure GRPO with a rule-based reward, called in this process as in TRL."""
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
     interfaces = {
         "actor": GRPOActorInterface(generation=generation),
@@ -154,7 +154,7 @@ def grpo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
 
 
 def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
-    """PPO with reference, reward model and critic; the critic starts as the reward model."""
+    """Configure PPO with reference, reward model and critic. The critic is initialized from the reward model."""
     policy = actor(folder, device)
     learned = replace(policy, path=str(folder / "reward"))
     generation = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
@@ -183,9 +183,9 @@ def ppo(scenario: Scenario, folder: Path, device: str) -> dict[str, Any]:
 
 @contextmanager
 def forced_lengths(side: Any) -> Iterator[None]:
-    """Responses end where `side.lengths` says: the end token is put in place there, and another one before.
+    """Force response lengths to `side.lengths`: insert the end token there, and replace earlier end tokens.
 
-    The tokens are drawn from the whole distribution as always, so that the sampler does its work.
+    The sampler still draws from the whole distribution, so its work does not change.
     """
     draw = Rollout._draw
 

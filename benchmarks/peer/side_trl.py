@@ -1,4 +1,4 @@
-"""TRL's side of GRPO: a `GRPOTrainer` whose training loop waits for the word to make its next step."""
+"""TRL's side of GRPO: a `GRPOTrainer` whose training loop waits for a request before each step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from benchmarks.peer.work import EOS, Scenario, reward
 
 
 class ForcedLengths:
-    """A logits processor: row i ends at its given length, and not before."""
+    """Logits processor that ends row i exactly at its given length."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.last_step = torch.tensor(lengths) - 1
         self.sampled = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.last_step = self.last_step.to(scores.device)  # copied once
+        self.last_step = self.last_step.to(scores.device)  # copied in the first call only
         ends = self.sampled >= self.last_step
         self.sampled += 1
         scores[:, EOS] = -torch.inf
@@ -33,7 +33,7 @@ class ForcedLengths:
 
 
 class TurnTaking:
-    """A training loop in a thread of its own, which makes a step when it is told to."""
+    """A training loop in a separate thread that executes one step per request."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -46,7 +46,7 @@ class TurnTaking:
         self.trainer: Any = None
 
     def start(self) -> None:
-        """Enter the training loop, up to its first step."""
+        """Start the training loop, which waits before its first step."""
         threading.Thread(target=self._train, daemon=True).start()
 
     def _train(self) -> None:
@@ -56,20 +56,20 @@ class TurnTaking:
             self.done.put(error)
 
     def await_turn(self) -> None:
-        """Wait for the word; then the clock runs."""
+        """Wait for the request of a step, then start its timer."""
         self.number = self.go.get()
         self.spent.clear()
         self.started = time.perf_counter()
 
     def report(self) -> None:
-        """Hand over what the step that just ended took."""
+        """Report the times of the step that just ended."""
         wall = time.perf_counter() - self.started
         generate = self.spent["generate"]
         spent = {"wall": wall, "rollout": generate, "training": wall - generate}
         self.done.put(spent | {"prompt_tokens": self.prompt_tokens, "lengths": self.lengths})
 
     def force_lengths(self, model: Any) -> None:
-        """Make `model.generate` end each row where the scenario says; a call may be for a part of the batch."""
+        """Patch `model.generate` to end each row at its forced length. A call may contain a part of the batch."""
         generate, group = model.generate, self.scenario.group
 
         def forced(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class TurnTaking:
         model.generate = forced
 
     def step(self, number: int) -> dict[str, Any]:
-        """One step (from 1)."""
+        """Execute a step (from 1)."""
         self.go.put(number)
         result = self.done.get()
         if isinstance(result, BaseException):
@@ -97,7 +97,7 @@ class TurnTaking:
 
 
 def settings(scenario: Scenario, options: dict[str, Any]) -> dict[str, Any]:
-    """What both trainers are set to: the work of a step, in micro-batches of the size that is being tried."""
+    """Return the settings of both trainers: the work of a step, in micro-batches of the size to try."""
     on_cpu = options.get("device", "cpu") == "cpu"
     micro = min(options.get("per_device_train_batch_size", 16), scenario.sequences)
     return {
@@ -119,7 +119,7 @@ def settings(scenario: Scenario, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Side(TurnTaking):
-    """`GRPOTrainer`."""
+    """TRL's `GRPOTrainer`."""
 
     def __init__(self, scenario: Scenario, folder: Path, steps: int, options: dict[str, Any]) -> None:
         super().__init__(scenario)
@@ -162,7 +162,7 @@ class Side(TurnTaking):
 
         def scored(*args: Any, **kwargs: Any) -> Any:
             out = score(*args, **kwargs)
-            assert out["completion_mask"].sum(1).tolist() == self.lengths, "the lengths were not replayed"
+            assert out["completion_mask"].sum(1).tolist() == self.lengths, "wrong response lengths"
             return out
 
         self.trainer._generate_and_score_completions = scored

@@ -1,4 +1,4 @@
-"""TRL's side of PPO: the `PPOTrainer` of the last version that has one (1.12)."""
+"""TRL's side of PPO: the `PPOTrainer` of version 1.12, the last one that has it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peer.work import Scenario
 
 
 class Side(TurnTaking):
-    """`PPOTrainer`."""
+    """TRL's `PPOTrainer`."""
 
     def __init__(self, scenario: Scenario, folder: Path, steps: int, options: dict[str, Any]) -> None:
         super().__init__(scenario)
@@ -52,7 +52,7 @@ class Side(TurnTaking):
             value_model=value,
             train_dataset=data,
         )
-        # the prompts in their order, as on the other side
+        # same order of prompts as on the other side
         self.trainer.dataloader = DataLoader(
             data, batch_size=scenario.sequences, collate_fn=self.trainer.data_collator, shuffle=False
         )

@@ -1,6 +1,6 @@
-"""The work that both sides do: models, prompts, response lengths, rewards; and the floating-point operations it takes.
+"""Work of both sides: models, prompts, response lengths and rewards, and the floating-point operations that it takes.
 
-Everything is a pure function of the scenario, so that two processes make the same work without talking.
+All results are pure functions of the scenario, so that two processes produce the same work without communication.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0xAC00, 0xD7A0))]
-"""Characters that no normalisation of text changes."""
+"""Characters that text normalization does not change."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of rollout batch. Lengths in tokens."""
+    """Kind of rollout batch. Lengths are in tokens."""
 
     name: str
     prompts: int
@@ -35,15 +35,15 @@ class Scenario:
     mlp: int = 768
     algorithm: str = "grpo"
     epochs: int = 1
-    """Passes over the rollout batch."""
+    """Number of passes over the rollout batch."""
 
     @property
     def sequences(self) -> int:
-        """Responses per step."""
+        """Return the responses per step."""
         return self.prompts * self.group
 
     def tokenizer(self) -> Any:
-        """One token per character, so that every text reads as it was written."""
+        """Build a tokenizer with one token per character, so that decoding restores every text."""
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ class Scenario:
         )
 
     def config(self, **values: Any) -> Any:
-        """Qwen2 of this size; `values` go over it."""
+        """Build a Qwen2 config of this size; `values` override it."""
         from transformers import Qwen2Config
 
         return Qwen2Config(
@@ -86,10 +86,10 @@ class Scenario:
         Qwen2ForCausalLM(config).save_pretrained(folder / "model")
         config.num_labels = 1
         Qwen2ForSequenceClassification(config).save_pretrained(folder / "reward")
-        self.tokenizer().save_pretrained(folder / "tokenizer")  # beside a model, AutoTokenizer would take Qwen's own
+        self.tokenizer().save_pretrained(folder / "tokenizer")  # AutoTokenizer ignores it beside a Qwen model
 
     def prompt_texts(self, steps: int) -> list[str]:
-        """The prompts of all steps, in order."""
+        """Draw the prompts of all steps, in order."""
         r = random.Random(f"prompts of {self.name}")
         texts = []
         for _ in range(steps * self.prompts):
@@ -98,17 +98,18 @@ class Scenario:
         return texts
 
     def lengths(self, step: int) -> list[int]:
-        """Tokens of each response of a step, end token included, prompt after prompt: geometric, cut at the limit."""
+        """Draw the tokens of each response of a step, including the end token: geometric, at most the limit."""
         r = random.Random(f"lengths of {self.name} in step {step}")
         drawn = (1 + int(r.expovariate(1 / max(1, self.mean_new - 1))) for _ in range(self.sequences))
         return [max(2, min(self.max_new, n)) for n in drawn]
 
     def flops(self, prompt_tokens: list[int], lengths: list[int]) -> dict[str, float]:
-        """Floating-point operations that a step cannot do without, for prompts in full with each response.
+        """Count the floating-point operations that a step requires, with each response attending to its full prompt.
 
-        A product with a matrix of n weights counts 2 n for each token forward, 4 n backward; attention 4 hidden for
-        each pair of tokens that see each other. The language-model head counts where a token is predicted. The prompt
-        of a group counts once in the rollout and once in training.
+        A product with a matrix of n weights counts 2 n per token in the forward pass and 4 n in the backward pass.
+        Attention counts 4 times the hidden size for each pair of tokens of which one attends to the other. The
+        language-model head counts for predicted tokens only. The prompt of a group counts once in the rollout and once
+        in training.
         """
         head_size = self.hidden // self.heads
         weights = self.layers * (
@@ -122,13 +123,13 @@ class Scenario:
         head = 2 * self.hidden * self.vocabulary * sum(lengths)
         if self.algorithm == "grpo":
             return {"rollout": forward + head, "training": 3 * (forward + head)}
-        # PPO: reference, reward model and critic read the batch once; actor and critic learn from it in each epoch.
+        # PPO: one forward pass each of reference, reward model and critic; actor and critic train in each epoch.
         scoring, training = 3 * forward + head, self.epochs * 3 * (2 * forward + head)
         return {"rollout": forward + head, "training": scoring + training}
 
 
 def reward(text: str) -> float:
-    """Share of the characters with an even code."""
+    """Return the fraction of characters with an even code."""
     return sum(ord(c) % 2 == 0 for c in text) / max(1, len(text))
 
 
@@ -142,7 +143,7 @@ SCENARIOS = {
         Scenario("many", prompts=24, group=8, max_new=256, mean_new=48),
         Scenario("ppo_long_tail", prompts=64, group=1, max_new=256, mean_new=48, algorithm="ppo", epochs=4),
         Scenario("ppo_tiny", prompts=4, group=1, max_new=8, mean_new=4, hidden=64, mlp=96, algorithm="ppo", epochs=2),
-        Scenario(  # 0.4B: the vocabulary is as large as there are characters that stand for tokens
+        Scenario(  # 0.4B weights; the vocabulary is limited by the number of characters of the tokenizer
             "gpu",
             prompts=16,
             group=8,
@@ -162,6 +163,6 @@ SCENARIOS = {
 
 
 def write_prompts(scenario: Scenario, steps: int, path: Path) -> Path:
-    """The prompts as a JSONL file."""
+    """Write the prompts as a JSONL file."""
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in scenario.prompt_texts(steps)))
     return path

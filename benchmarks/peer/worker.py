@@ -1,4 +1,4 @@
-"""One side in a process of its own: reads step numbers from standard input, answers with a line of JSON each."""
+"""Process of one side: reads step numbers from stdin and answers each with one line of JSON."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from benchmarks.peer.work import SCENARIOS
 
 
 def memory_mib() -> float:
-    """Resident memory of this process now."""
+    """Return the current resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def main() -> None:
-    """Serve steps until standard input ends."""
+    """Execute requested steps until stdin ends."""
     spec: dict[str, Any] = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # keeps the output of libraries apart from the answers
     import torch
 
     torch.set_num_threads(spec["threads"])

@@ -1,1 +1,1 @@
-"""One experiment in several runtimes, with rollouts ahead, and killed: `python -m benchmarks.scale`."""
+"""One experiment in several runtimes, with asynchronous rollout and killed processes: `python -m benchmarks.scale`."""

@@ -1,21 +1,22 @@
-"""One experiment in one process, under torchrun and on Ray; rollouts in the step and ahead of it; kills.
+"""One experiment in one process, under torchrun and on Ray; synchronous and asynchronous rollout; killed processes.
 
     make scale                                              # all parts, under 10 minutes on two cores, loopback only
     python -m benchmarks.scale parts=runtimes steps=8
     python -m benchmarks.scale parts=rollouts seeds=1 folder=runs/scale
 
-runtimes   GRPO with a reference, a Qwen2 of 3 million weights and 128 responses a step: one process with one thread;
-           two FSDP ranks under torchrun; Ray with a worker for the actor and one for the reference; Ray with the actor
-           on two ranks. Largest difference of the final weights, seconds of a step, what the hops of a call take.
-rollouts   Decoupled PPO with a reward that takes 1 s on average, log-normal, the same for each response of a prompt:
-           rollouts within the step, and ahead of it with max_staleness=2. Responses per second, and the final reward on
-           each seed. Then once with a rollout worker on Ray. The simulator (`benchmarks.simulate`) says beforehand what
-           a step should take, from costs that are measured here without waiting for rewards.
-recovery   SIGKILL for a Ray worker, and for a rank under torchrun: until the run is back where it was, and whether the
-           final weights are those of the run left alone.
+runtimes   GRPO with a reference model, a Qwen2 with 3 million weights and 128 responses per step. Runs in one process
+           with one thread; under torchrun with two FSDP ranks; on Ray with one worker for the actor and one for the
+           reference; and on Ray with the actor on two ranks. Reports the largest difference of the final weights, the
+           seconds of a step, and the RPC overhead of a call.
+rollouts   Decoupled PPO with a reward that takes 1 s on average. Its duration is log-normal and identical for all
+           responses to a prompt. Compares synchronous rollout with asynchronous rollout (max_staleness=2), in
+           responses per second and final reward per seed, and runs once with a rollout worker on Ray. The simulator
+           (`benchmarks.simulate`) predicts the seconds of a step from costs measured without waiting for rewards.
+recovery   SIGKILL of a Ray worker, and of a rank under torchrun. Reports the seconds until the run has reached its
+           previous step again, and the difference of its final weights from those of an undisturbed run.
 
-Prints a table for each part, draws a picture, and prints one JSON object as the last line. The exit code is 1 if a
-part failed or a run that should be exact is not.
+Prints a table for each part, draws a figure, and prints one JSON object as the last line. The exit code is 1 if a part
+failed, or if a run that should be bitwise reproducible is not.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ DEFAULTS = {
 
 
 def scale(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
-    """The parts that are asked for; one that fails is reported with its error, and the others still run."""
+    """Run the requested parts. A failing part is reported with its error, and the other parts still run."""
     folder.mkdir(parents=True, exist_ok=True)
     task = prepare(folder / "task")
     results: dict[str, Any] = {}
@@ -67,7 +68,7 @@ def scale(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run it; 1 if a part is not good."""
+    """Run the benchmark; return 1 if a part is not good."""
     words, started = arguments(DEFAULTS, given), time.time()
     if wrong := [name for name in words["parts"].split(",") if name not in PARTS]:
         sys.exit(f"unknown part {wrong[0]!r}; valid: {', '.join(PARTS)}")

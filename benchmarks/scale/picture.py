@@ -1,4 +1,4 @@
-"""The picture of `rollouts`: reward over time, and what a step took beside what the simulator said."""
+"""Figure of `rollouts`: reward over time, and measured and simulated seconds of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def draw(rows: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write it to `path`."""
+    """Write the figure to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""SIGKILL for one process of a run: how long until it is back, and whether it ends as the run left alone."""
+"""SIGKILL of one process of a run: time to recover, and difference of the final weights from an undisturbed run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from benchmarks.scale.runtimes import runtime_jobs, runtime_words
 
 
 def recovery(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, Any]:
-    """Both kinds of processes, and the runs that were left alone."""
+    """Kill both kinds of processes, and compare with the undisturbed runs."""
     steps = int(words["steps"])
     jobs = runtime_jobs(folder, [*runtime_words(task, steps), "checkpoint.every_steps=1"])
     rows = {}
     for name, strike in (("Ray, actor | reference", ray_worker), ("torchrun, 2 FSDP ranks", torchrun_rank)):
         alone = jobs[name]
-        if alone.steps() < steps:  # `runtimes` has not run it
+        if alone.steps() < steps:  # the part `runtimes` did not run it
             alone.run()
         killed = replace(alone, folder=folder / f"{alone.folder.name}_killed")
         rows[name] = strike(killed, steps // 2) | {"difference": killed.largest_difference(alone)}
-    head = ("a process killed of", "run ended, s", "next step, s", "most differing weight")
+    head = ("killed process of", "run ended, s", "next step, s", "largest weight difference")
     lines = [
-        (name, f"{r['ended_s']:.1f}" if r["ended_s"] else "goes on", f"{r['back_s']:.1f}", f"{r['difference']:.1e}")
+        (name, f"{r['ended_s']:.1f}" if r["ended_s"] else "no", f"{r['back_s']:.1f}", f"{r['difference']:.1e}")
         for name, r in rows.items()
     ]
     print(table(head, lines))
@@ -34,7 +34,7 @@ def recovery(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, An
 
 
 def ray_worker(job: Job, step: int) -> dict[str, Any]:
-    """Kill a worker; the run goes on by itself."""
+    """Kill a worker; the run restarts it and continues."""
     with Launch(job) as launch:
         launch.wait_until(lambda: job.steps() >= step, f"step {step}")
         reached = job.steps()
@@ -45,13 +45,13 @@ def ray_worker(job: Job, step: int) -> dict[str, Any]:
 
 
 def torchrun_rank(job: Job, step: int) -> dict[str, Any]:
-    """Kill a rank; torchrun ends the others, and the same command goes on with `resume=auto`."""
+    """Kill a rank; torchrun ends the other ranks, and the same command with `resume=auto` resumes the run."""
     with Launch(job) as launch:
         launch.wait_until(lambda: job.steps() >= step, f"step {step}")
         killed = time.time()
         kill(one_of(launch, lambda command: "realign" in command))
         if not launch.process.wait(120):
-            raise RuntimeError("torchrun ended well although a rank was killed")
+            raise RuntimeError("torchrun exited with 0 although a rank was killed")
         ended_s = time.time() - killed
     reached = job.steps()
     with Launch(job, "resume=auto") as launch:
@@ -61,8 +61,8 @@ def torchrun_rank(job: Job, step: int) -> dict[str, Any]:
 
 
 def one_of(launch: Launch, is_it: Callable[[str], bool]) -> int:
-    """The youngest process of a run whose command is such."""
+    """Return the youngest process of a run whose command line fulfills a condition."""
     found = [pid for pid in descendants(launch.process.pid) if is_it(command_of(pid))]
     if not found:
-        raise RuntimeError(f"{launch.job.folder.name} has no such process")
+        raise RuntimeError(f"{launch.job.folder.name} has no process of this kind")
     return max(found)

@@ -1,4 +1,4 @@
-"""Rollouts within the step and ahead of it, with a slow reward, against each other and against the simulator."""
+"""Synchronous and asynchronous rollout with a slow reward, compared with each other and with the simulator."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.simulate import simulate
 
 PROMPTS, GROUP, WORKERS, BOUND = 8, 4, 48, 2
 LAST = 4
-"""Steps at the end whose mean is the final reward."""
+"""Number of last steps whose mean reward is the final reward."""
 
 
 def rollout_words(task: Path, steps: int, seed: int, reward: str = "slow") -> list[str]:
-    """Decoupled PPO, whose ratios are right for older samples."""
+    """Return overrides for decoupled PPO, which corrects for stale samples."""
     return [
         *common(task, steps, reward),
         f"seed={seed}",
@@ -38,12 +38,12 @@ def rollout_words(task: Path, steps: int, seed: int, reward: str = "slow") -> li
 
 
 def ahead(bound: int) -> list[str]:
-    """Overrides of a run whose rollouts are made ahead."""
+    """Return overrides for asynchronous rollout."""
     return ["rollout=async", f"rollout.max_staleness={bound}"]
 
 
 def rollouts(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, Any]:
-    """Throughput and final reward, against each other and against the simulator."""
+    """Compare throughput and final reward of both kinds of rollout, and throughput with the simulator."""
     steps, seeds = int(words["rollout_steps"]), int(words["seeds"])
     kinds = {
         "in the step": ([], None, range(seeds)),
@@ -60,7 +60,7 @@ def rollouts(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, An
             "predicted_staleness": round(statistics.fmean(r.staleness()["head"] for r in expected), 2),
         }
     base = rows["in the step"]
-    head = ("rollouts", "s/step", "predicted", "responses/s", "brings", "reward", "per seed", "versions behind")
+    head = ("rollouts", "s/step", "predicted", "responses/s", "speedup", "reward", "per seed", "staleness")
     lines = []
     for name, r in rows.items():
         r["error"] = round(r["predicted_s"] / r["step_s"] - 1, 3)
@@ -80,7 +80,7 @@ def rollouts(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, An
 
 
 def measured_rollout(jobs: Sequence[Job], bound: int | None) -> dict[str, Any]:
-    """Means over seeds, of the steps in which the pipeline is full."""
+    """Return means over seeds, for the steps with a full pipeline."""
     seconds = []
     for job in jobs:
         ends = job.series("seconds")
@@ -100,7 +100,7 @@ def measured_rollout(jobs: Sequence[Job], bound: int | None) -> dict[str, Any]:
 
 
 def predicted(costs: Costs, job: Job, bound: int | None, steps: int) -> Report:
-    """What the simulator says of the same prompts, in the order in which they were drawn."""
+    """Simulate the prompts of a job in the order in which the run drew them."""
     work = Work(
         batch_prompts=PROMPTS,
         group=GROUP,
@@ -114,7 +114,7 @@ def predicted(costs: Costs, job: Job, bound: int | None, steps: int) -> Report:
 
 
 def reward_seconds(job: Job, steps: int) -> tuple[float, ...]:
-    """Of each prompt that a run draws."""
+    """Return the reward seconds of each prompt that a run draws."""
     from realign.config import compose
     from realign.config.experiment import build_experiment
     from realign.runtime import LocalRuntime
@@ -133,7 +133,7 @@ def reward_seconds(job: Job, steps: int) -> tuple[float, ...]:
 
 
 def same(one: Sequence[float], other: Sequence[float]) -> bool | None:
-    """Whether two means differ by less than two standard errors of their difference; None: one seed tells nothing."""
+    """Return whether two means differ by less than two standard errors of their difference; None with one seed."""
     if len(one) < 2 or len(other) < 2:
         return None
     error = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))

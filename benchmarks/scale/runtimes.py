@@ -1,4 +1,4 @@
-"""The same experiment in several runtimes: weights, throughput, hops."""
+"""The same experiment in several runtimes: weights, throughput and RPC overhead."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.scale.task import ON_RAY, common
 
 PROMPTS, GROUP = 16, 8
 LIMIT = 2e-4
-"""Largest difference of final weights that is rounding: Adam divides by gradients that may be near 0."""
+"""Largest difference of final weights that rounding explains. Adam divides by gradients that may be close to 0."""
 
 
 def runtime_words(task: Path, steps: int) -> list[str]:
-    """GRPO with a reference: the actor and a second role that can live elsewhere."""
+    """Return overrides for GRPO with a reference model, a second role that can run in a separate process."""
     return [
         *common(task, steps, "at_once"),
         f"models.actor.path={task / 'larger'}",
@@ -30,7 +30,7 @@ def runtime_words(task: Path, steps: int) -> list[str]:
 
 
 def runtime_jobs(folder: Path, words: Sequence[str]) -> dict[str, Job]:
-    """The same experiment in each runtime."""
+    """Return one job per runtime, all with the same experiment."""
     return {
         "one process": Job(folder / "local", words),
         "torchrun, 2 FSDP ranks": Job(folder / "torchrun", words, TORCHRUN),
@@ -40,11 +40,11 @@ def runtime_jobs(folder: Path, words: Sequence[str]) -> dict[str, Job]:
 
 
 def runtimes(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, Any]:
-    """Weights, throughput and hops of each runtime."""
+    """Compare weights, throughput and RPC overhead of the runtimes."""
     jobs = runtime_jobs(folder, runtime_words(task, int(words["steps"])))
     base = jobs["one process"].run()
     rows = {name: measured_runtime(job if job is base else job.run(), base) for name, job in jobs.items()}
-    head = ("runtime", "s/step", "responses/s", "x one process", "hop, ms", "calls", "most differing weight")
+    head = ("runtime", "s/step", "responses/s", "x one process", "RPC, ms", "calls", "largest weight difference")
     print(
         table(
             head,
@@ -68,7 +68,7 @@ def runtimes(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, An
 
 
 def measured_runtime(job: Job, base: Job) -> dict[str, Any]:
-    """Medians over the steps after the first two."""
+    """Return medians over the steps after the first two."""
     rows = job.records()[2:]
     step_s = statistics.median(row["step_s"] for row in rows)
     hops = [[value for name, value in row.items() if name.endswith("_wait_s")] for row in rows]

@@ -1,4 +1,4 @@
-"""What all parts run: models, prompts, and a reward function that an untrained model can learn from."""
+"""Task of all parts: models, prompts, and a reward function that an untrained model can learn from."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def slow(prompt, response, row):
     time.sleep(seconds(prompt))
     return at_once(prompt, response, row)
 """
-"""An untrained model earns it and learns more of it in a few steps; its seconds have a mean of 1."""
+"""Reward of the task. An untrained model gets some of it and improves within a few steps. Its mean duration is 1 s."""
 SIGMA = 0.75
 TOKENS = 16
-"""Of a response."""
+"""Tokens of a response."""
 ON_RAY = ("runtime=ray", "runtime.placement=separate")
 
 
 def prepare(folder: Path) -> Path:
-    """Write model, prompts and reward function; returns the folder that holds them."""
+    """Write model, prompts and reward function; return their folder."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -59,7 +59,7 @@ def prepare(folder: Path) -> Path:
 
 
 def common(task: Path, steps: int, reward: str) -> list[str]:
-    """Overrides of every run."""
+    """Return the overrides of every run."""
     return [
         "experiment=grpo_arithmetic",
         f"steps={steps}",
