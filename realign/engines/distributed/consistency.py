@@ -28,14 +28,14 @@ class Facts:
     def difference(self, other: Facts) -> str:
         """Describe how another rank's batch differs; empty if it does not."""
         if self.shape != other.shape:
-            return "other ids or lengths"
+            return "different ids or lengths"
         for key, digest in self.exact.items():
             if digest != other.exact.get(key):
-                return f"other {key!r}"
+                return f"different {key!r}"
         for key, (total, size) in self.sums.items():
             theirs, _ = other.sums.get(key, (float("nan"), 0.0))
             if not abs(total - theirs) <= ROUNDING * size:
-                return f"other {key!r}"
+                return f"different {key!r}"
         return ""
 
 

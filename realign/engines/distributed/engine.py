@@ -34,6 +34,7 @@ from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.engine import Accumulated, TransformersEngine, added, check_loss
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, step_weight
+from realign.errors import ConfigError
 
 
 class ShardedEngine(TransformersEngine):
@@ -50,13 +51,13 @@ class ShardedEngine(TransformersEngine):
         """Shard a model that every rank has loaded identically; other arguments as in `TransformersEngine`.
 
         Raises:
-            ValueError: the model family cannot run packed or sharded, or a setting is incompatible with sharding.
+            ConfigError: the model family cannot run packed or sharded, or a setting is incompatible with sharding.
         """
         self.sharding = sharding
         self._ranks = current()
         device = next(module.parameters()).device
         if sharding.offload and device.type == "cpu":
-            raise ValueError(f"models.{name}.sharding.offload moves weights off an accelerator; this model is on a CPU")
+            raise ConfigError(f"models.{name}.sharding.offload=true: the model is already on the CPU. Remove this key.")
         settings["parallel_passes"] = ParallelPasses.off  # every pass is a collective: passes cannot run concurrently
         super().__init__(name, module, tokenizer, **settings)
 
@@ -89,12 +90,12 @@ class ShardedEngine(TransformersEngine):
         """See `TransformersEngine.reference`. Requires LoRA.
 
         Raises:
-            ValueError: the model has no adapters.
+            ConfigError: the model has no adapters.
         """
         if not self.network.trains.only_adds:
-            raise ValueError(
-                f"model {self.name!r} is sharded: branch=reference needs trains=lora, since a frozen copy of top "
-                "layers is not sharded with them; give the reference a model of its own"
+            raise ConfigError(
+                f"models.{self.name}.trains={self.network.trains}: branch=reference of a sharded model requires "
+                f"trains=lora. Set models.{self.name}.trains=lora, or use a separate model as the reference."
             )
         run = self.network.reference(layers)
 
@@ -185,12 +186,12 @@ class ShardedEngine(TransformersEngine):
         A non-finite gradient is not traced to prompts, since that would need extra passes on all ranks.
         """
         if (name := self._nonfinite_weight()) is not None:
-            return f"the model itself: weight {name!r} is not finite"
+            return f"the model: weight {name!r} is not finite"
         pairs = zip(done.passes, done.losses, strict=True)
         own = [i for (part, _), loss in pairs if not bool(loss.isfinite()) for i in part.ids]
         found = dict.fromkeys(i for ids in self.network.grid.gather(own) for i in ids)
         if not found:
-            return "no loss: the sum of the gradients alone is not finite"
+            return "the sum of the gradients, while all losses are finite"
         return f"the loss of micro-batches with ids {', '.join(map(repr, list(found)[:8]))}"
 
     def _nonfinite_weight(self) -> str | None:
@@ -236,8 +237,8 @@ class ShardedEngine(TransformersEngine):
         for rank, facts in enumerate(found):
             if differing := found[0].difference(facts):
                 raise ValueError(
-                    f"model {self.name!r}: rank {rank} was given another batch than rank 0, or another call than "
-                    f"{method} ({differing}); interfaces, rewards and data must give every rank the same"
+                    f"models.{self.name}: rank {rank} called {method} with a different batch than rank 0, or another "
+                    f"method ({differing}). Interfaces, rewards and data must return the same on every rank."
                 )
         return shard(data, self.data_ranks, key)
 
@@ -248,7 +249,7 @@ class ShardedEngine(TransformersEngine):
         """See `TransformersEngine.save`. Rank 0 gathers the weights on the host and writes them.
 
         Raises:
-            ValueError: a weight is not finite.
+            RunError: a weight is not finite.
             OSError: rank 0 could not write.
         """
         path = Path(path)
@@ -372,7 +373,7 @@ class _Reader:
         """Return the tensor sharded like `like`; `read` fills a tensor that comes from files."""
         if not isinstance(x, Saved):
             if x.shape != like.shape:
-                raise ValueError(f"a saved tensor has shape {list(x.shape)}, and this model's {list(like.shape)}")
+                raise ValueError(f"a saved tensor has shape {list(x.shape)}, but the model needs {list(like.shape)}")
             return from_slice(part_of(x, like), like) if is_part(like) else x
         wanted = self._wanted.setdefault(x.folder, {})
         if x.name not in wanted:

@@ -33,6 +33,7 @@ from realign.engines.sampling.slots import Responses
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import Cores, Trunk
 from realign.engines.shared_model import SharedEngine
+from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 T = TypeVar("T")
@@ -159,14 +160,14 @@ class StreamingEngine(SharedEngine):
             keys and values of the old weights.
 
     Raises:
-        ValueError: the engine cannot generate.
+        ConfigError: the engine cannot generate.
     """
 
     engine: Samplable
 
     def __init__(self, name: str, engine: PipelinableEngine, *, version: int = 0, recompute: bool = True) -> None:
         if not isinstance(engine, Samplable) or "logprobs" not in engine.outputs:
-            raise ValueError(f"model {name!r}: {type(engine).__name__} cannot sample for several callers at once")
+            raise ConfigError(f"models.{name}: {type(engine).__name__} cannot sample asynchronously. Set rollout=sync.")
         super().__init__(name, name, engine)
         self._version = version
         self._recompute = recompute
@@ -329,7 +330,7 @@ class StreamingEngine(SharedEngine):
     def close(self) -> None:
         """Stop the loop. Calls that wait for responses raise RuntimeError."""
         with self._changed:
-            self._error = self._error or RuntimeError("it was closed")
+            self._error = self._error or RuntimeError("the sampler was closed")
             self._changed.notify_all()
         self._loop.join()
 
@@ -338,7 +339,7 @@ class StreamingEngine(SharedEngine):
             raise self._ended()
 
     def _ended(self) -> RuntimeError:
-        ended = RuntimeError(f"model {self.name!r} samples no more: {self._error}")
+        ended = RuntimeError(f"models.{self.name}: sampling stopped: {self._error}")
         ended.__cause__ = self._error
         return ended
 

@@ -48,6 +48,9 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
 from realign.functional.logprobs import LMHead
 
+PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
+"""Optional parts of an engine's state, and their names in messages."""
+
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
@@ -106,7 +109,7 @@ class TransformersEngine(PipelinableEngine):
             max_slots: sequences that a rollout decodes concurrently; None uses as many as fit 1 GiB of KV cache.
 
         Raises:
-            ValueError: the model family cannot run packed.
+            ConfigError: the model family cannot run packed.
         """
         self.name = name
         self._trains = trains or All()
@@ -224,7 +227,7 @@ class TransformersEngine(PipelinableEngine):
 
         Raises:
             ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
-            FloatingPointError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
+            RunError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
         weight = step_weight(data, loss_weight_fn).to(self.device)
         if float(weight) == 0:
@@ -295,11 +298,11 @@ class TransformersEngine(PipelinableEngine):
 
         Raises:
             ValueError: nothing was accumulated since the last step.
-            FloatingPointError: see `train_batch`.
+            RunError: see `train_batch`.
         """
         stepper, done = self._trained(), self._accumulated
         if done is None:
-            raise ValueError(f"model {self.name!r}: apply needs a gradient; call accumulate first")
+            raise ValueError(f"model {self.name!r}: apply has no gradient. Call accumulate first.")
         self._accumulated = None
         weight, steps = weight.to(self.device), stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
@@ -320,7 +323,7 @@ class TransformersEngine(PipelinableEngine):
         """Describe the source of a non-finite loss or gradient, and leave no gradient behind."""
         stepper = self._trained()
         if (broken := self.network.nonfinite_weight()) is not None:
-            return f"the model itself: weight {broken!r} is not finite"
+            return f"the model: weight {broken!r} is not finite"
 
         def is_finite(part: SequenceSample, layout: Layout | None) -> bool:
             layout = layout or next(iter(self.network.passes(part, MicroBatchSpec(), training=True)))[1]
@@ -339,13 +342,14 @@ class TransformersEngine(PipelinableEngine):
         """See `PipelinableEngine.generate`.
 
         Raises:
-            ValueError: the model has a scalar head, or the settings do not fit it.
+            ValueError: the model has a scalar head.
+            RealignError: see `rollout.generate`.
         """
         from realign.engines.sampling.rollout import generate
 
         module, fusion = self._sampler()
         if not isinstance(head := read_head(module), LMHead):
-            raise ValueError(f"model {self.name!r} has a scalar head and cannot generate; use head=causal")
+            raise ValueError(f"models.{self.name}: a model with a scalar head cannot generate. Set head=causal.")
         with torch.no_grad(), self.network.autocast():
             return generate(
                 module,
@@ -378,7 +382,9 @@ class TransformersEngine(PipelinableEngine):
         If the engine keeps averaged weights, it also saves them, in a folder with the suffix `_ema`.
 
         Raises:
-            ValueError: a weight is not finite.
+            RunError: a weight is not finite.
+            ConfigError: `path` is a symbolic link.
+            OSError: the folder cannot be written.
         """
         check_finite(self.name, self.module, self.value_head)
         path = Path(path)
@@ -425,7 +431,7 @@ class TransformersEngine(PipelinableEngine):
         for name, part in parts.items():
             if (state[name] is None) != (part is None):
                 lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
-                raise ValueError(f"model {self.name!r}: the {lacks} has no {name}, but the {has} has one")
+                raise ValueError(f"models.{self.name}: the {has} has {PARTS[name]}, but the {lacks} does not")
         self.network.load_module_state(state["module"])
         for name, part in parts.items():
             if part is not None:
@@ -457,7 +463,7 @@ class TransformersEngine(PipelinableEngine):
 
     def _trained(self) -> Stepper:
         if self._stepper is None:
-            raise ValueError(f"model {self.name!r} has no optimizer and cannot be trained; give it one under optimizer")
+            raise ValueError(f"models.{self.name}: a model without an optimizer cannot train. Set optimizer.lr.")
         return self._stepper
 
     def dropout_seed(self) -> int:
@@ -503,11 +509,13 @@ def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample
     """Return the keys of `result` that the micro-batch does not contain."""
     new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]
     if not new:
-        raise ValueError(f"post_hook added no key: its result has the same {sorted(result.data)} as the micro-batch")
+        raise ValueError(
+            f"post_hook returned only keys of the micro-batch ({', '.join(sorted(result.data))}). It must add a key."
+        )
     return result.select(new)
 
 
 def check_loss(loss: Tensor) -> None:
     """Raise ValueError unless `loss`, returned by a `loss_fn`, is a 0-d floating-point sum."""
     if loss.ndim or loss.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"loss_fn must return a sum, a 0-d float32 tensor; found {loss.dtype} {list(loss.shape)}")
+        raise ValueError(f"loss_fn returned {loss.dtype} {list(loss.shape)}. It must return a 0-d float32 sum.")

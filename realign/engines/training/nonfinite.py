@@ -35,7 +35,7 @@ def origin(
     if not found:
         found, what = [part for part, layout in micro_batches if not is_finite(part, layout)], "gradient"
     if not found:
-        return "no micro-batch alone: each has a finite loss and gradient, and their sum has not"
+        return "no single micro-batch: each has a finite loss and gradient, but their sum is not finite"
     ids: dict[Hashable, None] = {}  # in order of discovery; a split group has its id in two micro-batches
     for i in _culprits(found, is_finite):
         if len(ids) == NAMED and i not in ids:
