@@ -24,6 +24,7 @@ from realign.engines import (
 )
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shards import whole
+from realign.errors import RealignError
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -298,7 +299,7 @@ def mistakes(folder: Path) -> dict[str, str]:
 def _message(attempt: Any) -> str:
     try:
         attempt()
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, RealignError) as error:
         return str(error)
     return ""
 

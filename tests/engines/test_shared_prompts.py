@@ -9,6 +9,7 @@ from realign.api import MicroBatchSpec, SequenceSample
 from realign.api.stats import stat_values
 from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TopLayers, TransformersModel, ValueHead
 from realign.engines.network.shared_prefix import SharedPrompts
+from realign.errors import ConfigError
 from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine
 
 STEP = OptimizerSpec(lr=1e-2, betas=(0.0, 0.0), eps=1.0, grad_clip=None)
@@ -223,6 +224,6 @@ def test_responses_do_not_see_each_other():
 
 def test_the_probe_refuses_shared_keys_that_are_lost(monkeypatch):
     monkeypatch.setattr("realign.engines.network.attention._joined", lambda pieces, before, own: pieces[own])
-    with pytest.raises(ValueError, match=r"'llama' cannot share a prompt: .* set shared_prompts=off"):
+    with pytest.raises(ConfigError, match=r"'llama' cannot share prompts: .* Set shared_prompts=off"):
         tiny_engine("llama")
     assert tiny_engine("llama", shared_prompts=SharedPrompts.off)

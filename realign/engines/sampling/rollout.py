@@ -21,7 +21,8 @@ from realign.api.model import GenerationConfig
 from realign.api.sample import SequenceSample
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.fused_layers import for_few_rows
-from realign.engines.sampling.slots import Responses, Rollout
+from realign.engines.sampling.responses import Responses
+from realign.engines.sampling.slots import Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk, one_core_for_small_products, positions_of
 from realign.engines.sampling.weight_fusion import Fusion

@@ -70,7 +70,7 @@ def test_other_families_run_their_modules(family):
     found, want = rollout(model, fused, max_new_tokens=4), rollout(model, None, max_new_tokens=4)
     assert torch.equal(found["input_ids"], want["input_ids"])
     torch.testing.assert_close(found["logprobs"], want["logprobs"])  # the head's weight stands in another order
-    assert f"model family {model.config.model_type!r} is not written out" in fused.obstacle
+    assert f"model family {model.config.model_type!r} is not supported" in fused.obstacle
 
 
 def test_a_model_that_computes_something_else_runs_its_modules():
