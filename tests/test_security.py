@@ -25,7 +25,6 @@ from realign.config import ConfigError, build_experiment, compose, resolved_conf
 from realign.config.composition import check_launch, config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
-from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.worker import answer
 from realign.rewards.text import visible

@@ -114,7 +114,7 @@ def test_a_shared_model_answers_but_does_not_train(tmp_path):
     answers = [models[role].machine.generate(prompts, greedy, seed=1)["input_ids"] for role in ("actor", "ref")]
     assert torch.equal(*answers)
     assert not models["ref"].machine.trainable
-    with pytest.raises(ValueError, match="models.ref shares the model of role 'actor' and cannot train"):
+    with pytest.raises(ValueError, match=r"models.ref shares the model of role 'actor' and cannot train"):
         models["ref"].machine.train_batch(prompts, MicroBatchSpec(), None, None)
 
 

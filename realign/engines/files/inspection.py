@@ -69,8 +69,8 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
 def no_trained_head(what: str, path: str, head: Head, lacks: str) -> DataError:
     """Return the error for a scalar head that is randomly initialized and never trained."""
     return DataError(
-        f"{what}.head={head}: {path!r} has no such head ({lacks} is missing), and the role does not train, so its output "
-        f"would be random. Set {what}.path to a folder with that head, such as final/reward of "
+        f"{what}.head={head}: {path!r} has no such head ({lacks} is missing), and the role does not train, so its "
+        f"output would be random. Set {what}.path to a folder with that head, such as final/reward of "
         f"experiment=reward_model, or set {what}.head.init."
     )
 

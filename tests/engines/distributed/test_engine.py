@@ -160,21 +160,23 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
     messages = ranks[0]["mistakes"]
     assert all(found["mistakes"] == messages for found in ranks)
     assert (
-        "rank 1 was given another batch than rank 0, or another call than train_batch (other ids or lengths)"
+        "rank 1 called train_batch with a different batch than rank 0, or another method (different ids or lengths)"
         in messages["batch"]
     )
     for name, key in (("values", "advantages"), ("mask", "loss_mask")):
-        assert f"than train_batch (other '{key}')" in messages[name]
-    assert "branch=reference needs trains=lora" in messages["reference"]
-    assert messages["shape"] == "a saved tensor has shape [97, 1], and this model's [97, 64]"
-    assert "apply needs a gradient" in messages["step"]
-    assert f"tensor_parallel=7 does not divide the number of ranks, {len(ranks)}" in messages["tensor parallel"]
-    assert "model family 'gpt2' has no plan" in messages["plan"]
+        assert f"another method (different '{key}')" in messages[name]
+    assert "branch=reference of a sharded model requires trains=lora" in messages["reference"]
+    assert messages["shape"] == "a saved tensor has shape [97, 1], but the model needs [97, 64]"
+    assert "apply has no gradient" in messages["step"]
+    assert f"tensor_parallel=7: must divide the number of ranks ({len(ranks)})" in messages["tensor parallel"]
+    assert "no tensor-parallel plan for model family 'gpt2'" in messages["plan"]
     refused = (
-        "for '0.self_attn.q_proj' (Linear)" if len(ranks) == 2 else "which sharding.tensor_parallel=3 does not divide"
+        "for '0.self_attn.q_proj' (Linear)"
+        if len(ranks) == 2
+        else "sharding.tensor_parallel=3: must divide num_attention_heads"
     )
     assert refused in messages["adapters"]
-    assert "sharding.offload moves weights off an accelerator" in messages["offload"]
+    assert "sharding.offload=true: the model is already on the CPU" in messages["offload"]
     assert "from the loss of micro-batches with ids 'p" in messages["nan"]
     assert "'p3'" in messages["nan"]
 

@@ -40,7 +40,7 @@ def test_ranks_are_those_of_the_launcher(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launched() == Ranks()
     monkeypatch.setenv("WORLD_SIZE", "x")
-    with pytest.raises(ConfigError, match="must be an integer. Start the run with torchrun, or unset"):
+    with pytest.raises(ConfigError, match=r"must be an integer. Start the run with torchrun, or unset"):
         launched()
 
 

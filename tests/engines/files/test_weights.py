@@ -91,7 +91,7 @@ def test_other_weights_are_refused_and_nothing_has_changed(change, message):
 @pytest.mark.parametrize("mix", [0.0, -0.1, 1.5, float("nan")])
 def test_a_mix_outside_of_0_to_1_is_refused(mix):
     engine = tiny_engine("llama")
-    with pytest.raises(ValueError, match="mix=.* must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match=r"mix=.* must be above 0 and at most 1"):
         engine.load_weights(engine.weights(), mix)
 
 
@@ -102,9 +102,9 @@ def test_who_shares_a_model_gives_its_weights_and_takes_none(tmp_path):
     view = SharedModel("actor").load("view", seed=0, loaded={"actor": actor}).machine
     assert view.weights().keys() == actor.machine.weights().keys()
     with pytest.raises(
-        ValueError, match="models.view shares the model of role 'actor'. Load the weights into 'actor'."
+        ValueError, match=r"models.view shares the model of role 'actor'. Load the weights into 'actor'."
     ):
         view.load_weights(view.weights())
     start = SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": actor}).machine
-    with pytest.raises(ValueError, match="models.ref is the reference branch of role 'actor' without separate weights"):
+    with pytest.raises(ValueError, match=r"reference branch of role 'actor' without separate weights"):
         start.weights()

@@ -191,7 +191,7 @@ def test_a_model_with_a_value_head_continues_exactly(tmp_path):
     second.train_batch(data[1], ONE, joint, tokens)
     for p, q in zip(whole.network.parameters(), second.network.parameters(), strict=True):
         assert torch.equal(p, q)
-    with pytest.raises(ValueError, match="models.actor: the saved state has a value head, but the engine does not"):
+    with pytest.raises(ValueError, match=r"models.actor: the saved state has a value head, but the engine does not"):
         TransformersModel(str(folder), optimizer=STEP).load("actor", seed=0).machine.load_state_dict(first.state_dict())
 
 

@@ -174,7 +174,7 @@ def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, whe
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(engine.generate, prompts([i]), CONFIG, seed=1) for i in range(3)]
         for call in calls:
-            with pytest.raises(RuntimeError, match="models.actor: sampling stopped: the sky fell") as caught:
+            with pytest.raises(RuntimeError, match=r"models.actor: sampling stopped: the sky fell") as caught:
                 call.result()
             assert isinstance(caught.value.__cause__, FloatingPointError)
     with pytest.raises(RuntimeError, match="the sky fell"):
@@ -376,7 +376,7 @@ def test_weights_that_come_in_sleep_are_used_for_everything_after_it(open_engine
 def test_bad_requests_are_refused_when_they_are_made(open_engine):
     engine = open_engine()
     request = requests_of(prompts([0]), CONFIG, 1)[0]
-    with pytest.raises(DataError, match="exceeds the context window of the model .128."):
+    with pytest.raises(DataError, match=r"exceeds the context window of the model .128."):
         engine.submit(type(request)(0, 0, request.prompt_ids, GenerationConfig(max_new_tokens=200), 1))
     handle = engine.submit(
         type(request)(0, 0, request.prompt_ids, GenerationConfig(stop_token_ids=[9999], max_new_tokens=3), 1)

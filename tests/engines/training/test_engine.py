@@ -280,7 +280,7 @@ def test_a_part_with_the_weight_of_the_whole_is_differentiated_and_applied():
 
 def test_a_step_without_a_gradient_is_refused_or_counted():
     engine = tiny_engine(optimizer=STEP)
-    with pytest.raises(ValueError, match="'actor': apply has no gradient. Call accumulate first."):
+    with pytest.raises(ValueError, match=r"'actor': apply has no gradient. Call accumulate first."):
         engine.apply(torch.tensor(1.0))
     found = stat_values(engine.skip("zero_weight_steps"))
     assert (found["zero_weight_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
@@ -383,7 +383,7 @@ def test_state_dict_continues_exactly():
     for sample in data[2:]:
         train(second, sample)
     assert_same(weights(whole), weights(second), atol=0)
-    with pytest.raises(ValueError, match="models.actor: the saved state has an optimizer, but the engine does not"):
+    with pytest.raises(ValueError, match=r"models.actor: the saved state has an optimizer, but the engine does not"):
         tiny_engine().load_state_dict(first.state_dict())
 
 
@@ -598,7 +598,7 @@ def test_forward_of_nothing_and_a_hook_that_adds_nothing():
     engine = tiny_engine()
     nothing = SequenceSample(()).with_data({"input_ids": torch.zeros(0).long()}, lengths=Lengths.of([]))
     assert engine.forward(nothing, ONE, keep_logprobs).ids == ()
-    with pytest.raises(ValueError, match="post_hook returned only keys of the micro-batch .*. It must add a key."):
+    with pytest.raises(ValueError, match=r"post_hook returned only keys of the micro-batch .*. It must add a key."):
         engine.forward(random_sample([[3]]), ONE, lambda out, mb: mb)
 
 
@@ -606,14 +606,14 @@ def test_frozen_models_do_not_train():
     engine = tiny_engine()
     assert not engine.trainable
     assert not any(p.requires_grad for p in engine.module.parameters())
-    with pytest.raises(ValueError, match="models.actor: a model without an optimizer cannot train. Set optimizer.lr."):
+    with pytest.raises(ValueError, match=r"models.actor: a model without an optimizer cannot train. Set optimizer.lr."):
         train(engine, random_sample([[5]]))
     engine.start_step(3)
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), torch.ones((), dtype=torch.bfloat16)])
 def test_a_loss_that_is_no_fp32_sum_is_refused(loss):
-    with pytest.raises(ValueError, match="loss_fn returned .* It must return a 0-d float32 sum."):
+    with pytest.raises(ValueError, match=r"loss_fn returned .* It must return a 0-d float32 sum."):
         tiny_engine(optimizer=STEP).train_batch(
             random_sample([[5]]), ONE, lambda out, mb: (loss, {}), lambda d: torch.tensor(1.0)
         )
@@ -621,7 +621,7 @@ def test_a_loss_that_is_no_fp32_sum_is_refused(loss):
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_bad_weight_is_refused(weight):
-    with pytest.raises(ValueError, match="loss_weight_fn returned .* It must return a finite number of at least 0."):
+    with pytest.raises(ValueError, match=r"loss_weight_fn returned .* It must return a finite number of at least 0."):
         tiny_engine(optimizer=STEP).train_batch(
             random_sample([[5]]), ONE, Likelihood().loss, lambda d: torch.tensor(weight)
         )
