@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -17,8 +16,9 @@ from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
 from realign.api.sampler import Sampler, SamplerSpec
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
-from realign.engines.files.folders import check_path, read_states, warn_if_misread
+from realign.engines.files.folders import check_path, read_states
 from realign.engines.files.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
+from realign.engines.files.pretrained import TOKENIZER_FILES, quiet_transformers, read_tokenizer, readable
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, head_mapping, read_head
 from realign.engines.network.kernels import Backend
@@ -28,11 +28,8 @@ from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
-from realign.errors import ConfigError, DataError, RealignError, SettingsError
+from realign.errors import ConfigError, DataError, SettingsError
 from realign.settings import Settings
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Tokenizer files. Without any of them, AutoTokenizer silently builds an empty tokenizer of the model's family."""
 
 
 class DType(StrEnum):
@@ -176,7 +173,7 @@ class TransformersModel(Settings, ModelSpec):
         self.check(name)
         module = self._read_module(name, seed)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
-        tokenizer = self._read_tokenizer(name)
+        tokenizer = read_tokenizer(name, self.tokenizer or self.path, trust_remote_code=self.trust_remote_code)
         words = module.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > words:
             raise DataError(
@@ -188,7 +185,7 @@ class TransformersModel(Settings, ModelSpec):
             raise ConfigError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
         module = module.to(pick_device(self.device)).eval()
         value_head = self._read_value_head(name, module, seed)
-        with _readable(f"models.{name}.trains", ConfigError):
+        with readable(f"models.{name}.trains", ConfigError):
             self.trains.prepare(module, path=self.path, seed=derive_seed(seed, name, "lora"))
         engine = build(
             name,
@@ -225,13 +222,13 @@ class TransformersModel(Settings, ModelSpec):
 
         path = check_path(f"models.{name}.path", self.path)
         hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
-        with _readable(f"models.{name}: cannot load {self.path!r}{hub}"):
+        with readable(f"models.{name}: cannot load {self.path!r}{hub}"):
             family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
         labels = {"num_labels": 1} if self.head.is_scalar else {}
         what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head}"
 
         def read(**more: Any) -> tuple[Any, dict[str, Any]]:
-            with torch.random.fork_rng(), _quietly():
+            with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(derive_seed(seed, name, "init"))
                 return self.head.auto_class().from_pretrained(
                     path,
@@ -244,7 +241,7 @@ class TransformersModel(Settings, ModelSpec):
                     **more,
                 )
 
-        with _readable(what):
+        with readable(what):
             try:
                 module, info = read()
                 if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
@@ -285,39 +282,3 @@ class TransformersModel(Settings, ModelSpec):
             probe_branch(module, network.branch)
         network.load(self.path, what)
         return network
-
-    def _read_tokenizer(self, name: str) -> Any:
-        from transformers import AutoTokenizer
-
-        path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, TOKENIZER_FILES)
-        with _readable(f"models.{name}: cannot load a tokenizer from {path!r}"):
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
-        warn_if_misread(f"models.{name}", tokenizer, path)
-        return tokenizer
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings of transformers about missing weights; `_check_complete` reports them."""
-    from transformers.utils import logging as transformers_logging
-
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
-@contextmanager
-def _readable(what: str, kind: type[RealignError] = DataError) -> Iterator[None]:
-    """Convert exceptions of transformers to an error of class `kind` in one line, with the original as the cause."""
-    try:
-        yield
-    except RealignError as error:
-        raise type(error)(f"{what}: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        cure = " Set trust_remote_code=true of this role to run it." if "trust_remote_code" in str(error) else ""
-        raise kind(f"{what}: {name}{first}{cure}") from error

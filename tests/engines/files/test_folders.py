@@ -1,7 +1,7 @@
 import pytest
 
 from realign.engines.files.folders import check_name, check_path, check_run_folder, refuse_link, save_folder
-from realign.errors import ConfigError
+from realign.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("name", ["actor", "ref_2", "Qwen2.5 run", "größe", "a" * 100, "grpo=1,kl", "$(x)"])
@@ -39,7 +39,7 @@ def test_what_is_no_name_of_a_file_is_refused(name):
 )
 def test_a_path_trick_is_no_hub_name(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^models\.actor\.path="):
+    with pytest.raises((ConfigError, DataError), match=r"^models\.actor\.path="):
         check_path("models.actor.path", path)
 
 
