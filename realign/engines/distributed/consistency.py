@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realign.api.sample import SequenceSample
+from realign.engines.distributed.ranks import Ranks
 
 ROUNDING = 1e-4
 """Tolerance relative to the sum of magnitudes; different processors may round differently."""
@@ -37,6 +38,23 @@ class Facts:
             if not abs(total - theirs) <= ROUNDING * size:
                 return f"different {key!r}"
         return ""
+
+
+def check_same_batch(role: str, ranks: Ranks, method: str, data: SequenceSample) -> None:
+    """Check that all ranks call the same method with the same batch; collective.
+
+    Different batches would make ranks wait for each other forever.
+
+    Raises:
+        ValueError: a rank's batch or call differs; the message names the rank and the difference.
+    """
+    found = ranks.gather(facts_of(method, data))
+    for rank, facts in enumerate(found):
+        if differing := found[0].difference(facts):
+            raise ValueError(
+                f"models.{role}: rank {rank} called {method} with a different batch than rank 0, or another method "
+                f"({differing}). Interfaces, rewards and data must return the same on every rank."
+            )
 
 
 def facts_of(method: str, data: SequenceSample) -> Facts:

@@ -19,7 +19,7 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
-from realign.engines.distributed.consistency import facts_of
+from realign.engines.distributed.consistency import check_same_batch
 from realign.engines.distributed.fsdp import ShardedNetwork
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shards import is_part, part_of, whole
@@ -34,7 +34,8 @@ from realign.engines.network.shared_prefix import Passes
 from realign.engines.sampling.rollout import PROMPTS
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added, check_loss
-from realign.engines.training.engine import Accumulated, TransformersEngine
+from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, step_weight
 from realign.errors import ConfigError
@@ -230,20 +231,8 @@ class ShardedEngine(TransformersEngine):
         return self.network.sampler(), self.network.fusion
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
-        """Split the batch into the parts of the ranks, after checking that all ranks have the same batch.
-
-        Different batches would make ranks wait for each other forever.
-
-        Raises:
-            ValueError: a rank's batch or call differs; the message names the rank and the difference.
-        """
-        found = self._ranks.gather(facts_of(method, data))
-        for rank, facts in enumerate(found):
-            if differing := found[0].difference(facts):
-                raise ValueError(
-                    f"models.{self.name}: rank {rank} called {method} with a different batch than rank 0, or another "
-                    f"method ({differing}). Interfaces, rewards and data must return the same on every rank."
-                )
+        """Split the batch into the parts of the ranks; see `check_same_batch` for errors."""
+        check_same_batch(self.name, self._ranks, method, data)
         return shard(data, self.data_ranks, key)
 
     def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,22 +36,10 @@ from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
 from realign.engines.training.inference import InferenceEngine
 from realign.engines.training.modes import TrainingModes
-from realign.engines.training.nonfinite import origin
+from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.state import EngineState
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
-
-PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
-"""Optional parts of an engine's state, and their names in messages."""
-
-
-@dataclass(frozen=True, eq=False)
-class Accumulated:
-    """Inputs of the accumulated gradient, kept to locate the source of a non-finite value."""
-
-    passes: Passes
-    losses: Sequence[Tensor]
-    """Loss of each micro-batch, 0-d."""
-    loss_fn: LossFn
 
 
 class TransformersEngine(InferenceEngine):
@@ -124,6 +111,7 @@ class TransformersEngine(InferenceEngine):
         self._stepper = self._make_stepper(optimizer) if optimizer else None
         decay = optimizer.ema_decay if optimizer else None
         self._average = None if decay is None else WeightAverage(network.owned(), decay)
+        self._state = EngineState(name, network, self._stepper, self._average)
         self._accumulated: Accumulated | None = None
 
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
@@ -248,22 +236,8 @@ class TransformersEngine(InferenceEngine):
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
         """Describe the source of a non-finite loss or gradient, and leave no gradient behind."""
-        stepper = self._trained()
-        if (broken := self.network.nonfinite_weight()) is not None:
-            return f"the model: weight {broken!r} is not finite"
-
-        def is_finite(part: SequenceSample, layout: Layout | None) -> bool:
-            layout = layout or next(iter(self.network.passes(part, MicroBatchSpec(), training=True)))[1]
-            moved = part.to(self.device)
-            loss, _ = done.loss_fn(self.network.run(part, moved, layout, training=True), moved)
-            if loss.requires_grad:
-                (loss / weight).backward()
-            finite = bool(loss.isfinite()) and bool(stepper.gradient_norm().isfinite())
-            stepper.zero_grad()
-            return finite
-
         with self._training():
-            return origin(list(done.passes), done.losses, is_finite)
+            return origin_in(done, self.network, self._trained(), weight)
 
     def start_step(self, version: int) -> None:
         """See `PipelinableEngine.start_step`."""
@@ -296,54 +270,19 @@ class TransformersEngine(InferenceEngine):
 
         `load_state_dict` resumes from this state without any difference from an uninterrupted run.
         """
-        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        module = self.network.module_state(fixed=False)
-        return {"module": module, **state, "fused": self.network.fusion is not None and self.network.fusion.known}
+        return self._state.state_dict()
 
     def fixed_weights(self) -> dict[str, Any]:
         """See `PipelinableEngine.fixed_weights`."""
-        head = self.value_head.state_dict() if self.value_head is not None and not self.trainable else {}
-        return {"module": self.network.module_state(fixed=True), "value_head": head}
+        return self._state.fixed_weights()
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Restore the state that `state_dict` returned.
-
-        Args:
-            state: state of an engine over the same model.
-            weights_only: keep the current optimizer moments and step counts, and restart the average from the loaded
-                weights.
-
-        Raises:
-            ValueError: only one of state and engine has an optimizer, a value head or averaged weights; or a
-                different set of weights is trained.
-        """
-        if state.get("fused") and self.network.fusion is not None:
-            self.network.fusion.compare()
-        parts = self._parts()
-        if weights_only:
-            parts = {"value_head": parts["value_head"]}
-        for name, part in parts.items():
-            if (state[name] is None) != (part is None):
-                lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
-                raise ValueError(f"models.{self.name}: the {has} has {PARTS[name]}, but the {lacks} does not")
-        self.network.load_module_state(state["module"])
-        for name, part in parts.items():
-            if part is not None:
-                part.load_state_dict(state[name])
-        if weights_only and self._average is not None:
-            self._average.restart()
+        """Restore the state that `state_dict` returned; see `EngineState.load_state_dict`."""
+        self._state.load_state_dict(state, weights_only=weights_only)
 
     def resident(self) -> Iterator[Tensor]:
         """Iterate over tensors kept on the device between calls: weights, buffers, moments and averages."""
-        yield from self.network.parameters()
-        yield from self.network.buffers()
-        if self._stepper is not None:
-            yield from self._stepper.moments()
-        if self._average is not None:
-            yield from self._average.average
-
-    def _parts(self) -> dict[str, Any]:
-        return {"value_head": self.value_head, "optimizer": self._stepper, "ema": self._average}
+        return self._state.resident()
 
     def _trained(self) -> Stepper:
         if self._stepper is None:
