@@ -14,7 +14,7 @@ from realign.cli import commands as cli
 from realign.engines.distributed.ranks import Ranks, current, is_of_another_rank, launched
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.exports import Saves
-from tests.engines.processes import run_ranks
+from tests.engines.distributed.run_ranks import run_ranks
 from tests.runtime.launching import free_port
 
 
