@@ -103,7 +103,7 @@ def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
 
 
 def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> None:
-    """Four ranks: as one process, and each goes on from a checkpoint of the other."""
+    """Four ranks give the results of one process, and each resumes from a checkpoint of the other."""
     one, four = folder / "crossed of 1", folder / "crossed of 4"
     wanted = scenarios.crossed(folder, one, {})
     for found in run_ranks(4, scenarios.crossed, folder, four, {"of 1": one}):
@@ -160,8 +160,8 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
     messages = ranks[0]["mistakes"]
     assert all(found["mistakes"] == messages for found in ranks)
     assert (
-        "rank 1 called train_batch with a different batch than rank 0, or another method (different ids or lengths)"
-        in messages["batch"]
+        "rank 1 called train_batch with a different batch than rank 0, or another method "
+        "(different ids or lengths)" in messages["batch"]
     )
     for name, key in (("values", "advantages"), ("mask", "loss_mask")):
         assert f"another method (different '{key}')" in messages[name]

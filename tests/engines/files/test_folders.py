@@ -1,7 +1,11 @@
+import errno
+import os
+import pickle
+
 import pytest
 
 from realign.engines.files.folders import check_name, check_path, check_run_folder, refuse_link, save_folder
-from realign.errors import ConfigError, DataError
+from realign.errors import ConfigError, DataError, TransientError
 
 
 @pytest.mark.parametrize("name", ["actor", "ref_2", "Qwen2.5 run", "größe", "a" * 100, "grpo=1,kl", "$(x)"])
@@ -76,6 +80,17 @@ def test_a_model_is_not_written_over_a_link(tmp_path):
     assert (tmp_path / "actor").is_symlink()
     assert list((tmp_path / "elsewhere").iterdir()) == []
     refuse_link(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(("code", "transient"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_only_a_full_disk_is_an_error_that_a_restart_can_fix(tmp_path, code, transient):
+    def write(new):
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(OSError, match=f"actor was not saved: .*{os.strerror(code)}") as caught:
+        save_folder(tmp_path / "actor", write)
+    assert isinstance(caught.value, TransientError) == transient
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value))  # it may be sent to another rank
 
 
 def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):

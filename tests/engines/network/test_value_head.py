@@ -69,7 +69,7 @@ def test_a_branch_that_differs_from_its_trunk_is_refused_by_name():
 def test_values_packed_equal_values_alone_and_an_independent_branch(tmp_path, family, layers):
     engine = load(save_tiny(tmp_path / "m", family), head=ValueHead(layers, "mlp", "normal"))
     data = random_sample(LENGTHS)
-    engine.train_batch(data, ONE, joint, tokens)  # the branch has weights of its own now
+    engine.train_batch(data, ONE, joint, tokens)  # the weights of the branch now differ from the trunk
     packed = engine.forward(data, MicroBatchSpec(max_tokens_per_microbatch=20), keep)
     cu = data.cu_seqlens().tolist()
     # an independent branch: a whole model whose top layers and norm are those of the branch, one sequence at a time

@@ -69,7 +69,7 @@ def test_other_families_run_their_modules(family):
     fused = Fusion(model)
     found, want = rollout(model, fused, max_new_tokens=4), rollout(model, None, max_new_tokens=4)
     assert torch.equal(found["input_ids"], want["input_ids"])
-    torch.testing.assert_close(found["logprobs"], want["logprobs"])  # the head's weight stands in another order
+    torch.testing.assert_close(found["logprobs"], want["logprobs"])  # the layout of the head's weight differs
     assert f"model family {model.config.model_type!r} is not supported" in fused.obstacle
 
 

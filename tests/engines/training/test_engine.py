@@ -224,7 +224,7 @@ def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
         assert stats["nonfinite_steps"] == stats["skipped_steps"] == 1
         assert "loss" not in stats
         assert moved(engine, before) == 0
-    assert stat_values(train(engine, data))["skipped_steps"] == 0  # a good step starts the count anew
+    assert stat_values(train(engine, data))["skipped_steps"] == 0  # a good step resets the count
     after = weights(engine)
     for _ in range(2):
         with pytest.warns(UserWarning, match="is skipped"):
