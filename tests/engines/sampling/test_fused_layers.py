@@ -117,7 +117,7 @@ def test_large_models_run_their_modules(monkeypatch):
     assert isinstance(fused.trunk(40, torch.float32), FusedTrunk)
     monkeypatch.setattr(fusion, "CPU_BYTES", 1000)
     assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
-    assert "more than 1000" in fused.obstacle
+    assert "more than the limit of 1000" in fused.obstacle
 
 
 def test_an_optimizer_step_is_seen_by_the_next_rollout():

@@ -665,5 +665,5 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         "autocast": True,
         "head": engine.head.weight_VH,
     }
-    with pytest.raises(ValueError, match="scalar head and cannot generate"):
+    with pytest.raises(ValueError, match="a model with a scalar head cannot generate"):
         tiny_engine("llama", model={"head": "score"}).generate(data, None, seed=0)

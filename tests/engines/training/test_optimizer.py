@@ -101,7 +101,7 @@ def test_trap_d14_learning_rate_by_formula():
         (lambda: OptimizerSpec(lr=-1), "lr=-1: must be at least 0"),
         (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas=\[0.9, 1.0\]: must be two numbers of at least 0 and below 1"),
         (lambda: OptimizerSpec(eps=0), "eps=0: must be above 0"),
-        (lambda: OptimizerSpec(grad_clip=0.0), "grad_clip=0.0: must be above 0, or null"),
+        (lambda: OptimizerSpec(grad_clip=0.0), "grad_clip=0.0: must be above 0 and finite, or null"),
         (lambda: OptimizerSpec(weight_decay=-0.1), "weight_decay=-0.1: must be at least 0"),
         (lambda: OptimizerSpec(ema_decay=1.0), "ema_decay=1.0: must be above 0 and below 1, or null"),
         (lambda: OptimizerSpec(ema_decay=0.0), "ema_decay=0.0: must be above 0 and below 1, or null"),
