@@ -424,7 +424,7 @@ def test_the_sampler_of_a_model_is_set_by_field_or_by_class():
     ):
         with pytest.raises(ConfigError, match=message):
             build(node | {"sampler": sampler}, ModelSpec, "models.actor")
-    with pytest.raises(ConfigError, match=r"models\.actor\.sampler: a model with head=value does not sample"):
+    with pytest.raises(ConfigError, match=r"models\.actor\.sampler=.*: a model with head=value cannot sample"):
         build(node | {"sampler": table, "head": "value"}, ModelSpec, "models.actor")
 
 

@@ -376,41 +376,41 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "name=a/b"],
         (
-            "name 'a/b' cannot name a file: expected up to 100 characters without / \\ or control characters, not "
-            "starting with a dot, dash or blank"
+            "name 'a/b' is not a valid file name. Use up to 100 characters without / \\ or control characters. "
+            "Do not start with a dot, dash or blank."
         ),
     ),
     (
         [*GRPO, "models.actor.path=run"],
-        "models.actor.path='run' is a folder without config.json; did you mean 'run/final/actor'?",
+        "models.actor.path='run': the folder has no config.json. Did you mean 'run/final/actor'?",
     ),
     (
         [*GRPO, "models.actor.path=run/finl/actor"],
         (
-            "models.actor.path='run/finl/actor' is neither an existing model folder nor a hub name (owner/name); "
-            "did you mean 'run/final/actor'?"
+            "models.actor.path='run/finl/actor': neither a model folder nor a hub name (owner/name). "
+            "Did you mean 'run/final/actor'?"
         ),
     ),
     (
         [*GRPO, "models.actor.path=some-owner/some-model"],
         (
-            "models.actor.path='some-owner/some-model' is no folder here and not in the cache of the hub, which "
-            "HF_HUB_OFFLINE=1 forbids to ask; give the path of a folder, or unset HF_HUB_OFFLINE"
+            "models.actor.path='some-owner/some-model': no such folder, and not in the cache of the hub, which "
+            "HF_HUB_OFFLINE=1 disables. Set models.actor.path to a folder, or unset HF_HUB_OFFLINE."
         ),
     ),
     (
         [*GRPO, "models.actor.path=r"],
         (
-            "models.actor: 'r' holds a reward model or a critic (score.weight and no language head), and head is "
-            "causal; give a language model, or set models.actor.head=score"
+            "models.actor.head=causal: 'r' contains a reward model or critic (score.weight and no language head). Set "
+            "models.actor.path to a language model, or set models.actor.head=score."
         ),
     ),
     (
         [*PPO, "models.reward.path=m"],
         (
-            "models.reward: 'm' has no trained head for head=score (it lacks score.weight), and this role is not "
-            "trained: what it says would be random; give a folder with that head, such as final/reward of a run "
-            "of experiment=reward_model, or set models.reward.head.init"
+            "models.reward.head=score: 'm' has no such head (score.weight is missing), and the role does not train, so "
+            "its output would be random. Set models.reward.path to a folder with that head, such as final/reward of "
+            "experiment=reward_model, or set models.reward.head.init."
         ),
     ),
     (
@@ -440,7 +440,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "models.actor.device=cuda"],
-        "models.actor.device='cuda', but torch sees no CUDA device; use cpu or auto",
+        "models.actor.device='cuda': torch finds no CUDA device. Use cpu or auto.",
     ),
     (
         [*GRPO, "data.prompt_column=question"],

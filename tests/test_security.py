@@ -324,9 +324,9 @@ def test_names_of_roles_runs_and_trackers_lead_nowhere(name, whole):
     for key in ("models", "interfaces", "trackers"):
         plain = copy.deepcopy(whole)
         plain[key][name] = next(iter(plain[key].values()))
-        with pytest.raises(ValueError, match="cannot name a file"):
+        with pytest.raises(ConfigError, match="is not a valid file name"):
             build_experiment(config_of(plain))
-    with pytest.raises(ValueError, match="cannot name a file"):
+    with pytest.raises(ConfigError, match="is not a valid file name"):
         build_experiment(config_of({**whole, "name": name}))
 
 
@@ -338,7 +338,7 @@ def test_a_run_does_not_write_through_links(name, tmp_path, whole):
     (tmp_path / "run" / name).symlink_to(elsewhere)
     for overwrite in (False, True):
         plain = {**whole, "output_dir": str(tmp_path / "run"), "overwrite": overwrite}
-        with pytest.raises(ValueError, match="is a link to"):
+        with pytest.raises(ConfigError, match="is a link to"):
             build_experiment(config_of(plain)).refuse_earlier_run()
 
 

@@ -26,6 +26,7 @@ from realign.api.model import (
 )
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
+from realign.errors import ConfigError, SettingsError
 from realign.settings import Count, Settings
 
 
@@ -58,7 +59,7 @@ class SharedModel(Settings, ModelSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None and self.branch is not Share.reference:
-            raise ValueError(f"layers={self.layers} belongs to branch=reference, but branch is {self.branch.value}")
+            raise SettingsError(f"layers={self.layers}: requires branch=reference. Remove layers, or set branch.")
 
     def load(self, name: str, *, seed: int, loaded: Mapping[str, Model] | None = None) -> Model:
         """Return a view of the model of role `of`; both have the same policy version.
@@ -69,17 +70,17 @@ class SharedModel(Settings, ModelSpec):
             loaded: the models of other roles.
 
         Raises:
-            ValueError: `loaded` does not contain the role `of`, or its model does not support this branch.
+            ConfigError: `loaded` does not contain the role `of`, or its model does not support this branch.
         """
         owner = (loaded or {}).get(self.of)
         if owner is None:
-            raise ValueError(f"models.{name} shares the model of role {self.of!r}, which takes no part in the graph")
+            raise ConfigError(f"models.{name}.of={self.of!r}: no RPC uses this role, so its model is not loaded")
         engine = SharedEngine(name, self.of, owner.machine)
         if self.branch is Share.reference:
             try:
                 engine = ReferenceEngine(name, self.of, owner.machine, owner.machine.reference(self.layers))
-            except ValueError as error:
-                raise ValueError(f"models.{name}: {error}") from error
+            except (ConfigError, ValueError) as error:  # ValueError: an engine without reference branches
+                raise ConfigError(f"models.{name}: {error}") from error
         view = Model(name, engine, owner.tokenizer, seed, owner.version, owner.saved_views.get(name, {}))
         if self.branch is Share.whole:
             view.external_sampler = owner.external_sampler
@@ -108,15 +109,13 @@ def check_shared(models: Mapping[str, object]) -> None:
     """Check that every shared model belongs to a role that does not share one itself.
 
     Raises:
-        ValueError: names the key and the valid roles.
+        ConfigError: a role shares the model of a role without one. The message names the valid roles.
     """
     own = [role for role, spec in models.items() if not isinstance(spec, SharedModel)]
     for role, spec in models.items():
         if isinstance(spec, SharedModel) and spec.of not in own:
-            raise ValueError(
-                f"models.{role}.of must be a role with a model of its own ({', '.join(own) or 'there is none'}), "
-                f"found {spec.of!r}"
-            )
+            valid = f"Valid roles: {', '.join(own)}." if own else "No role has one."
+            raise ConfigError(f"models.{role}.of={spec.of!r}: must be a role with its own model. {valid}")
 
 
 class SharedEngine(PipelinableEngine):
@@ -148,7 +147,7 @@ class SharedEngine(PipelinableEngine):
         step_if: StepIf | None = None,
     ) -> Stats:
         """Raise ValueError, since a shared model is trained only as the role that owns it."""
-        raise ValueError(f"model {self.name!r} shares the model of role {self.of!r} and does not train; train that one")
+        raise ValueError(f"models.{self.name} shares the model of role {self.of!r} and cannot train")
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
@@ -185,7 +184,7 @@ class SharedEngine(PipelinableEngine):
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Raise ValueError for a state that is not empty."""
         if state:
-            raise ValueError(f"model {self.name!r} shares the model of role {self.of!r} and has no state of its own")
+            raise ValueError(f"models.{self.name} shares the model of role {self.of!r}, which saves the state of both")
 
     def weights(self) -> dict[str, Tensor]:
         """See `PipelinableEngine.weights`; returns the weights of the other role."""
@@ -193,7 +192,7 @@ class SharedEngine(PipelinableEngine):
 
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         """Raise ValueError, since the weights change only through the role that owns the model."""
-        raise ValueError(f"model {self.name!r} shares the model of role {self.of!r}; give the weights to that one")
+        raise ValueError(f"models.{self.name} shares the model of role {self.of!r}. Load the weights into {self.of!r}.")
 
 
 class ReferenceEngine(SharedEngine):
@@ -219,12 +218,12 @@ class ReferenceEngine(SharedEngine):
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Raise ValueError, since the branch has no KV cache."""
-        raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r}: it scores and cannot generate")
+        raise ValueError(f"models.{self.name} is the reference branch of role {self.of!r}, which cannot generate")
 
     def save(self, path: Path) -> None:
         """Raise ValueError, since the folder that the run started from contains these weights."""
-        raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r} and has no weights to save")
+        raise ValueError(f"models.{self.name} is the reference branch of role {self.of!r}, which cannot be saved")
 
     def weights(self) -> dict[str, Tensor]:
         """Raise ValueError, since the weights are part of another network."""
-        raise ValueError(f"model {self.name!r} is the frozen start of role {self.of!r} and has no weights of its own")
+        raise ValueError(f"models.{self.name} is the reference branch of role {self.of!r} without separate weights")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -17,8 +16,9 @@ from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
 from realign.api.sampler import Sampler, SamplerSpec
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
-from realign.engines.files.folders import check_path, read_states, warn_if_misread
+from realign.engines.files.folders import check_path, read_states
 from realign.engines.files.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
+from realign.engines.files.pretrained import TOKENIZER_FILES, quiet_transformers, read_tokenizer, readable
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, head_mapping, read_head
 from realign.engines.network.kernels import Backend
@@ -28,11 +28,8 @@ from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
-from realign.errors import SettingsError
+from realign.errors import ConfigError, DataError, SettingsError
 from realign.settings import Settings
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Tokenizer files. Without any of them, AutoTokenizer silently builds an empty tokenizer of the model's family."""
 
 
 class DType(StrEnum):
@@ -96,7 +93,9 @@ class TransformersModel(Settings, ModelSpec):
         if self.optimizer is None and self.trains != All():
             raise SettingsError(f"trains={self.trains}: it is ignored without an optimizer. Set optimizer.lr.")
         if self.head.is_scalar and self.sampler != InProcessSampling():
-            raise SettingsError(f"sampler: a model with head={self.head} does not sample")
+            raise SettingsError(
+                f"sampler={type(self.sampler).__name__}: a model with head={self.head} cannot sample. Remove sampler."
+            )
 
     def facts(self) -> ModelFacts:
         """See `ModelSpec.facts`."""
@@ -127,18 +126,21 @@ class TransformersModel(Settings, ModelSpec):
         """Check the settings before any weights are read.
 
         Raises:
-            ValueError: a path or device is invalid, a package is missing, or the head does not match the weights. The
-                message names the key.
+            ConfigError: a path or device is invalid, or a package is missing. The message names the key.
+            DataError: a model folder is invalid, or the head does not match its weights.
         """
         what = f"models.{name}"
         self.sampler.check(f"{what}.sampler")
         self.trains.check(f"{what}.trains")
         if self.attention is Backend.flash and find_spec("flash_attn") is None:
-            raise ValueError(f"{what}.attention=flash needs the package flash-attn (realign[flash-attn]); use auto")
+            raise ConfigError(
+                f"{what}.attention=flash: flash-attn is not installed. Run pip install 'realign-rl[flash-attn]', or "
+                f"set {what}.attention=auto."
+            )
         try:
             pick_device(self.device)
-        except ValueError as error:
-            raise ValueError(f"{what}.{error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{what}.{error}") from error
         path = check_path(f"{what}.path", self.path)
         if self.tokenizer is not None:
             tokenizer = check_path(f"{what}.tokenizer", self.tokenizer, TOKENIZER_FILES)
@@ -158,8 +160,8 @@ class TransformersModel(Settings, ModelSpec):
             seed: the run's root seed; initializes weights that the folder lacks (a new scalar head).
 
         Raises:
-            ValueError: the model cannot be used. The message names the role, the path or model family, and the
-                reason.
+            ConfigError: the settings do not fit the model. The message names the role.
+            DataError: the folder or tokenizer cannot be used. The message names the role and the path.
         """
         from realign.engines.training.engine import TransformersEngine
 
@@ -171,16 +173,19 @@ class TransformersModel(Settings, ModelSpec):
         self.check(name)
         module = self._read_module(name, seed)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
-        tokenizer = self._read_tokenizer(name)
+        tokenizer = read_tokenizer(name, self.tokenizer or self.path, trust_remote_code=self.trust_remote_code)
         words = module.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > words:
-            raise ValueError(f"models.{name}: the tokenizer has {len(tokenizer)} tokens, the model only {words}")
+            raise DataError(
+                f"models.{name}: the tokenizer has {len(tokenizer)} tokens, but the model only {words}. Use the "
+                f"tokenizer of the model (models.{name}.tokenizer)."
+            )
         vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
         if vocabulary is not None and vocabulary > words:
-            raise ValueError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
+            raise ConfigError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
         module = module.to(pick_device(self.device)).eval()
         value_head = self._read_value_head(name, module, seed)
-        with _readable(f"models.{name}.trains"):
+        with readable(f"models.{name}.trains", ConfigError):
             self.trains.prepare(module, path=self.path, seed=derive_seed(seed, name, "lora"))
         engine = build(
             name,
@@ -216,14 +221,14 @@ class TransformersModel(Settings, ModelSpec):
         from realign.engines.network.attention import ATTENTION
 
         path = check_path(f"models.{name}.path", self.path)
-        hub = "" if Path(path).is_dir() else " from the hub (without a network, HF_HUB_OFFLINE=1 says so at once)"
-        with _readable(f"models.{name}: cannot load {self.path!r}{hub}"):
+        hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
+        with readable(f"models.{name}: cannot load {self.path!r}{hub}"):
             family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
         labels = {"num_labels": 1} if self.head.is_scalar else {}
         what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head}"
 
         def read(**more: Any) -> tuple[Any, dict[str, Any]]:
-            with torch.random.fork_rng(), _quietly():
+            with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(derive_seed(seed, name, "init"))
                 return self.head.auto_class().from_pretrained(
                     path,
@@ -236,7 +241,7 @@ class TransformersModel(Settings, ModelSpec):
                     **more,
                 )
 
-        with _readable(what):
+        with readable(what):
             try:
                 module, info = read()
                 if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
@@ -244,17 +249,17 @@ class TransformersModel(Settings, ModelSpec):
             except KeyError as error:
                 if error.args != (ATTENTION,):
                     raise
-                raise ValueError("it cannot run packed, since it chooses among attention classes of its own") from error
+                raise ConfigError("packed attention is not supported by its attention classes") from error
         self._check_complete(name, module.base_model_prefix, sorted(info["missing_keys"]))
         return module
 
     def _check_complete(self, name: str, body: str, missing: Sequence[str]) -> None:
-        """Raise ValueError for weights that are randomly initialized but never train; transformers only warns."""
+        """Raise DataError for weights that are randomly initialized but never train; transformers only warns."""
         inside = [key for key in missing if key.startswith(f"{body}.")]
         heads = [key for key in missing if key not in inside and key.endswith(".weight")]
         if absent := inside or ([] if self.head.is_scalar else heads):
-            raise ValueError(
-                f"models.{name}: {self.path!r} lacks weights that head={self.head} needs: {absent[0]}"
+            raise DataError(
+                f"models.{name}.path={self.path!r}: the folder lacks weights for head={self.head}: {absent[0]}"
                 + (f" and {len(absent) - 1} more" if absent[1:] else "")
             )
         if heads and self.optimizer is None and not self.head.replaces:
@@ -277,37 +282,3 @@ class TransformersModel(Settings, ModelSpec):
             probe_branch(module, network.branch)
         network.load(self.path, what)
         return network
-
-    def _read_tokenizer(self, name: str) -> Any:
-        from transformers import AutoTokenizer
-
-        path = check_path(f"models.{name}.tokenizer", self.tokenizer or self.path, TOKENIZER_FILES)
-        with _readable(f"models.{name}: cannot load a tokenizer from {path!r}"):
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
-        warn_if_misread(f"models.{name}", tokenizer, path)
-        return tokenizer
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings of transformers about missing weights; `_check_complete` reports them."""
-    from transformers.utils import logging as transformers_logging
-
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    """Convert long exceptions of transformers to one-line ValueErrors, with the original as the cause."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        cure = "; trust_remote_code=true of this role runs it" if "trust_remote_code" in str(error) else ""
-        raise ValueError(f"{what}: {kind}{first}{cure}") from error

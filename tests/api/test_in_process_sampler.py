@@ -8,6 +8,7 @@ import torch
 
 from realign.api import GenerationConfig, InProcessSampler, Request, SequenceSample
 from realign.api.sampler import requests_of
+from realign.errors import ConfigError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.api.test_sampler import CONFIG, prompts
 from tests.tiny import tiny_engine
@@ -93,7 +94,7 @@ def test_an_error_of_the_engine_is_the_result_of_the_requests_of_its_call():
     good = sampler.submit(Request("a", 0, torch.tensor([3]), TEXT, 0))
     bad = sampler.submit(Request("b", 0, torch.tensor([3]), replace(TEXT, stop_token_ids=[9999]), 0))
     assert len(good.result().ids)
-    with pytest.raises(ValueError, match="stop token 9999"):
+    with pytest.raises(ConfigError, match="stop token 9999"):
         bad.result()
 
 

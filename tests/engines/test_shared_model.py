@@ -5,6 +5,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model
 from realign.engines import Causal, Lora, OptimizerSpec, Score, SharedModel, TopLayers, TransformersModel, ValueHead
+from realign.errors import ConfigError, SettingsError
 from realign.testing import BigramEngine
 from tests.tiny import random_sample, save_tiny
 
@@ -88,24 +89,24 @@ def test_only_the_top_is_trained(tmp_path):
 def test_a_reference_over_a_trunk_that_moves_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "m")
     with pytest.raises(
-        ValueError, match=r"models\.ref: model 'actor' trains all of its weights.*trains=top_layers or l"
+        ConfigError, match=r"models\.ref: models\.actor\.trains=all: .* Set models\.actor\.trains=top_layers or lora"
     ):
         load(folder)
     tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)  # the head's weight is the trunk's, too
-    with pytest.raises(ValueError, match=r"models\.ref: model 'actor' trains all of its weights"):
+    with pytest.raises(ConfigError, match=r"models\.ref: models\.actor\.trains=all: "):
         load(tied)
-    with pytest.raises(ValueError, match=r"models\.ref: layers=1 .* are fewer than the 2 that are trained"):
+    with pytest.raises(ConfigError, match=r"models\.ref: layers=1: must be at least 2"):
         load(folder, layers=1, trains=TopLayers(2))
-    with pytest.raises(ValueError, match=r"models\.ref: layers must be from 1 to 3, .* layers, found 4"):
+    with pytest.raises(ConfigError, match=r"models\.ref: layers=4: must be between 1 and 3"):
         load(folder, layers=4, trains=TopLayers(2))
-    with pytest.raises(ValueError, match=r"models\.actor\.trains: layers must be from 1 to 3, .* found 4"):
+    with pytest.raises(ConfigError, match=r"models\.actor\.trains: layers=4: must be between 1 and 3"):
         load(folder, trains=TopLayers(4))
-    with pytest.raises(ValueError, match="layers=2 has no effect: the reference of a model with LoRA"):
+    with pytest.raises(ConfigError, match="layers=2: with LoRA, the reference is the base model"):
         load(folder, layers=2, trains=Lora())
-    with pytest.raises(ValueError, match="branch=reference is of a language model"):
+    with pytest.raises(ConfigError, match="branch=reference requires a language model"):
         load(save_tiny(tmp_path / "score", head="score"), head=Score(), trains=TopLayers(1))
     bigram = Model("actor", BigramEngine())
-    with pytest.raises(ValueError, match=r"models\.ref: BigramEngine has no reference branch"):
+    with pytest.raises(ConfigError, match=r"models\.ref: BigramEngine has no reference branch"):
         SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": bigram})
 
 
@@ -113,13 +114,13 @@ def test_a_reference_only_scores(tmp_path):
     _, ref = load(save_tiny(tmp_path / "m"), trains=TopLayers(1), head=Causal(ValueHead()))
     data = random_sample(LENGTHS)
     assert not ref.trainable
-    with pytest.raises(ValueError, match="'ref' shares the model of role 'actor' and does not train"):
+    with pytest.raises(ValueError, match=r"models.ref shares the model of role 'actor' and cannot train"):
         train(ref, data)
-    with pytest.raises(ValueError, match="it scores and cannot generate"):
+    with pytest.raises(ValueError, match="which cannot generate"):
         ref.generate(data, GenerationConfig(), seed=0)
-    with pytest.raises(ValueError, match="has no weights to save"):
+    with pytest.raises(ValueError, match="which cannot be saved"):
         ref.save(tmp_path / "out")
-    with pytest.raises(ValueError, match="values needs a model with a scalar head"):
+    with pytest.raises(ValueError, match="values requires a scalar head"):
         ref.forward(data, ONE, lambda out, mb: mb.with_tokens(values=out.values()))
 
 
@@ -137,7 +138,7 @@ def test_a_critic_shares_the_value_head_of_the_actor(tmp_path):
 
 
 def test_settings_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match="layers=2 belongs to branch=reference, but branch is whole"):
+    with pytest.raises(SettingsError, match="layers=2: requires branch=reference"):
         SharedModel("actor", layers=2)
 
 

@@ -22,7 +22,7 @@ from realign.data import PreferenceData, PromptData, SupervisedData, TextData, T
 from realign.data.pretraining import WithPretraining
 from realign.engines import Causal, OptimizerSpec, TransformersModel
 from realign.engines.training.engine import TransformersEngine
-from realign.errors import DataError
+from realign.errors import DataError, RunError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -440,7 +440,9 @@ def test_a_run_whose_every_loss_is_not_finite_ends_with_the_ids(tmp_path):
         "reward": RuleRewardInterface(function=f"{__file__}:length", workers=0),
     }
     with (
-        pytest.warns(UserWarning, match="this step is skipped, 1 in a row, and 2 end the run"),
-        pytest.raises(FloatingPointError, match=r"in 2 optimizer steps in a row.*ids '\d@0', '\d@0'"),
+        pytest.warns(
+            UserWarning, match="The step is skipped and training continues. Consecutive skips: 1; the run ends at 2."
+        ),
+        pytest.raises(RunError, match=r"of 2 consecutive optimizer steps was not finite.*ids '\d@0', '\d@0'"),
     ):
         run(experiment(tmp_path, path, models=models, interfaces=parts))

@@ -8,6 +8,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
+from realign.errors import DataError
 from realign.interfaces.components import Critic, KLPenalty, KLPlace, ValueObjective
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -87,7 +88,7 @@ def test_averaged_weights_come_with_the_state_of_interfaces(tmp_path):
 def test_a_state_file_that_holds_no_state_is_named(tmp_path, text):
     folder = save_tiny(tmp_path / "model")
     (folder / "interface_state.json").write_text(text)
-    with pytest.raises(ValueError, match=r"interface_state\.json' (is no JSON|must hold a JSON object)"):
+    with pytest.raises(DataError, match=r"interface_state\.json' (is not a JSON file|must contain a JSON object)"):
         load_models(shared(tmp_path, folder))
 
 
@@ -113,7 +114,7 @@ def test_a_shared_model_answers_but_does_not_train(tmp_path):
     answers = [models[role].machine.generate(prompts, greedy, seed=1)["input_ids"] for role in ("actor", "ref")]
     assert torch.equal(*answers)
     assert not models["ref"].machine.trainable
-    with pytest.raises(ValueError, match="model 'ref' shares the model of role 'actor' and does not train"):
+    with pytest.raises(ValueError, match=r"models.ref shares the model of role 'actor' and cannot train"):
         models["ref"].machine.train_batch(prompts, MicroBatchSpec(), None, None)
 
 

@@ -111,7 +111,9 @@ def test_trap_b7_what_a_reference_has_become_is_in_the_checkpoint_and_not_what_i
 
 
 def test_other_architectures_are_refused_when_they_are_loaded(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"sync\.ref\.of=actor: model 'ref' has other weights: 'model\.layers\.1\..*"):
+    with pytest.raises(
+        ValueError, match=r"sync\.ref\.of=actor: models\.ref: the given weights do not fit: 'model\.layers\.1\..*"
+    ):
         LocalRuntime(synced(folder, tmp_path, {"ref": Sync("actor")}, ref="wide"))
 
 

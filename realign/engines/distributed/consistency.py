@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realign.api.sample import SequenceSample
+from realign.engines.distributed.ranks import Ranks
 
 ROUNDING = 1e-4
 """Tolerance relative to the sum of magnitudes; different processors may round differently."""
@@ -28,15 +29,32 @@ class Facts:
     def difference(self, other: Facts) -> str:
         """Describe how another rank's batch differs; empty if it does not."""
         if self.shape != other.shape:
-            return "other ids or lengths"
+            return "different ids or lengths"
         for key, digest in self.exact.items():
             if digest != other.exact.get(key):
-                return f"other {key!r}"
+                return f"different {key!r}"
         for key, (total, size) in self.sums.items():
             theirs, _ = other.sums.get(key, (float("nan"), 0.0))
             if not abs(total - theirs) <= ROUNDING * size:
-                return f"other {key!r}"
+                return f"different {key!r}"
         return ""
+
+
+def check_same_batch(role: str, ranks: Ranks, method: str, data: SequenceSample) -> None:
+    """Check that all ranks call the same method with the same batch; collective.
+
+    Different batches would make ranks wait for each other forever.
+
+    Raises:
+        ValueError: a rank's batch or call differs; the message names the rank and the difference.
+    """
+    found = ranks.gather(facts_of(method, data))
+    for rank, facts in enumerate(found):
+        if differing := found[0].difference(facts):
+            raise ValueError(
+                f"models.{role}: rank {rank} called {method} with a different batch than rank 0, or another method "
+                f"({differing}). Interfaces, rewards and data must return the same on every rank."
+            )
 
 
 def facts_of(method: str, data: SequenceSample) -> Facts:

@@ -19,11 +19,13 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
-from realign.engines.distributed.consistency import facts_of
+from realign.engines.distributed.consistency import check_same_batch
 from realign.engines.distributed.fsdp import ShardedNetwork
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.shards import Saved, from_slice, is_part, part_of, read_parts, whole
+from realign.engines.distributed.shards import is_part, part_of, whole
 from realign.engines.distributed.spec import Sharding
+from realign.engines.distributed.state import ShardedState
+from realign.engines.distributed.stepper import ShardedStepper
 from realign.engines.files.folders import AVERAGED, save_folder
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import ParallelPasses
@@ -31,9 +33,12 @@ from realign.engines.network.network import Network, check_finite, write_network
 from realign.engines.network.shared_prefix import Passes
 from realign.engines.sampling.rollout import PROMPTS
 from realign.engines.sampling.weight_fusion import Fusion
-from realign.engines.training.engine import Accumulated, TransformersEngine, added, check_loss
+from realign.engines.training.callbacks import added, check_loss
+from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, step_weight
+from realign.errors import ConfigError
 
 
 class ShardedEngine(TransformersEngine):
@@ -50,21 +55,22 @@ class ShardedEngine(TransformersEngine):
         """Shard a model that every rank has loaded identically; other arguments as in `TransformersEngine`.
 
         Raises:
-            ValueError: the model family cannot run packed or sharded, or a setting is incompatible with sharding.
+            ConfigError: the model family cannot run packed or sharded, or a setting is incompatible with sharding.
         """
         self.sharding = sharding
         self._ranks = current()
         device = next(module.parameters()).device
         if sharding.offload and device.type == "cpu":
-            raise ValueError(f"models.{name}.sharding.offload moves weights off an accelerator; this model is on a CPU")
+            raise ConfigError(f"models.{name}.sharding.offload=true: the model is already on the CPU. Remove this key.")
         settings["parallel_passes"] = ParallelPasses.off  # every pass is a collective: passes cannot run concurrently
         super().__init__(name, module, tokenizer, **settings)
+        self._sharded_state = ShardedState(self.network, self._stepper, self._average)
 
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
         return ShardedNetwork(name, module, sharding=self.sharding, **settings)
 
-    def _make_stepper(self, name: str, spec: OptimizerSpec) -> Stepper:
-        return _ShardedStepper(name, spec, self.network)
+    def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
+        return ShardedStepper(self.name, spec, self.network)
 
     @property
     def data_ranks(self) -> int:
@@ -89,12 +95,12 @@ class ShardedEngine(TransformersEngine):
         """See `TransformersEngine.reference`. Requires LoRA.
 
         Raises:
-            ValueError: the model has no adapters.
+            ConfigError: the model has no adapters.
         """
         if not self.network.trains.only_adds:
-            raise ValueError(
-                f"model {self.name!r} is sharded: branch=reference needs trains=lora, since a frozen copy of top "
-                "layers is not sharded with them; give the reference a model of its own"
+            raise ConfigError(
+                f"models.{self.name}.trains={self.network.trains}: branch=reference of a sharded model requires "
+                f"trains=lora. Set models.{self.name}.trains=lora, or use a separate model as the reference."
             )
         run = self.network.reference(layers)
 
@@ -185,12 +191,12 @@ class ShardedEngine(TransformersEngine):
         A non-finite gradient is not traced to prompts, since that would need extra passes on all ranks.
         """
         if (name := self._nonfinite_weight()) is not None:
-            return f"the model itself: weight {name!r} is not finite"
+            return f"the model: weight {name!r} is not finite"
         pairs = zip(done.passes, done.losses, strict=True)
         own = [i for (part, _), loss in pairs if not bool(loss.isfinite()) for i in part.ids]
         found = dict.fromkeys(i for ids in self.network.grid.gather(own) for i in ids)
         if not found:
-            return "no loss: the sum of the gradients alone is not finite"
+            return "the sum of the gradients, while all losses are finite"
         return f"the loss of micro-batches with ids {', '.join(map(repr, list(found)[:8]))}"
 
     def _nonfinite_weight(self) -> str | None:
@@ -225,20 +231,8 @@ class ShardedEngine(TransformersEngine):
         return self.network.sampler(), self.network.fusion
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
-        """Split the batch into the parts of the ranks, after checking that all ranks have the same batch.
-
-        Different batches would make ranks wait for each other forever.
-
-        Raises:
-            ValueError: a rank's batch or call differs; the message names the rank and the difference.
-        """
-        found = self._ranks.gather(facts_of(method, data))
-        for rank, facts in enumerate(found):
-            if differing := found[0].difference(facts):
-                raise ValueError(
-                    f"model {self.name!r}: rank {rank} was given another batch than rank 0, or another call than "
-                    f"{method} ({differing}); interfaces, rewards and data must give every rank the same"
-                )
+        """Split the batch into the parts of the ranks; see `check_same_batch` for errors."""
+        check_same_batch(self.name, self._ranks, method, data)
         return shard(data, self.data_ranks, key)
 
     def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:
@@ -248,7 +242,7 @@ class ShardedEngine(TransformersEngine):
         """See `TransformersEngine.save`. Rank 0 gathers the weights on the host and writes them.
 
         Raises:
-            ValueError: a weight is not finite.
+            RunError: a weight is not finite.
             OSError: rank 0 could not write.
         """
         path = Path(path)
@@ -275,18 +269,7 @@ class ShardedEngine(TransformersEngine):
 
     def state_dict(self) -> dict[str, Any]:
         """See `TransformersEngine.state_dict`. Tensors are this rank's shards (`DTensor`), never full tensors."""
-        state = super().state_dict()
-        if self._stepper is not None:
-            moments = state["optimizer"]["optimizer"]["state"]
-            places = self._places()
-            state["optimizer"]["optimizer"]["state"] = {
-                i: {name: self._as_part(x, places[i]) for name, x in kept.items()} for i, kept in moments.items()
-            }
-        if self._average is not None:
-            trained = [i for i, p in enumerate(self.network.owned()) if p.requires_grad]
-            average = state["ema"]["average"]
-            state["ema"] = {"average": [self.network.like(x, i) for x, i in zip(average, trained, strict=True)]}
-        return state
+        return self._sharded_state.wrapped(super().state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """See `TransformersEngine.load_state_dict`. The state may come from any number of ranks.
@@ -295,47 +278,10 @@ class ShardedEngine(TransformersEngine):
         """
         if state.get("fused") and self.network.fusion is not None:
             self.network.sampler()  # with the run's initial weights, see `Fusion.compare`
-        reader = _Reader()
-        state = self._own_parts(state, reader)
-        reader.read()
-        super().load_state_dict(state, weights_only=weights_only)
+        super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
         self.network.gathered.outdate()
         if not self.sharding.keep_rollout:
             self.network.gathered.empty()
-
-    def _places(self) -> dict[int, int]:
-        """Map parameter indices in the optimizer's state to indices in `ShardedNetwork.owned`."""
-        at = {id(p): place for place, p in enumerate(self.network.owned())}
-        groups = self._trained().optimizer.param_groups
-        return dict(enumerate(at[id(p)] for group in groups for p in group["params"]))
-
-    def _as_part(self, x: Tensor, place: int) -> Tensor:
-        return x if x.ndim == 0 else self.network.like(x, place)
-
-    def _own_parts(self, state: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-        """Replace the tensors of a state by this rank's shards.
-
-        Weights become `DTensor`s. Optimizer moments and averages become plain tensors.
-        """
-        own = dict(state)
-        for name, network in (("module", self.module), ("value_head", self.value_head)):
-            if network is not None and state[name] is not None:
-                now = network.state_dict()
-                own[name] = {k: reader.part(x, now[k]) if k in now else x for k, x in state[name].items()}
-        slices = list(self.network.sharded.values())
-        if self._stepper is not None and state["optimizer"] is not None:
-            kept, places = state["optimizer"]["optimizer"], self._places()
-            moments = {
-                i: {k: reader.plain(x, slices[places[i]]) for k, x in moment.items()}
-                for i, moment in kept["state"].items()
-                if i in places
-            }
-            own["optimizer"] = {**state["optimizer"], "optimizer": {**kept, "state": moments}}
-        if self._average is not None and state["ema"] is not None:
-            trained = [p for p in slices if p.requires_grad]
-            average = zip(state["ema"]["average"], trained, strict=True)
-            own["ema"] = {"average": [reader.plain(x, p) for x, p in average]}
-        return own
 
     def weights(self) -> dict[str, Tensor]:
         """See `TransformersEngine.weights`. Returns full tensors on every rank."""
@@ -348,51 +294,6 @@ class ShardedEngine(TransformersEngine):
         slices = {name: x.to_local() if is_part(x) else x for name, x in own.items()}
         mix_into(slices, {name: _slice(weights[name], x) for name, x in own.items()}, mix)
         self.network.gathered.outdate()
-
-
-class _ShardedStepper(Stepper):
-    """A stepper over the shards of one rank. The gradient norm is taken over all ranks."""
-
-    def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork) -> None:
-        super().__init__(name, spec, network.owned())
-        self._network = network
-
-    def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole gradient."""
-        return self._network.gradient_norm()
-
-
-class _Reader:
-    """Collects the tensors to read from the files of several ranks, so that each file is opened once."""
-
-    def __init__(self) -> None:
-        self._wanted: dict[Path, dict[str, Any]] = {}
-
-    def part(self, x: Tensor | Saved, like: Tensor) -> Tensor:
-        """Return the tensor sharded like `like`; `read` fills a tensor that comes from files."""
-        if not isinstance(x, Saved):
-            if x.shape != like.shape:
-                raise ValueError(f"a saved tensor has shape {list(x.shape)}, and this model's {list(like.shape)}")
-            return from_slice(part_of(x, like), like) if is_part(like) else x
-        wanted = self._wanted.setdefault(x.folder, {})
-        if x.name not in wanted:
-            wanted[x.name] = torch.empty_like(like)
-        found: Tensor = wanted[x.name]
-        return found
-
-    def plain(self, x: Tensor | Saved, like: Any) -> Tensor:
-        """Return this rank's shard of the tensor as a plain tensor, sharded like `like`."""
-        if not isinstance(x, Saved) and x.ndim == 0:
-            return x
-        part: Any = self.part(x, like)
-        slice_: Tensor = part.to_local()
-        # shard of a full tensor: copy it, since fused optimizers need dense moments, and to free the full tensor
-        return slice_ if isinstance(x, Saved) else slice_.clone(memory_format=torch.contiguous_format)
-
-    def read(self) -> None:
-        """Fill the collected tensors from their files."""
-        for folder, wanted in self._wanted.items():
-            read_parts(folder, wanted)
 
 
 def _slice(x: Tensor, like: Any) -> Tensor:

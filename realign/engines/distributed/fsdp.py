@@ -25,6 +25,7 @@ from realign.engines.network.branches import read_stack
 from realign.engines.network.network import Network
 from realign.engines.network.shared_prefix import Layout
 from realign.engines.sampling.weight_fusion import Fusion
+from realign.errors import ConfigError
 
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
 """A micro-batch without tokens. A pass over it runs the collectives of a normal pass, and changes nothing."""
@@ -42,11 +43,11 @@ class Grid:
         """Build the mesh over all ranks of the default process group.
 
         Raises:
-            ValueError: the number of ranks is not a multiple of `tensor_parallel`.
+            ConfigError: the number of ranks is not a multiple of `tensor_parallel`.
         """
         size, tp = dist.get_world_size(), sharding.tensor_parallel
         if size % tp:
-            raise ValueError(f"sharding.tensor_parallel={tp} does not divide the number of ranks, {size}")
+            raise ConfigError(f"sharding.tensor_parallel={tp}: must divide the number of ranks ({size})")
         return cls(init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")), device)
 
     @property
@@ -89,11 +90,13 @@ class ShardedNetwork(Network):
         """Probe the model, which is complete on every rank, and keep a slice; other arguments as in `Network`.
 
         Raises:
-            ValueError: the family cannot run packed, its layers are not found, its tensor-parallel plan is not
+            ConfigError: the family cannot run packed, its layers are not found, its tensor-parallel plan is not
                 supported, or torch is too old.
         """
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ValueError(f"models.{name}: several processes need torch 2.13 or later, found {torch.__version__}")
+            raise ConfigError(
+                f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
+            )
         super().__init__(name, module, dtype=dtype, **settings)
         layers = read_stack(module).layers
         self.grid = Grid.of(sharding, self.device)

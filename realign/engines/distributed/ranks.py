@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from realign.errors import ConfigError
+
 T = TypeVar("T")
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -75,11 +77,11 @@ class Ranks:
                 result = action()
             except Exception as raised:
                 error = raised
-        result, told = self.broadcast((result, error and _sendable(error)))
+        result, failure = self.broadcast((result, error and _sendable(error)))
         if error is not None:
             raise error  # the original error, with its traceback
-        if told is not None:
-            raise _marked(told)
+        if failure is not None:
+            raise _marked(failure)
         return result  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -131,15 +133,22 @@ def launched() -> Ranks:
     """Return the ranks that a launcher has configured (`LAUNCHED`), whether or not they have joined; else one rank.
 
     Raises:
-        ValueError: the variables are not numbers.
+        ConfigError: the variables are not integers.
     """
     if any(not os.environ.get(name) for name in LAUNCHED):
         return Ranks()
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except ValueError as error:
-        raise ValueError(f"RANK and WORLD_SIZE must be numbers, as torchrun sets them: {error}") from error
+    rank, size = _integer("RANK"), _integer("WORLD_SIZE")
     return Ranks(rank, size) if size > 1 else Ranks()
+
+
+def _integer(variable: str) -> int:
+    """Return the value of an environment variable that a launcher sets."""
+    text = os.environ[variable]
+    try:
+        return int(text)
+    except ValueError as error:
+        cure = f"Start the run with torchrun, or unset {variable}."
+        raise ConfigError(f"{variable}={text!r}: must be an integer. {cure}") from error
 
 
 def current() -> Ranks:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from realign.settings import Count, Settings
+
 
 @dataclass
-class Sharding:
+class Sharding(Settings):
     """Sharding of one model's weights over several processes; ignored in a single-process run.
 
     Attributes:
@@ -20,11 +22,7 @@ class Sharding:
             false frees it after each rollout.
     """
 
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     offload: bool = False
     reshard: bool = True
     keep_rollout: bool = True
-
-    def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise ValueError(f"sharding.tensor_parallel must be at least 1, found {self.tensor_parallel}")

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from realign.errors import ConfigError
+
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 """The ways to split a linear layer, by their names in a transformers plan."""
 
@@ -25,13 +27,15 @@ def split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh
         Names, in `layers`, of replicated parameters whose gradient is summed over ranks.
 
     Raises:
-        ValueError: the family has no plan, the plan has an unsupported style, or the heads do not divide evenly.
+        ConfigError: the family has no plan, the plan has an unsupported style, or the heads do not divide evenly.
     """
-    family = f"models.{role}: model family {module.config.model_type!r}"
+    key, family = f"models.{role}.sharding.tensor_parallel={mesh.size()}", repr(module.config.model_type)
     plan = getattr(module.config, "base_model_tp_plan", None)
     if not plan:
-        raise ValueError(f"{family} has no plan for sharding.tensor_parallel")
-    _check_divides(family, module.config, mesh.size())
+        raise ConfigError(
+            f"{key}: transformers has no tensor-parallel plan for model family {family}. Remove this key."
+        )
+    _check_divides(key, module.config, mesh.size())
     parts: dict[str, object] = {**dict(layers.named_parameters()), **dict(layers.named_modules())}
     styles: dict[str, ParallelStyle] = {}
     copied = set()
@@ -43,10 +47,10 @@ def split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh
         elif wanted in STYLES and linear:
             styles[name] = STYLES[wanted]()
         elif wanted is not None or linear:
-            what = "nothing" if wanted is None else repr(wanted)
-            raise ValueError(
-                f"{family}: the plan for sharding.tensor_parallel says {what} for {name!r} ({type(part).__name__}); "
-                f"known: {', '.join(STYLES)} of plain linear layers, {COPIED}"
+            style = "no style" if wanted is None else f"style {wanted!r}"
+            raise ConfigError(
+                f"{key}: the plan of model family {family} has {style} for {name!r} ({type(part).__name__}). "
+                f"Supported: {', '.join(STYLES)} for plain linear layers, and {COPIED}. Remove this key."
             )
     parallelize_module(layers, mesh, styles)
     return copied
@@ -58,11 +62,11 @@ def _matches(path: str, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-def _check_divides(family: str, config: Any, ranks: int) -> None:
+def _check_divides(key: str, config: Any, ranks: int) -> None:
     heads = {
         name: getattr(config, name, None)
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     }
     for name, n in heads.items():
         if n is not None and n % ranks:
-            raise ValueError(f"{family} has {name}={n}, which sharding.tensor_parallel={ranks} does not divide")
+            raise ConfigError(f"{key}: must divide {name}={n} of the model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from realign.errors import ConfigError, DataError, TransientError
+
 AVERAGED = "_ema"
 """Suffix of the folder with averaged weights, after the name of the model folder."""
 
@@ -24,6 +27,13 @@ RUN_FILES = (
     "tensorboard",
 )
 """Glob patterns of the files and folders that a run writes into its output folder."""
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Error codes of a full disk."""
+
+
+class DiskFullError(TransientError, OSError):
+    """The disk is full. A restart can succeed once there is free space."""
 
 
 def warn_if_misread(what: str, tokenizer: Any, path: str) -> None:
@@ -44,9 +54,10 @@ def warn_if_misread(what: str, tokenizer: Any, path: str) -> None:
     expected = saved.encode(text, add_special_tokens=False).ids
     if found != expected:
         warnings.warn(
-            f"{what}: transformers reads {file} as {type(tokenizer).__name__}, which cuts text "
-            f"otherwise than that file says ({len(found)} tokens of a probe instead of {len(expected)}); keep the "
-            f"tokenizer in a folder without the model's config.json, and name it in {what}.tokenizer",
+            f"{what}: transformers reads {file} as {type(tokenizer).__name__}, which tokenizes text differently from "
+            f"the file ({len(found)} tokens of a test text, expected {len(expected)}). The run continues with this "
+            "tokenizer. To fix it, copy the tokenizer to a folder without config.json, and set "
+            f"{what}.tokenizer to that folder.",
             stacklevel=2,
         )
 
@@ -63,24 +74,23 @@ def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",
         patterns: glob patterns of files; the folder must contain at least one match.
 
     Raises:
-        ValueError: a local path is not a model folder. The message names the setting and the path.
+        ConfigError: the path is neither a folder nor a hub name. The message names the setting and the path.
+        DataError: the folder does not contain such files.
     """
     folder = Path(os.path.expanduser(path))  # keeps ~name if there is no such user
     if folder.is_dir():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise ValueError(f"{what}={path!r} is a folder without {' or '.join(patterns)}{_inside(folder, patterns)}")
+            raise DataError(f"{what}={path!r}: the folder has no {' or '.join(patterns)}.{_inside(folder, patterns)}")
         return str(folder)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
-        raise ValueError(
-            f"{what}={path!r} is neither an existing model folder nor a hub name (owner/name){_near_folder(folder)}"
-        )
+        raise ConfigError(f"{what}={path!r}: neither a model folder nor a hub name (owner/name).{_near_folder(folder)}")
     return path
 
 
 def _inside(folder: Path, patterns: tuple[str, ...]) -> str:
     """Return a suggestion for an error message: a model in a subfolder, as a run saves it."""
     found = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
-    return f"; did you mean {str(found[0])!r}?" if found else ""
+    return f" Did you mean {str(found[0])!r}?" if found else ""
 
 
 def _near_folder(folder: Path) -> str:
@@ -89,22 +99,22 @@ def _near_folder(folder: Path) -> str:
     parts = folder.absolute().relative_to(there).parts
     near = difflib.get_close_matches(parts[0], [p.name for p in there.iterdir() if p.is_dir()], n=1)
     if near:
-        return f"; did you mean {str(Path(*folder.parts[: len(folder.parts) - len(parts)], near[0], *parts[1:]))!r}?"
-    return f"; {str(there)!r} has no {parts[0]!r}"
+        return f" Did you mean {str(Path(*folder.parts[: len(folder.parts) - len(parts)], near[0], *parts[1:]))!r}?"
+    return f" {str(there)!r} contains no {parts[0]!r}."
 
 
 def check_name(what: str, name: str) -> None:
     """Check that a name (of a role, a run or a tracker) is valid as the name of one file or folder.
 
     Raises:
-        ValueError: the name is empty, longer than 100 bytes, starts with a dot or dash, starts or ends with a blank,
+        ConfigError: the name is empty, longer than 100 bytes, starts with a dot or dash, starts or ends with a blank,
             or contains a separator or control character.
     """
     fits = 0 < len(name.encode(errors="replace")) <= 100 and name.isprintable() and name == name.strip()
     if not fits or name[0] in ".-" or "/" in name or "\\" in name:
-        raise ValueError(
-            f"{what} {name!r} cannot name a file: expected up to 100 characters without / \\ or control characters, "
-            "not starting with a dot, dash or blank"
+        raise ConfigError(
+            f"{what} {name!r} is not a valid file name. Use up to 100 characters without / \\ or control characters. "
+            "Do not start with a dot, dash or blank."
         )
 
 
@@ -114,7 +124,7 @@ def check_run_folder(folder: Path) -> None:
     The folder itself may be a link, for example to a larger disk.
 
     Raises:
-        ValueError: there is a link. The message names the link and its target.
+        ConfigError: there is a link. The message names the link and its target.
     """
     for pattern in RUN_FILES:
         for path in folder.glob(pattern):
@@ -122,11 +132,11 @@ def check_run_folder(folder: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise ValueError if `path`, a file or folder of a run, is a symbolic link."""
+    """Raise ConfigError if `path`, a file or folder of a run, is a symbolic link."""
     if path.is_symlink():
-        raise ValueError(
-            f"{str(path)!r} is a link to {str(path.readlink())!r}, and a run writes only into its own folder; remove "
-            "the link, or choose another output_dir"
+        raise ConfigError(
+            f"{str(path)!r} is a link to {str(path.readlink())!r}, but a run writes only into its own folder. Remove "
+            "the link, or choose another output_dir."
         )
 
 
@@ -134,8 +144,9 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write` with a temporary folder and rename it to `path`, so that `path` never contains a partial model.
 
     Raises:
-        ValueError: `path` is a link.
-        OSError: the disk is full or not writable; `path` is unchanged.
+        ConfigError: `path` is a link.
+        DiskFullError: the disk is full; `path` is unchanged.
+        OSError: the disk is not writable; `path` is unchanged.
     """
     refuse_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,10 +155,18 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
         try:
             write(new)
         except (OSError, SafetensorError) as error:  # a full disk can also raise SafetensorError
-            raise OSError(f"{path} was not saved: {error.__cause__ or error}") from error
+            kind = DiskFullError if _is_full(error) else OSError
+            raise kind(f"{path} was not saved: {error.__cause__ or error}") from error
         if path.exists():
             path.rename(Path(scratch, "old"))
         new.rename(path)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Return whether a disk or quota without free space caused the error."""
+    causes = (error, error.__cause__)
+    texts = tuple(os.strerror(code) for code in NO_SPACE)  # SafetensorError has no errno
+    return any(getattr(e, "errno", None) in NO_SPACE or any(text in str(e) for text in texts) for e in causes)
 
 
 def state_file(role: str | None = None) -> str:
@@ -172,7 +191,7 @@ def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         folder has no state files, and for a hub name.
 
     Raises:
-        ValueError: a file does not contain a JSON object.
+        DataError: a file does not contain a JSON object.
     """
     prefix, suffix = state_file("").split(".")
     files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}
@@ -184,7 +203,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(file)!r} is no JSON: {error}") from error
+        raise DataError(f"{str(file)!r} is not a JSON file: {error}") from error
     if not isinstance(state, dict):
-        raise ValueError(f"{str(file)!r} must hold a JSON object, found {type(state).__name__}")
+        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(state).__name__}")
     return state

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from realign.engines.network.heads import Head
+from realign.errors import ConfigError, DataError
 
 SCALAR_HEADS = ("score.", "classifier.")
 LANGUAGE_HEADS = ("lm_head.", "embed_out.")
@@ -22,7 +23,7 @@ def weight_names(folder: Path) -> frozenset[str] | None:
     """Return the names of the weights in a model folder, from the index or safetensors header; None without either.
 
     Raises:
-        ValueError: a file cannot be read. The message names the file.
+        DataError: a file cannot be read. The message names the file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -31,14 +32,14 @@ def weight_names(folder: Path) -> frozenset[str] | None:
         try:
             return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(index)!r} is no index of weights: {error}") from error
+            raise DataError(f"{str(index)!r} is not an index of weights: {error}. Download the model again.") from error
     if not file.is_file():
         return None
     try:
         with safe_open(file, framework="pt") as weights:
             return frozenset(weights.keys())
     except SafetensorError as error:
-        raise ValueError(f"{str(file)!r} cannot be read as safetensors: {error}; was it copied whole?") from error
+        raise DataError(f"{str(file)!r} is not a safetensors file: {error}. Download the model again.") from error
 
 
 def check_head(what: str, path: str, names: Collection[str], head: Head, *, random_head: bool) -> None:
@@ -52,25 +53,25 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
         random_head: whether a new scalar head is allowed, because the model trains or `Head.replaces` is true.
 
     Raises:
-        ValueError: `head` is causal but the folder contains a reward model or critic, or the folder lacks the scalar
+        DataError: `head` is causal but the folder contains a reward model or critic, or the folder lacks the scalar
             head.
     """
     scalar = sorted(name for name in names if name.startswith(SCALAR_HEADS))
     if head.is_scalar and not scalar and not random_head:
         raise no_trained_head(what, path, head, "score.weight")
     if not head.is_scalar and scalar and not any(name.startswith(LANGUAGE_HEADS) for name in names):
-        raise ValueError(
-            f"{what}: {path!r} holds a reward model or a critic ({scalar[0]} and no language head), and head is "
-            f"causal; give a language model, or set {what}.head=score"
+        raise DataError(
+            f"{what}.head=causal: {path!r} contains a reward model or critic ({scalar[0]} and no language head). Set "
+            f"{what}.path to a language model, or set {what}.head=score."
         )
 
 
-def no_trained_head(what: str, path: str, head: Head, lacks: str) -> ValueError:
+def no_trained_head(what: str, path: str, head: Head, lacks: str) -> DataError:
     """Return the error for a scalar head that is randomly initialized and never trained."""
-    return ValueError(
-        f"{what}: {path!r} has no trained head for head={head} (it lacks {lacks}), and this role is not trained: "
-        "what it says would be random; give a folder with that head, such as final/reward of a run of "
-        f"experiment=reward_model, or set {what}.head.init"
+    return DataError(
+        f"{what}.head={head}: {path!r} has no such head ({lacks} is missing), and the role does not train, so its "
+        f"output would be random. Set {what}.path to a folder with that head, such as final/reward of "
+        f"experiment=reward_model, or set {what}.head.init."
     )
 
 
@@ -83,14 +84,14 @@ def check_hub(what: str, name: str, file: str = "config.json") -> None:
         file: a file that is in the cache if the model was downloaded.
 
     Raises:
-        ValueError: the file is not in the cache. The message names the setting and HF_HUB_OFFLINE.
+        ConfigError: the file is not in the cache. The message names the setting and HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, file), str):
-        raise ValueError(
-            f"{what}={name!r} is no folder here and not in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to "
-            "ask; give the path of a folder, or unset HF_HUB_OFFLINE"
+        raise ConfigError(
+            f"{what}={name!r}: no such folder, and not in the cache of the hub, which HF_HUB_OFFLINE=1 disables. Set "
+            f"{what} to a folder, or unset HF_HUB_OFFLINE."
         )
 
 
@@ -98,14 +99,14 @@ def pick_device(device: str) -> torch.device:
     """Return the torch device of this name; `auto` selects CUDA if it is available.
 
     Raises:
-        ValueError: the device is unknown to torch, or CUDA is requested but not available.
+        ConfigError: the device is unknown to torch, or CUDA is requested but not available.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device!r} is unknown to torch; use auto, cpu or cuda") from error
+        raise ConfigError(f"device={device!r}: unknown device. Use auto, cpu or cuda.") from error
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use cpu or auto")
+        raise ConfigError(f"device={device!r}: torch finds no CUDA device. Use cpu or auto.")
     return found

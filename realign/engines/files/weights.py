@@ -34,13 +34,15 @@ def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[st
             the role and the weight.
     """
     if not 0 < mix <= 1:
-        raise ValueError(f"model {role!r}: the mix must be above 0 and at most 1, found {mix}")
+        raise ValueError(f"models.{role}: mix={mix} must be above 0 and at most 1")
     for name in sorted(own.keys() ^ given.keys()):
-        where = "is missing in what is given" if name in own else "is unknown to it"
-        raise ValueError(f"model {role!r} has other weights: {name!r} {where}")
+        where = "missing in the given weights" if name in own else "not a weight of the model"
+        raise ValueError(f"models.{role}: the given weights do not fit: {name!r} is {where}")
     for name, shape in own.items():
         if (needed := list(shape)) != (found := list(given[name])):
-            raise ValueError(f"model {role!r} has other weights: {name!r} has shape {needed}, given is {found}")
+            raise ValueError(
+                f"models.{role}: the given weights do not fit: {name!r} has shape {found}, expected {needed}"
+            )
 
 
 def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:

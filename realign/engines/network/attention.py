@@ -29,6 +29,7 @@ from realign.engines.network.kernels import (
     varlen_attention,
 )
 from realign.engines.network.shared_prefix import Layout
+from realign.errors import ConfigError
 from realign.functional.packed import position_ids
 
 __all__ = ["ATTENTION", "CONTEXT", "AttentionArgs", "AttentionContext", "Backend", "PackedContext", "packed_inputs"]
@@ -118,7 +119,7 @@ class PackedContext:
         """See `AttentionContext.attend`.
 
         Raises:
-            ValueError: the requested backend cannot compute this layer.
+            ConfigError: the requested backend cannot compute this layer.
         """
         match choose_backend(Backend(self.backend), q, v, args):
             case Backend.flash:
@@ -191,9 +192,9 @@ def _dispatch(
     """Reject arguments that would silently change the result, and call `attend` of the context."""
     if realign_context is None:
         raise ValueError(
-            f"{_family(module)} was called without {CONTEXT}=..., which says how its tokens see each other"
+            f"{_family(module)} was called without {CONTEXT}=..., which defines which tokens attend to each other"
         )
-    _refuse_unknown(module, attention_mask, sliding_window, others)
+    _check_arguments(module, attention_mask, sliding_window, others)
     if torch.is_autocast_enabled(query.device.type):  # query and key may be fp32 if a norm follows the projection
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -201,20 +202,20 @@ def _dispatch(
     args = AttentionArgs(float(scale), float(dropout), sliding_window, softcap, s_aux)
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
-        raise ValueError(f"{_family(module)}: attention layers do not know their index (layer_idx)")
+        raise ConfigError(f"{_family(module)} cannot run packed: its attention layers have no layer_idx")
     return realign_context.attend(int(layer), module, query, key, value, args), None
 
 
-def _refuse_unknown(module: nn.Module, mask: Tensor | None, window: int | None, others: dict[str, Any]) -> None:
+def _check_arguments(module: nn.Module, mask: Tensor | None, window: int | None, others: dict[str, Any]) -> None:
     if mask is not None:
-        raise ValueError(
-            f"{_family(module)} gives its attention a mask of shape {list(mask.shape)}; packed text has none"
+        raise ConfigError(
+            f"{_family(module)} cannot run packed: it passes a mask of shape {list(mask.shape)} to its attention"
         )
     if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
-        raise ValueError(f"{_family(module)} has attention that is not causal")
+        raise ConfigError(f"{_family(module)} cannot run packed: its attention is not causal")
     for name, x in others.items():
         if name not in _HARMLESS and x is not None and x is not False:
-            raise ValueError(f"{_family(module)} gives its attention {name!r}, which realign does not know")
+            raise ConfigError(f"{_family(module)} cannot run packed: it passes an unknown {name!r} to its attention")
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     kind = types[module.layer_idx] if types else None
@@ -222,7 +223,7 @@ def _refuse_unknown(module: nn.Module, mask: Tensor | None, window: int | None, 
     if kind not in (None, "full_attention", "attention", "sliding_attention") or (
         kind == "sliding_attention" and window is None
     ):
-        raise ValueError(f"{_family(module)} has layers of type {kind!r} whose window does not reach the attention")
+        raise ConfigError(f"{_family(module)} cannot run packed: its layers of type {kind!r} pass no window")
 
 
 def _family(module: nn.Module) -> str:

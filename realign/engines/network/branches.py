@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from realign.engines.network.heads import read_head
+from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 Heard: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -40,23 +41,23 @@ def read_stack(module: Any) -> Stack:
     """Find the layers of a transformers model.
 
     Raises:
-        ValueError: the layers are not found. The message names the model family.
+        ConfigError: the layers are not found. The message names the model family.
     """
     base = getattr(module.base_model, "decoder", module.base_model)  # opt nests its layers one level deeper
     layers = next((x for name in _LAYERS if isinstance(x := getattr(base, name, None), nn.ModuleList)), None)
     after = tuple(x for name in _AFTER if isinstance(x := getattr(base, name, None), nn.Module))
     if layers is None or not after:
-        raise ValueError(
-            f"model family {module.config.model_type!r} has no list of layers with a norm after it that realign "
-            "knows; value_head.layers, trains=top_layers and branch=reference need one"
+        raise ConfigError(
+            f"model family {module.config.model_type!r} has no known list of layers followed by a norm. "
+            "value_head.layers, trains=top_layers and branch=reference are not available."
         )
     return Stack(layers, after)
 
 
 def check_layers(what: str, n: int, stack: Stack) -> None:
-    """Raise ValueError with the name of the setting `what`, unless 1 <= n <= number of layers."""
+    """Raise ConfigError with the name of the setting `what`, unless 1 <= n <= number of layers."""
     if not 1 <= n <= len(stack.layers):
-        raise ValueError(f"{what} must be from 1 to {len(stack.layers)}, the model's number of layers, found {n}")
+        raise ConfigError(f"{what}={n}: must be between 1 and {len(stack.layers)}, the number of layers of the model")
 
 
 class Branch(nn.Module):

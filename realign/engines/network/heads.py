@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from realign.engines.network.output import ScalarHead
+from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 from realign.settings import Count, NonNegativeInt, Settings
 
@@ -165,7 +166,7 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         dropout: whether to keep the dropout of transformers before the head of a token classifier.
 
     Raises:
-        ValueError: no such layer is found. The message names the model family.
+        ConfigError: no such layer is found. The message names the model family.
     """
     config = module.config.get_text_config()
     scalar: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
@@ -175,7 +176,7 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         return ScalarHead(scalar.weight, scalar.bias, rate)
     last: Any = module.get_output_embeddings()
     if not isinstance(last, nn.Linear) or module.base_model is module:
-        raise ValueError(f"model family {config.model_type!r} has no linear last layer over a base model")
+        raise ConfigError(f"model family {config.model_type!r} is not supported: it has no linear last layer")
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return LMHead(last.weight, last.bias, scale, getattr(config, "final_logit_softcapping", None))
 
@@ -206,8 +207,8 @@ def init_head(module: Any, init: HeadInit, *, seed: int) -> None:
 @torch.no_grad()
 def init_linear(weight_1H: torch.Tensor, bias_1: torch.Tensor | None, init: HeadInit, *, seed: int) -> None:
     """Initialize the last layer of a scalar head in place."""
-    deviation = 0.0 if init is HeadInit.zero else (weight_1H.shape[1] + 1) ** -0.5
+    std = 0.0 if init is HeadInit.zero else (weight_1H.shape[1] + 1) ** -0.5
     drawn_1H = torch.randn(weight_1H.shape, generator=torch.Generator().manual_seed(seed))
-    weight_1H.copy_(deviation * drawn_1H)
+    weight_1H.copy_(std * drawn_1H)
     if bias_1 is not None:
         bias_1.zero_()

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realign.errors import ConfigError
+
 
 class Backend(StrEnum):
     """Which kernel computes packed attention; `auto` selects the fastest kernel that supports the layer."""
@@ -43,13 +45,13 @@ def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) 
     """Return the kernel for a layer: `backend`, or with `auto` the fastest kernel that supports the layer.
 
     Raises:
-        ValueError: the backend does not support the layer. The message names the backend and the reason.
+        ConfigError: the backend does not support the layer. The message names the backend and the reason.
     """
     if backend is Backend.auto:
         able = (b for b in (Backend.flash, Backend.varlen) if _obstacle(b, q, v, args) is None)
         return next(able, Backend.sdpa)
     if (why := _obstacle(backend, q, v, args)) is not None:
-        raise ValueError(f"attention backend {backend.value!r} {why}; use attention=auto or sdpa")
+        raise ConfigError(f"attention={backend.value}: this backend {why}. Set attention=auto or sdpa.")
     return backend
 
 
@@ -58,22 +60,22 @@ def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> st
     if backend is Backend.sdpa:
         return None
     if q.device.type != "cuda":
-        return f"needs a CUDA device, the model is on {q.device.type}"
+        return f"needs a CUDA device, but the model is on {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"computes in float16 and bfloat16 only, found {str(q.dtype).removeprefix('torch.')}"
+        return f"supports float16 and bfloat16, but the model computes in {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
-        return f"cannot compute heads of size {q.shape[-1]} with values of size {v.shape[-1]}"
+        return f"does not support heads of size {q.shape[-1]} with values of size {v.shape[-1]}"
     if args.sinks_H is not None:
-        return "has no attention sinks"
+        return "does not support attention sinks"
     if backend is Backend.flash:
-        return None if find_spec("flash_attn") else "needs the package flash-attn (the extra `realign[flash-attn]`)"
+        return None if find_spec("flash_attn") else "needs flash-attn (pip install 'realign-rl[flash-attn]')"
     accepted = _varlen_parameters()
     if accepted is None:
-        return "needs a torch that has torch.nn.attention.varlen"
+        return "needs a version of torch with torch.nn.attention.varlen"
     if args.softcap is not None or args.dropout:
-        return "has neither soft caps nor dropout"
+        return "supports neither soft caps nor dropout"
     if args.sliding_window is not None and "window_size" not in accepted:
-        return "has no sliding window in this version of torch"
+        return "does not support sliding windows in this version of torch"
     return None
 
 

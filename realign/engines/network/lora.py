@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from realign.engines.network.heads import read_head
 from realign.engines.network.output import ScalarHead
+from realign.errors import ConfigError
 
 ADAPTER = "default"
 
@@ -23,9 +24,9 @@ SCALAR_HEADS = ("score", "classifier")
 
 
 def require_peft(what: str) -> None:
-    """Raise ValueError with the name of the setting `what` and the extra, if peft is not installed."""
+    """Raise ConfigError with the name of the setting `what` and the extra, if peft is not installed."""
     if find_spec("peft") is None:
-        raise ValueError(f"{what} needs peft, which is not installed: pip install 'realign[peft]'")
+        raise ConfigError(f"{what}=lora: peft is not installed. Run pip install 'realign-rl[peft]'.")
 
 
 def add_adapters(
@@ -43,7 +44,7 @@ def add_adapters(
         seed: seed of the A matrices.
 
     Raises:
-        ValueError: the target modules do not exist or cannot be adapted.
+        ConfigError: the target modules do not exist or cannot be adapted.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
@@ -63,7 +64,9 @@ def add_adapters(
     adapted = set(_adapted(module).values())
     for name, layer in (("embeddings", module.get_input_embeddings()), ("head", module.get_output_embeddings())):
         if layer in adapted:
-            raise ValueError(f"target_modules={target_modules} contains the {name}, which cannot be adapted")
+            raise ConfigError(
+                f"target_modules={target_modules}: LoRA cannot adapt the {name}. Remove the layer from the list."
+            )
     head = read_head(module)
     if isinstance(head, ScalarHead):
         for x in (head.weight_1H, head.bias_1):

@@ -23,6 +23,7 @@ from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.weight_fusion import Fusion
+from realign.errors import ConfigError, RunError
 from realign.functional.logprobs import LMHead
 
 Run: TypeAlias = Callable[[SequenceSample, SequenceSample, Layout], PackedOutput]
@@ -51,7 +52,7 @@ class Network(nn.Module):
         """Probe the model; see `TransformersEngine` for the arguments.
 
         Raises:
-            ValueError: the model family cannot run packed.
+            ConfigError: the model family cannot run packed.
         """
         super().__init__()
         self.name = name
@@ -72,13 +73,16 @@ class Network(nn.Module):
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )
-        probe(
-            module,
-            self.head,
-            attention=attention,
-            autocast=self.autocast if dtype == torch.bfloat16 else None,
-            share=self._shares,
-        )
+        try:
+            probe(
+                module,
+                self.head,
+                attention=attention,
+                autocast=self.autocast if dtype == torch.bfloat16 else None,
+                share=self._shares,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"models.{name}: {error}") from error
 
     @property
     def head(self) -> LMHead | ScalarHead:
@@ -152,24 +156,24 @@ class Network(nn.Module):
         the trained layers.
 
         Raises:
-            ValueError: the model has a scalar head, or `layers` does not include all layers that train.
+            ConfigError: the model has a scalar head, or `layers` does not include all layers that train.
         """
         if not isinstance(self.head, LMHead):
-            raise ValueError(f"model {self.name!r} has a scalar head; branch=reference is of a language model")
+            raise ConfigError(f"branch=reference requires a language model, but models.{self.name} has a scalar head")
         if self.trains.only_adds:
             if layers is not None:
-                raise ValueError(f"layers={layers} has no effect: the reference of a model with LoRA is its base model")
+                raise ConfigError(f"layers={layers}: with LoRA, the reference is the base model. Remove layers.")
             return self._run_base
         needed = layers_that_train(self.module)
         if needed is None:
-            raise ValueError(
-                f"model {self.name!r} trains all of its weights, so that no branch of it stays as it is: "
-                f"set models.{self.name}.trains=top_layers or lora"
+            raise ConfigError(
+                f"models.{self.name}.trains=all: branch=reference requires layers that do not train. Set "
+                f"models.{self.name}.trains=top_layers or lora."
             )
         if layers is not None:
             check_layers("layers", layers, read_stack(self.module))
             if layers < needed:
-                raise ValueError(f"layers={layers} of the reference are fewer than the {needed} that are trained")
+                raise ConfigError(f"layers={layers}: must be at least {needed}, the number of top layers that train")
         frozen = ReferenceBranch(self.module, layers or needed)
         probe_branch(self.module, frozen.branch)
         return partial(self._run_branch, reference=frozen)
@@ -221,7 +225,7 @@ class Network(nn.Module):
         found = self.module.load_state_dict(state, strict=False)
         if wrong := [*found.unexpected_keys, *sorted(set(found.missing_keys) ^ self.fixed_names())]:
             raise ValueError(
-                f"model {self.name!r}: the saved state is of a model of which other weights train: {wrong[0]!r}"
+                f"models.{self.name}: the saved state has different trained weights: {wrong[0]!r}"
                 + (f" and {len(wrong) - 1} more" if wrong[1:] else "")
             )
 
@@ -244,9 +248,9 @@ def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | N
 
 
 def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> None:
-    """Raise ValueError with the name of a non-finite weight, if the model of `role` has one."""
+    """Raise RunError with the name of a non-finite weight, if the model of `role` has one."""
     if (name := nonfinite_weight(module, value_head)) is not None:
-        raise ValueError(f"model {role!r} is not saved: weight {name!r} is not finite")
+        raise RunError(f"models.{role} was not saved: weight {name!r} is not finite")
 
 
 def write_network(folder: Path, module: Any, value_head: ValueNetwork | None, trains: Trained) -> None:

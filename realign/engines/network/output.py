@@ -134,8 +134,8 @@ class PackedOutput:
         if where_T is not None:
             if where_T.shape != asked_T.shape or where_T.dtype != torch.bool:
                 raise ValueError(
-                    f"where_T must be bool of shape {list(asked_T.shape)}, "
-                    f"found {where_T.dtype} of shape {list(where_T.shape)}"
+                    f"where_T has dtype {where_T.dtype} and shape {list(where_T.shape)}. "
+                    f"It must be bool of shape {list(asked_T.shape)}."
                 )
             asked_T = asked_T.to(where_T.device, non_blocking=where_T.is_cuda) & where_T
         tokens_N = self._here(asked_T.nonzero()[:, 0])
@@ -155,7 +155,7 @@ class PackedOutput:
 
     def _language_head(self, asked: str) -> LMHead:
         if not isinstance(self.head, LMHead):
-            raise ValueError(f"{asked} needs a language model (head=causal); this one has a scalar head")
+            raise ValueError(f"{asked} requires a language model (head=causal), but this model has a scalar head")
         return self.head
 
     def _scalar(self, asked: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -164,7 +164,7 @@ class PackedOutput:
             return self.hidden_RH, self.head
         if self.branch is None:
             raise ValueError(
-                f"{asked} needs a model with a scalar head (head=score or value, or a value_head); this one has none"
+                f"{asked} requires a scalar head (head=score, head=value or a value_head), but this model has none"
             )
         return self._branch_RH, self.branch.head
 

@@ -20,6 +20,7 @@ from realign.engines.network.attention import ATTENTION, Backend, layout_inputs
 from realign.engines.network.branches import Branch
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
+from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 GROUPS = ((9,), (1,), (14, 5))
@@ -49,7 +50,7 @@ def probe(
         share: whether to also check passes that compute a common prefix once.
 
     Raises:
-        ValueError: the results differ. The message names the family and what differs.
+        ConfigError: the results differ. The message names the family and what differs.
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
@@ -59,24 +60,26 @@ def probe(
     packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
     error = _relative(packed_TH, alone_TH).max().item()
     if not error <= _TOLERANCE_FP32:
-        raise ValueError(
-            f"{family} cannot run packed: its hidden states differ by {error:.1e} (relative) from those of each "
-            "sequence alone; it computes attention or positions in a way of its own"
+        raise ConfigError(
+            f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
+            "hidden states of single sequences. Its attention or positions are not supported."
         )
     if share:
         _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
     error = _relative(_apply(head, alone_TH, own), own).max().item()
     if not error <= _TOLERANCE_FP32:
-        raise ValueError(
-            f"{family} computes its outputs from hidden states in an unknown way: they differ by {error:.1e}"
+        raise ConfigError(
+            f"{family} is not supported: its outputs differ by {error:.1e} (relative) from its last layer applied to "
+            "its hidden states"
         )
     if autocast is None:
         return
     with autocast():
         error = _relative(_packed(model, ids_T, attention, family), alone_TH).median().item()
     if not error <= _TOLERANCE_BF16:
-        raise ValueError(
-            f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32"
+        raise ConfigError(
+            f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32. Set "
+            "dtype=float32."
         )
 
 
@@ -86,9 +89,9 @@ def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backen
     shared_TH = _hidden(model, **layout_inputs(ids_T, layout, attention))[layout.row_T]
     error = _relative(shared_TH, alone_TH).max().item()
     if not error <= _TOLERANCE_FP32:
-        raise ValueError(
-            f"{family} cannot share a prompt: its hidden states differ by {error:.1e} (relative) from those of each "
-            "sequence alone; set shared_prompts=off"
+        raise ConfigError(
+            f"{family} cannot share prompts: hidden states differ by {error:.1e} (relative) from hidden states of "
+            "single sequences. Set shared_prompts=off."
         )
 
 
@@ -101,7 +104,7 @@ def probe_branch(model: Any, branch: Branch) -> None:
         branch: an unchanged copy of the trunk's top layers.
 
     Raises:
-        ValueError: the results differ. The message names the family and the error.
+        ConfigError: the results differ. The message names the family and the error.
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
@@ -109,8 +112,8 @@ def probe_branch(model: Any, branch: Branch) -> None:
         trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
     error = _relative(branch(heard), trunk_TH).max().item()
     if not error <= _TOLERANCE_FP32:
-        raise ValueError(
-            f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from them"
+        raise ConfigError(
+            f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from the model"
         )
 
 
@@ -128,7 +131,7 @@ def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tenso
     try:
         return _hidden(model, **layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), attention))
     except TypeError as error:
-        raise ValueError(f"{family} cannot run packed: {error}") from error
+        raise ConfigError(f"{family} cannot run packed: {error}") from error
 
 
 def _hidden(model: Any, **inputs: Any) -> Tensor:

@@ -49,11 +49,11 @@ class Trained(Settings, ABC):
             seed: seed of new weights.
 
         Raises:
-            ValueError: the model lacks the required layers.
+            ConfigError: the model lacks the required layers.
         """
 
     def check(self, what: str) -> None:
-        """Raise ValueError with the key `what` of this node, if a required package is missing."""
+        """Raise ConfigError with the key `what` of this node, if a required package is missing."""
 
     @property
     def only_adds(self) -> bool:
@@ -130,7 +130,7 @@ class Lora(Trained):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.target_modules:
-            raise SettingsError(f"target_modules={self.target_modules!r}: must be all-linear, or names of layers")
+            raise SettingsError(f"target_modules={self.target_modules!r}: must be all-linear or names of layers")
 
     @property
     def keeps_start(self) -> bool:

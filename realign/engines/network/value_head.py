@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from realign.api.model import derive_seed
 from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
 from realign.engines.network.heads import ValueHead, ValueHidden, init_linear
+from realign.errors import ConfigError, DataError
 
 FILE = "value_head.safetensors"
 """File name of the value head in the model folder."""
@@ -27,7 +28,7 @@ class ValueNetwork(nn.Module):
         """Build the value head for the transformers model `module`.
 
         Raises:
-            ValueError: the model has fewer than `spec.layers` layers, or its layers are not found.
+            ConfigError: the model has fewer than `spec.layers` layers, or its layers are not found.
         """
         super().__init__()
         if spec.layers:
@@ -68,7 +69,8 @@ class ValueNetwork(nn.Module):
         """Load the weights from a local folder, if it contains a value head.
 
         Raises:
-            ValueError: that head has another shape. The message names the setting.
+            ConfigError: the saved head has another shape. The message names the setting.
+            DataError: the saved weights do not fit the model.
         """
         file = Path(path).expanduser() / FILE
         if not file.is_file():
@@ -77,11 +79,13 @@ class ValueNetwork(nn.Module):
             found = opened.metadata() or {}
         for name, wanted in self._shape.items():
             if found.get(name) != wanted:
-                raise ValueError(f"{what}.{name} is {wanted}, but {str(file)!r} holds one with {found.get(name)}")
+                raise ConfigError(
+                    f"{what}.{name}={wanted}: {str(file)!r} was saved with {name}={found.get(name)}. Use that value."
+                )
         try:
             self.load_state_dict(load_file(file))
         except RuntimeError as error:
-            raise ValueError(f"{what}: {str(file)!r} does not fit the model: {error}") from error
+            raise DataError(f"{what}: the weights in {str(file)!r} do not fit the model: {error}") from error
 
     @property
     def _shape(self) -> dict[str, str]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from realign.api.model import GenerationConfig
 from realign.engines.sampling.kv_cache import KVCache
-from realign.engines.sampling.slots import PREFILL_TOKENS, Responses, Rollout
+from realign.engines.sampling.responses import Responses
+from realign.engines.sampling.slots import PREFILL_TOKENS, Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import Trunk
 from realign.functional.logprobs import LMHead

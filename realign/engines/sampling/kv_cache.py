@@ -43,7 +43,7 @@ class PrefillContext(PackedContext):
             ValueError: the model did not use this context.
         """
         if not self._seen:
-            raise ValueError(f"generation needs a model loaded with attn_implementation={ATTENTION!r}")
+            raise ValueError(f"generation requires a model loaded with attn_implementation={ATTENTION!r}")
         parts = {layer: (k.split(lengths, 1), v.split(lengths, 1)) for layer, (k, v) in self._seen.items()}
         for i in range(len(lengths)):
             yield {layer: (ks[i], vs[i]) for layer, (ks, vs) in parts.items()}

@@ -21,10 +21,12 @@ from realign.api.model import GenerationConfig
 from realign.api.sample import SequenceSample
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.fused_layers import for_few_rows
-from realign.engines.sampling.slots import Responses, Rollout
+from realign.engines.sampling.responses import Responses
+from realign.engines.sampling.slots import Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk, one_core_for_small_products, positions_of
 from realign.engines.sampling.weight_fusion import Fusion
+from realign.errors import DataError, RunError
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -70,8 +72,11 @@ def generate(
         - `truncated`: [S] bool, True if the length limit ended the response (always False with `fixed_length`).
 
     Raises:
-        ValueError: an id does not have exactly one prompt; a prompt is empty or has tokens outside the vocabulary;
-            prompt and response exceed the model's positions; stop settings are invalid; a log-prob is not finite.
+        ValueError: an id does not have exactly one prompt.
+        DataError: a prompt is empty or has tokens outside the vocabulary, or prompt and response exceed the model's
+            positions.
+        ConfigError: stop settings are invalid.
+        RunError: a log-prob is not finite.
     """
     prompts = checked_prompts(model, data, config)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
@@ -106,26 +111,33 @@ def prepared(model: Any, head: LMHead, fusion: Fusion | None, length: int) -> tu
 
 
 def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
-    """Return the prompts, one per id, and raise ValueError for prompts that `generate` does not support."""
+    """Return the prompts, one per id.
+
+    Raises:
+        ValueError: an id does not have exactly one prompt.
+        DataError: `generate` does not support a prompt.
+    """
     ids_T, lengths = data[PROMPTS], data.lengths[PROMPTS]
     for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
         if count != 1:
-            raise ValueError(f"id {i!r} has {count} sequences of {PROMPTS!r}; generation needs exactly one")
+            raise ValueError(f"id {i!r} has {count} sequences of {PROMPTS!r}, but generation requires exactly one")
     limit = positions_of(model)
     for i, length in zip(data.ids, lengths.flat.tolist(), strict=True):
         if length == 0:
-            raise ValueError(f"id {i!r} has an empty prompt; generation needs at least one token to start from")
+            raise DataError(f"id {i!r}: the prompt is empty. A prompt must have at least one token.")
         if limit is not None and length + config.max_new_tokens > limit:
-            raise ValueError(
-                f"id {i!r}: a prompt of {length} tokens and max_new_tokens {config.max_new_tokens} make "
-                f"{length + config.max_new_tokens}, but the model has {limit} positions (max_position_embeddings)"
+            room = limit - length
+            cure = f"Set max_new_tokens to at most {room}." if room > 0 else "Filter longer prompts."
+            raise DataError(
+                f"id {i!r}: a prompt of {length} tokens plus max_new_tokens={config.max_new_tokens} exceeds the "
+                f"context window of the model ({limit}). {cure}"
             )
     words = len(model.get_input_embeddings().weight)
     for i, prompt in zip(data.ids, data.sequences(PROMPTS), strict=True):
         if len(ids_T) and not (int(prompt.min()) >= 0 and int(prompt.max()) < words):
-            raise ValueError(
-                f"id {i!r} has a prompt with ids {int(prompt.min())} to {int(prompt.max())}; the model "
-                f"has ids 0 to {words - 1}"
+            raise DataError(
+                f"id {i!r}: the prompt has token ids from {int(prompt.min())} to {int(prompt.max())}, but the model "
+                f"has 0 to {words - 1}. Use the tokenizer of the model."
             )
     return list(data.sequences(PROMPTS))
 
@@ -147,10 +159,13 @@ def check_logprobs(logprobs: Tensor) -> None:
     """Check that sampled log-probs are finite.
 
     Raises:
-        ValueError: a log-prob is not finite.
+        RunError: a log-prob is not finite.
     """
     if not bool(logprobs.isfinite().all()):
-        raise ValueError("generation met a log-prob that is not finite; the weights or hidden states are not finite")
+        raise RunError(
+            "A sampled log-prob is not finite, so the weights or hidden states are not finite. "
+            "Lower optimizer.lr, or resume from an earlier checkpoint."
+        )
 
 
 def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample:

@@ -19,6 +19,7 @@ from realign.api.model import GenerationConfig
 from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.draw import sample
 from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
+from realign.engines.sampling.responses import Responses, empty_responses
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import Trunk
 from realign.functional.logprobs import LMHead
@@ -38,19 +39,6 @@ AT_ONCE = 16
 
 _NUMBERS = 6
 """Number of bookkeeping entries per row in `Rollout.rows`; random numbers follow them."""
-
-
-class Responses(NamedTuple):
-    """Responses in prompt order, n per prompt; response s is in row s, starting at column 0."""
-
-    tokens: Tensor
-    """[S, N] int64."""
-    logprobs: Tensor
-    """[S, N] fp32, 0 after the end."""
-    lengths: Tensor
-    """[S] int64."""
-    truncated: Tensor
-    """[S] bool."""
 
 
 class _Prefilled(NamedTuple):
@@ -102,7 +90,7 @@ class Rollout:
         self.config = config
         self.stopping = stopping
         self.device = head.weight_VH.device
-        self.responses = _no_responses(0, config.max_new_tokens, self.device)
+        self.responses = empty_responses(0, config.max_new_tokens, self.device)
         self.waiting: deque[_Prompt] = deque()
         self.n_waiting = 0
         self.active = 0
@@ -142,7 +130,7 @@ class Rollout:
     def _new_rows(self, count: int) -> Tensor:
         """Append rows to `responses`, and return their indices."""
         first = len(self.responses.lengths)
-        more = _no_responses(count, self.config.max_new_tokens, self.device)
+        more = empty_responses(count, self.config.max_new_tokens, self.device)
         self.responses = Responses(*(torch.cat(pair) for pair in zip(self.responses, more, strict=True)))
         return torch.arange(first, first + count, device=self.device)
 
@@ -315,13 +303,3 @@ class Rollout:
                 self.cache.move(movers, gaps, self.longest)
         self.active = left
         self.longest = int(self.rows[2, :left].max()) if left else 0
-
-
-def _no_responses(count: int, tokens: int, device: torch.device) -> Responses:
-    """Allocate `count` empty responses of up to `tokens` tokens."""
-    return Responses(
-        torch.zeros(count, tokens, dtype=torch.int64, device=device),
-        torch.zeros(count, tokens, device=device),
-        torch.zeros(count, dtype=torch.int64, device=device),
-        torch.zeros(count, dtype=torch.bool, device=device),
-    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realign.api.model import GenerationConfig
+from realign.errors import ConfigError
 
 MARGIN = 8
 """Extra tokens decoded before a possible stop string, since the first tokens of a tail may decode differently."""
@@ -31,19 +32,22 @@ class Stopping:
         """Select the stop tokens, from `config` or else from `eos_token_ids`; `words` is the vocabulary size.
 
         Raises:
-            ValueError: a stop token is not in the vocabulary; stop strings have no tokenizer; or stop strings are
+            ConfigError: a stop token is not in the vocabulary; stop strings have no tokenizer; or stop strings are
                 combined with `fixed_length`.
         """
         chosen = eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
         ids = [] if config.fixed_length else sorted(set(chosen))
         if outside := [i for i in ids if not 0 <= i < words]:
-            raise ValueError(f"stop token {outside[0]} is not in the vocabulary, which has ids 0 to {words - 1}")
+            raise ConfigError(
+                f"stop token {outside[0]} is not in the vocabulary (0 to {words - 1}). Change "
+                "generation.stop_token_ids, or the end tokens of the model folder."
+            )
         if config.stop_strings and config.fixed_length:
-            raise ValueError(
-                f"generation.stop_strings {config.stop_strings} cannot end responses of fixed_length; remove one"
+            raise ConfigError(
+                f"generation.stop_strings={config.stop_strings}: incompatible with fixed_length. Remove one of the two."
             )
         if config.stop_strings and tokenizer is None:
-            raise ValueError(f"generation.stop_strings {config.stop_strings} need a tokenizer, and there is none")
+            raise ConfigError(f"generation.stop_strings={config.stop_strings}: no tokenizer. Use stop_token_ids.")
         self.is_stop_V = torch.zeros(words, dtype=torch.bool, device=device)
         self.is_stop_V[ids] = True
         self._min_new = config.min_new_tokens if ids else 0

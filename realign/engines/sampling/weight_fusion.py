@@ -84,7 +84,7 @@ class Fusion:
             return trunk
         except _Unknown as error:
             if self.obstacle != str(error):
-                logger.info("rollouts run the modules of %s: %s", type(self._model).__name__, error)
+                logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
             self.obstacle = str(error)
             return ModuleTrunk(self._model)
 
@@ -116,12 +116,12 @@ def _compared(model: Any) -> list[AttentionArgs]:
     with no_autocast(ids_T):
         want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
         if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
-            raise _Unknown("its layers do not attend once each, without sinks")
+            raise _Unknown("its layers do not each call attention once, without sinks")
         trunk = _read(model, recorder.args, max(PROBE_LENGTHS), torch.float32)
         got_TH = _prefilled_and_decoded(trunk, ids_T, positions_T)
     error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
     if not error <= TOLERANCE:
-        raise _Unknown(f"hidden states differ by {error:.1e} (relative) from those of the modules")
+        raise _Unknown(f"hidden states differ by {error:.1e} (relative) from the modules")
     return recorder.args
 
 
@@ -152,11 +152,11 @@ def _check_parts(model: Any) -> None:
     """Raise `_Unknown` if the model has a part that `_read` does not support."""
     base, config = model.base_model, model.config
     if config.model_type not in FAMILIES:
-        raise _Unknown(f"model family {config.model_type!r} is not written out")
+        raise _Unknown(f"model family {config.model_type!r} is not supported")
     _check_children("the model", base, {"embed_tokens", "layers", "norm", "rotary_emb"}, set())
     rope = getattr(base.rotary_emb, "rope_type", None)
     if rope not in ROPE_TYPES:
-        raise _Unknown(f"rotary positions of type {rope!r} are not tabulated")
+        raise _Unknown(f"rotary positions of type {rope!r} are not supported")
     for layer in base.layers:
         dropouts = {"resid_attn_dropout", "resid_mlp_dropout"}
         _check_children("a layer", layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, dropouts)
@@ -176,7 +176,7 @@ def _check_parts(model: Any) -> None:
 def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set[str]) -> None:
     found = {name for name, _ in module.named_children()}
     if not needed <= found <= needed | allowed:
-        raise _Unknown(f"{what} has the parts {sorted(found)}, not {sorted(needed)}")
+        raise _Unknown(f"{what} consists of {sorted(found)} instead of {sorted(needed)}")
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -184,7 +184,7 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
     weight: Any = module.weight
     if type(module) is not kind or type(weight) is not nn.Parameter or weight.dtype != torch.float32:
         found = f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
-        raise _Unknown(f"one layer is no plain {kind.__name__} in float32, but {found} (an adapter, or a cast)")
+        raise _Unknown(f"a layer is {found} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
 
 
 def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:
@@ -216,7 +216,7 @@ def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
     device = weights[0].device
     limit = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else CPU_BYTES
     if copied > limit:
-        raise _Unknown(f"copies of the weights would take {copied} bytes, more than {limit}")
+        raise _Unknown(f"copies of the weights need {copied} bytes, more than the limit of {limit}")
 
 
 def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> Layer:
@@ -241,7 +241,7 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         q, k = attention.q_norm, attention.k_norm
         weight = torch.cat([q.weight[order_D].expand(queries, -1), k.weight[order_D].expand(keys, -1)])
         if q.variance_epsilon != k.variance_epsilon:
-            raise _Unknown("queries and keys are normalised with different eps")
+            raise _Unknown("queries and keys are normalized with different eps")
         qk_norm = RMSNorm.of(weight, q.variance_epsilon)
     inner = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
     activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn

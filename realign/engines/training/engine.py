@@ -7,8 +7,7 @@ returns sums, and the accumulated gradient is divided once, by the weight of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,8 @@ from torch import Tensor
 
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import (
-    Forward,
-    GenerationConfig,
     LossFn,
     LossWeightFn,
-    PipelinableEngine,
-    PostHook,
     StepIf,
     derive_seed,
 )
@@ -31,35 +26,23 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.files.folders import AVERAGED, save_folder
-from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
-from realign.engines.network.heads import read_head
 from realign.engines.network.kernels import Backend
-from realign.engines.network.network import Network, Run, check_finite
-from realign.engines.network.output import ScalarHead
+from realign.engines.network.network import Network, check_finite
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.trunk import positions_of
-from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
-from realign.engines.training.nonfinite import origin
+from realign.engines.training.inference import InferenceEngine
+from realign.engines.training.modes import TrainingModes
+from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.state import EngineState
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
-from realign.functional.logprobs import LMHead
 
 
-@dataclass(frozen=True, eq=False)
-class Accumulated:
-    """Inputs of the accumulated gradient, kept to locate the source of a non-finite value."""
-
-    passes: Passes
-    losses: Sequence[Tensor]
-    """Loss of each micro-batch, 0-d."""
-    loss_fn: LossFn
-
-
-class TransformersEngine(PipelinableEngine):
+class TransformersEngine(InferenceEngine):
     """Single-process engine. Implements `realign.api.PipelinableEngine`.
 
     The weights are fp32. Between calls the model is in eval mode.
@@ -106,106 +89,41 @@ class TransformersEngine(PipelinableEngine):
             max_slots: sequences that a rollout decodes concurrently; None uses as many as fit 1 GiB of KV cache.
 
         Raises:
-            ValueError: the model family cannot run packed.
+            ConfigError: the model family cannot run packed.
         """
-        self.name = name
-        self._trains = trains or All()
-        self.network = self._network(
+        network = self._network(
             name,
             module,
             dtype=dtype,
             attention=attention,
             dropout=dropout,
             value_head=value_head,
-            trains=self._trains,
+            trains=trains or All(),
             vocabulary=vocabulary,
             shared_prompts=shared_prompts,
             fused_rollout=fused_rollout,
             parallel_passes=parallel_passes,
         )
+        super().__init__(name, network, tokenizer, seed=seed, max_slots=max_slots)
         if optimizer is None:
-            self.network.requires_grad_(False)
-        self.module = module
-        self.value_head = value_head
-        self.device = self.network.device
-        self.tokenizer = tokenizer
-        self.max_slots = max_slots
-        self._seed = seed
-        self._dropout = dropout
-        self._checkpointed = _enable_checkpointing(module, dropout) if gradient_checkpointing else []
-        self._stepper = self._make_stepper(name, optimizer) if optimizer else None
+            network.requires_grad_(False)
+        self._modes = TrainingModes(network, dropout=dropout, gradient_checkpointing=gradient_checkpointing)
+        self._stepper = self._make_stepper(optimizer) if optimizer else None
         decay = optimizer.ema_decay if optimizer else None
-        self._average = None if decay is None else WeightAverage(self.network.owned(), decay)
+        self._average = None if decay is None else WeightAverage(network.owned(), decay)
+        self._state = EngineState(name, network, self._stepper, self._average)
         self._accumulated: Accumulated | None = None
 
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
         return Network(name, module, **settings)
 
-    def _make_stepper(self, name: str, spec: OptimizerSpec) -> Stepper:
-        return Stepper(name, spec, self.network.owned())
-
-    @property
-    def head(self) -> LMHead | ScalarHead:
-        """Last layer of the model."""
-        return self.network.head
+    def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
+        return Stepper(self.name, spec, self.network.owned())
 
     @property
     def trainable(self) -> bool:
         """Whether an optimizer was configured."""
         return self._stepper is not None
-
-    @property
-    def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
-        language = {"logprobs"} if isinstance(self.head, LMHead) else set()
-        scalar = {"values", "scores"} if self.value_head is not None or not language else set()
-        return frozenset(language | scalar)
-
-    @property
-    def positions(self) -> int | None:
-        """See `positions_of`."""
-        return positions_of(self.module)
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored."""
-        found: set[int] = set()
-        for source in (self.tokenizer, getattr(self.module, "generation_config", None)):
-            ids = getattr(source, "eos_token_id", None)
-            found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
-        return tuple(sorted(found))
-
-    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`. Dropout is never applied here.
-
-        Raises:
-            ValueError: the hook added no key, or added one with a different number of sequences.
-        """
-        return self._forward(data, mb_spec, post_hook, self.network.run, parallel=True)
-
-    def reference(self, layers: int | None = None) -> Forward:
-        """Return a `forward` that uses the current policy, regardless of later training; see `Network.reference`."""
-        return partial(self._forward, run=self.network.reference(layers))
-
-    def _forward(
-        self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Run, *, parallel: bool = False
-    ) -> SequenceSample:
-        passes = self.network.passes(data, mb_spec, parallel=parallel)
-
-        @torch.no_grad()
-        def compute(micro_batch: tuple[SequenceSample, Layout]) -> SequenceSample:
-            part, layout = micro_batch
-            moved = part.to(self.device)
-            return added(post_hook(run(part, moved, layout), moved), moved)
-
-        return self._restored_to(data[TOKENS].device, passes, list(side_by_side(compute, passes, passes.lanes)))
-
-    def _restored_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
-        """Merge the results of all passes into one sample on `device`, and wait for the copies."""
-        whole = passes.batches.restore(results).to(device)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
-        return whole
 
     def train_batch(
         self,
@@ -224,7 +142,7 @@ class TransformersEngine(PipelinableEngine):
 
         Raises:
             ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
-            FloatingPointError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
+            RunError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
         weight = step_weight(data, loss_weight_fn).to(self.device)
         if float(weight) == 0:
@@ -295,11 +213,11 @@ class TransformersEngine(PipelinableEngine):
 
         Raises:
             ValueError: nothing was accumulated since the last step.
-            FloatingPointError: see `train_batch`.
+            RunError: see `train_batch`.
         """
         stepper, done = self._trained(), self._accumulated
         if done is None:
-            raise ValueError(f"model {self.name!r}: apply needs a gradient; call accumulate first")
+            raise ValueError(f"model {self.name!r}: apply has no gradient. Call accumulate first.")
         self._accumulated = None
         weight, steps = weight.to(self.device), stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
@@ -318,54 +236,8 @@ class TransformersEngine(PipelinableEngine):
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
         """Describe the source of a non-finite loss or gradient, and leave no gradient behind."""
-        stepper = self._trained()
-        if (broken := self.network.nonfinite_weight()) is not None:
-            return f"the model itself: weight {broken!r} is not finite"
-
-        def is_finite(part: SequenceSample, layout: Layout | None) -> bool:
-            layout = layout or next(iter(self.network.passes(part, MicroBatchSpec(), training=True)))[1]
-            moved = part.to(self.device)
-            loss, _ = done.loss_fn(self.network.run(part, moved, layout, training=True), moved)
-            if loss.requires_grad:
-                (loss / weight).backward()
-            finite = bool(loss.isfinite()) and bool(stepper.gradient_norm().isfinite())
-            stepper.zero_grad()
-            return finite
-
         with self._training():
-            return origin(list(done.passes), done.losses, is_finite)
-
-    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`.
-
-        Raises:
-            ValueError: the model has a scalar head, or the settings do not fit it.
-        """
-        from realign.engines.sampling.rollout import generate
-
-        module, fusion = self._sampler()
-        if not isinstance(head := read_head(module), LMHead):
-            raise ValueError(f"model {self.name!r} has a scalar head and cannot generate; use head=causal")
-        with torch.no_grad(), self.network.autocast():
-            return generate(
-                module,
-                self.network.limited(head),
-                data,
-                config,
-                seed=seed,
-                eos_token_ids=self.eos_token_ids,
-                tokenizer=self.tokenizer,
-                fusion=fusion,
-                max_slots=self.max_slots,
-            )
-
-    def _sampler(self) -> tuple[Any, Fusion | None]:
-        """Return the model that rollouts run, and its `Fusion`, if any."""
-        return self.module, self.network.fusion
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over data-parallel ranks; in one process this is `x`."""
-        return x
+            return origin_in(done, self.network, self._trained(), weight)
 
     def start_step(self, version: int) -> None:
         """See `PipelinableEngine.start_step`."""
@@ -378,7 +250,9 @@ class TransformersEngine(PipelinableEngine):
         If the engine keeps averaged weights, it also saves them, in a folder with the suffix `_ema`.
 
         Raises:
-            ValueError: a weight is not finite.
+            RunError: a weight is not finite.
+            ConfigError: `path` is a symbolic link.
+            OSError: the folder cannot be written.
         """
         check_finite(self.name, self.module, self.value_head)
         path = Path(path)
@@ -396,118 +270,29 @@ class TransformersEngine(PipelinableEngine):
 
         `load_state_dict` resumes from this state without any difference from an uninterrupted run.
         """
-        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        module = self.network.module_state(fixed=False)
-        return {"module": module, **state, "fused": self.network.fusion is not None and self.network.fusion.known}
+        return self._state.state_dict()
 
     def fixed_weights(self) -> dict[str, Any]:
         """See `PipelinableEngine.fixed_weights`."""
-        head = self.value_head.state_dict() if self.value_head is not None and not self.trainable else {}
-        return {"module": self.network.module_state(fixed=True), "value_head": head}
+        return self._state.fixed_weights()
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Restore the state that `state_dict` returned.
-
-        Args:
-            state: state of an engine over the same model.
-            weights_only: keep the current optimizer moments and step counts, and restart the average from the loaded
-                weights.
-
-        Raises:
-            ValueError: only one of state and engine has an optimizer, a value head or averaged weights; or a
-                different set of weights is trained.
-        """
-        if state.get("fused") and self.network.fusion is not None:
-            self.network.fusion.compare()
-        parts = self._parts()
-        if weights_only:
-            parts = {"value_head": parts["value_head"]}
-        for name, part in parts.items():
-            if (state[name] is None) != (part is None):
-                lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
-                raise ValueError(f"model {self.name!r}: the {lacks} has no {name}, but the {has} has one")
-        self.network.load_module_state(state["module"])
-        for name, part in parts.items():
-            if part is not None:
-                part.load_state_dict(state[name])
-        if weights_only and self._average is not None:
-            self._average.restart()
-
-    def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`. A model with adapters returns both adapter and base weights."""
-        return named_weights(self.module, self.value_head)
-
-    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `PipelinableEngine.load_weights`. Optimizer moments and averages do not change."""
-        own = self.weights()
-        check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
-        mix_into(own, weights, mix)
+        """Restore the state that `state_dict` returned; see `EngineState.load_state_dict`."""
+        self._state.load_state_dict(state, weights_only=weights_only)
 
     def resident(self) -> Iterator[Tensor]:
         """Iterate over tensors kept on the device between calls: weights, buffers, moments and averages."""
-        yield from self.network.parameters()
-        yield from self.network.buffers()
-        if self._stepper is not None:
-            yield from self._stepper.moments()
-        if self._average is not None:
-            yield from self._average.average
-
-    def _parts(self) -> dict[str, Any]:
-        return {"value_head": self.value_head, "optimizer": self._stepper, "ema": self._average}
+        return self._state.resident()
 
     def _trained(self) -> Stepper:
         if self._stepper is None:
-            raise ValueError(f"model {self.name!r} has no optimizer and cannot be trained; give it one under optimizer")
+            raise ValueError(f"models.{self.name}: a model without an optimizer cannot train. Set optimizer.lr.")
         return self._stepper
 
     def dropout_seed(self) -> int:
         """Return the seed of the dropout masks in the next `accumulate`."""
         return derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps)
 
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Set module modes and random state for a training pass, and restore them on exit.
-
-        Checkpointed layers recompute only in train mode. Without dropout all other modules stay in eval mode, so that
-        `train_batch` and `forward` compute the same. The dropout of adapters has a separate rate.
-        """
-        with ExitStack() as stack:
-            stack.callback(self.network.eval)
-            adapter_dropouts = self._trains.dropouts(self.network)
-            if self._dropout or adapter_dropouts:
-                stack.enter_context(torch.random.fork_rng())
-                torch.manual_seed(self.dropout_seed())
-            if self._dropout:
-                self.network.train()
-            for dropout in adapter_dropouts:
-                dropout.train()
-            for layer in self._checkpointed:
-                layer.training = True
-            yield
-
-
-def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
-    """Enable gradient checkpointing, and return the modules that check their own `training` flag for it."""
-    # transformers is renaming this method: use the new name if it exists
-    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-    enable()
-    checkpointed = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
-    for layer in [] if dropout else checkpointed:
-        for name, x in vars(layer).items():  # OPT layers store their rates as plain floats
-            if isinstance(x, float) and ("dropout" in name or name == "layerdrop"):
-                setattr(layer, name, 0.0)
-    return checkpointed
-
-
-def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
-    """Return the keys of `result` that the micro-batch does not contain."""
-    new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]
-    if not new:
-        raise ValueError(f"post_hook added no key: its result has the same {sorted(result.data)} as the micro-batch")
-    return result.select(new)
-
-
-def check_loss(loss: Tensor) -> None:
-    """Raise ValueError unless `loss`, returned by a `loss_fn`, is a 0-d floating-point sum."""
-    if loss.ndim or loss.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"loss_fn must return a sum, a 0-d float32 tensor; found {loss.dtype} {list(loss.shape)}")
+    def _training(self) -> AbstractContextManager[None]:
+        """Return the context of a training pass, see `TrainingModes`."""
+        return self._modes.entered(self.dropout_seed)

@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import Tensor
 
+from realign.api.microbatch import MicroBatchSpec
+from realign.api.model import LossFn
 from realign.api.sample import SequenceSample
-from realign.engines.network.shared_prefix import Layout
+from realign.engines.network.network import Network
+from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.training.stepper import Stepper
 
 IsFinite: TypeAlias = Callable[[SequenceSample, Layout | None], bool]
 
 NAMED = 8
 """Maximum number of ids in a message. The search stops when it exceeds this number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulated:
+    """Inputs of the accumulated gradient, kept to locate the source of a non-finite value."""
+
+    passes: Passes
+    losses: Sequence[Tensor]
+    """Loss of each micro-batch, 0-d."""
+    loss_fn: LossFn
+
+
+def origin_in(done: Accumulated, network: Network, stepper: Stepper, weight: Tensor) -> str:
+    """Describe the source of a non-finite loss or gradient, and leave no gradient behind.
+
+    Args:
+        done: inputs of the accumulated gradient.
+        network: network of the engine, set up for a training pass.
+        stepper: its optimizer.
+        weight: divisor of the loss; 0-d.
+    """
+    if (broken := network.nonfinite_weight()) is not None:
+        return f"the model: weight {broken!r} is not finite"
+
+    def is_finite(part: SequenceSample, layout: Layout | None) -> bool:
+        layout = layout or next(iter(network.passes(part, MicroBatchSpec(), training=True)))[1]
+        moved = part.to(network.device)
+        loss, _ = done.loss_fn(network.run(part, moved, layout, training=True), moved)
+        if loss.requires_grad:
+            (loss / weight).backward()
+        finite = bool(loss.isfinite()) and bool(stepper.gradient_norm().isfinite())
+        stepper.zero_grad()
+        return finite
+
+    return origin(list(done.passes), done.losses, is_finite)
 
 
 def origin(
@@ -35,7 +75,7 @@ def origin(
     if not found:
         found, what = [part for part, layout in micro_batches if not is_finite(part, layout)], "gradient"
     if not found:
-        return "no micro-batch alone: each has a finite loss and gradient, and their sum has not"
+        return "no single micro-batch: each has a finite loss and gradient, but their sum is not finite"
     ids: dict[Hashable, None] = {}  # in order of discovery; a split group has its id in two micro-batches
     for i in _culprits(found, is_finite):
         if len(ids) == NAMED and i not in ids:

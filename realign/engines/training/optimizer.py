@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from realign.errors import SettingsError
-from realign.settings import Count, Range, Settings
+from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
 
 
 class ScheduleKind(StrEnum):
@@ -31,7 +31,7 @@ class ScheduleUnit(StrEnum):
 
 
 @dataclass
-class Schedule:
+class Schedule(Settings):
     """Learning-rate schedule. With unit=train_step the rate is constant over the mini-batches of a rollout batch.
 
     Attributes:
@@ -43,23 +43,16 @@ class Schedule:
     """
 
     kind: ScheduleKind = ScheduleKind.constant
-    warmup: int = 0
-    total: int | None = None
-    min_ratio: float = 0.0
+    warmup: NonNegativeInt = 0
+    total: Count | None = None
+    min_ratio: Fraction = 0.0
     unit: ScheduleUnit = ScheduleUnit.optimizer_step
 
     def __post_init__(self) -> None:
-        self.kind, self.unit = ScheduleKind(self.kind), ScheduleUnit(self.unit)
-        if self.warmup < 0:
-            raise ValueError(f"schedule.warmup must be at least 0, found {self.warmup}")
-        if not 0 <= self.min_ratio <= 1:
-            raise ValueError(f"schedule.min_ratio must be in [0, 1], found {self.min_ratio}")
-        if self.kind is ScheduleKind.constant:
-            return
-        if self.total is None:
-            raise ValueError(f"schedule.kind={self.kind.value} needs schedule.total, the number of {self.unit.value}s")
-        if self.total < 1:
-            raise ValueError(f"schedule.total must be at least 1, found {self.total}")
+        super().__post_init__()
+        if self.kind is not ScheduleKind.constant and self.total is None:
+            units = f"{self.unit.value}s".replace("_", " ")
+            raise SettingsError(f"total=null: kind={self.kind.value} needs a length. Set total, in {units}.")
 
 
 @dataclass
@@ -82,12 +75,12 @@ class OptimizerSpec(Settings):
             ends. Steps before that are skipped.
     """
 
-    lr: Annotated[float, Range(ge=0)] = 1e-6
+    lr: NonNegative = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: Annotated[float, Range(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Range(ge=0)] = 0.0
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
     eps_hat: bool = False
-    grad_clip: Annotated[float, Range(gt=0)] | None = 1.0
+    grad_clip: Positive | None = 1.0
     schedule: Schedule = field(default_factory=Schedule)
     ema_decay: Annotated[float, Range(gt=0, lt=1)] | None = None
     max_nonfinite_in_a_row: Count = 5
@@ -95,7 +88,7 @@ class OptimizerSpec(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise SettingsError(f"betas={self.betas!r}: must be two numbers in [0, 1)")
+            raise SettingsError(f"betas={list(self.betas)}: must be two numbers of at least 0 and below 1")
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:

@@ -13,6 +13,7 @@ from realign.api.model import LossWeightFn
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, Sum
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step
+from realign.errors import RunError
 
 REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps", "vetoed_steps")
 
@@ -72,7 +73,7 @@ class Stepper:
             `loss`, `grad_norm` (before clipping) and the metrics of `report`.
 
         Raises:
-            FloatingPointError: loss or gradient was not finite in `max_nonfinite_in_a_row` consecutive steps.
+            RunError: loss or gradient was not finite in `max_nonfinite_in_a_row` consecutive steps.
         """
         norm = self.gradient_norm().to(loss.device)
         finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
@@ -113,13 +114,14 @@ class Stepper:
         n, most = self.nonfinite_in_a_row, self.spec.max_nonfinite_in_a_row
         found = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
         if n >= most:
-            raise FloatingPointError(
-                f"model {self.name!r}: loss or gradient was not finite in {n} optimizer steps in a row, and none was "
-                f"taken (last: {found})"
+            raise RunError(
+                f"models.{self.name}: the loss or gradient of {n} consecutive optimizer steps was not finite "
+                f"(optimizer.max_nonfinite_in_a_row={most}). Last: {found}. Lower optimizer.lr or set "
+                "optimizer.grad_clip, and check the rewards."
             )
         warnings.warn(
-            f"model {self.name!r}: loss or gradient is not finite after optimizer step {self.optimizer_steps}: "
-            f"{found}; this step is skipped, {n} in a row, and {most} end the run",
+            f"models.{self.name}: the loss or gradient after optimizer step {self.optimizer_steps} is not finite "
+            f"({found}). The step is skipped and training continues. Consecutive skips: {n}; the run ends at {most}.",
             stacklevel=2,
         )
 
@@ -151,7 +153,7 @@ def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:
     """
     weight = loss_weight_fn(data).detach().float()
     if not 0 <= float(weight) < float("inf"):
-        raise ValueError(f"loss_weight_fn must return a finite number of at least 0, found {float(weight)}")
+        raise ValueError(f"loss_weight_fn returned {float(weight)}. It must return a finite number of at least 0.")
     return weight
 
 

@@ -18,17 +18,17 @@ def facts(method: str = "forward", seed: int = 0, **keys: torch.Tensor) -> Facts
     ("other", "said"),
     [
         (facts(), ""),
-        (facts("generate"), "other ids or lengths"),
-        (facts_of("forward", random_sample([[4, 2], [4]])), "other ids or lengths"),
-        (facts(seed=1), "other 'input_ids'"),
-        (facts(loss_mask=torch.arange(9) > 3), "other 'loss_mask'"),
-        (facts(advantages=torch.linspace(-1, 1, 9).flip(0)), "other 'advantages'"),
-        (facts(advantages=torch.linspace(-1, 1, 9) + 1e-2), "other 'advantages'"),
+        (facts("generate"), "different ids or lengths"),
+        (facts_of("forward", random_sample([[4, 2], [4]])), "different ids or lengths"),
+        (facts(seed=1), "different 'input_ids'"),
+        (facts(loss_mask=torch.arange(9) > 3), "different 'loss_mask'"),
+        (facts(advantages=torch.linspace(-1, 1, 9).flip(0)), "different 'advantages'"),
+        (facts(advantages=torch.linspace(-1, 1, 9) + 1e-2), "different 'advantages'"),
         (facts(advantages=torch.linspace(-1, 1, 9) + 1e-7), ""),  # as another processor may round it
         (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 4, torch.nan)), ""),  # 0 in its place
-        (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 3, torch.nan)), "other 'advantages'"),
-        (facts(advantages=torch.arange(9)), "other 'advantages'"),
-        (facts(more=torch.zeros(9)), "other ids or lengths"),
+        (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 3, torch.nan)), "different 'advantages'"),
+        (facts(advantages=torch.arange(9)), "different 'advantages'"),
+        (facts(more=torch.zeros(9)), "different ids or lengths"),
     ],
 )
 def test_what_differs_is_named_from_either_side(other: Facts, said: str) -> None:
@@ -39,5 +39,5 @@ def test_what_differs_is_named_from_either_side(other: Facts, said: str) -> None
 def test_values_that_are_not_finite_and_batches_of_nothing_are_compared_too() -> None:
     strange = torch.tensor([torch.inf, -torch.inf, torch.nan, *range(6)])
     assert facts(advantages=strange).difference(facts(advantages=strange)) == ""
-    assert facts(advantages=strange).difference(facts(advantages=-strange)) == "other 'advantages'"
+    assert facts(advantages=strange).difference(facts(advantages=-strange)) == "different 'advantages'"
     assert facts_of("forward", SequenceSample(())).difference(facts_of("forward", SequenceSample(()))) == ""

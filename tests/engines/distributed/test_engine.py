@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from realign.runtime.checkpoint.folder import CorruptCheckpoint, list_checkpoints
-from tests.engines import sharded_scenarios
-from tests.engines.processes import run_ranks
+from tests.engines.distributed import scenarios
+from tests.engines.distributed.run_ranks import run_ranks
 
 OWN = {"n_microbatches"}
 """Metrics that tell of the work of a rank."""
@@ -20,20 +20,20 @@ OWN = {"n_microbatches"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
-    sharded_scenarios.write_models(folder)
+    scenarios.write_models(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     """Of one process."""
-    return {**sharded_scenarios.scenarios(folder), "kept": sharded_scenarios.kept(folder, folder / "of 1", {})}
+    return {**scenarios.scenarios(folder), "kept": scenarios.kept(folder, folder / "of 1", {})}
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest, folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each rank of a group."""
-    return run_ranks(request.param, sharded_scenarios.of_a_group, folder)
+    return run_ranks(request.param, scenarios.of_a_group, folder)
 
 
 def assert_same(found: Any, wanted: Any, path: str = "") -> None:
@@ -73,7 +73,7 @@ def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
     assert one["few"][2]["zero_weight_steps"] == 1
 
 
-@pytest.mark.parametrize("kind", sharded_scenarios.KINDS)
+@pytest.mark.parametrize("kind", scenarios.KINDS)
 def test_every_kind_of_network_trains_as_in_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str
 ) -> None:
@@ -99,19 +99,19 @@ def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
         assert starts >= {"end", "own", "of 1"}  # going on; from its own checkpoint; from that of one process
         for start in starts:  # and of another group that was there before
             assert_same(found["kept"][start], wanted, start)
-    assert_same(sharded_scenarios.going_on(sharded_scenarios.restored(folder, group(folder, ranks))), wanted)
+    assert_same(scenarios.going_on(scenarios.restored(folder, group(folder, ranks))), wanted)
 
 
 def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> None:
-    """Four ranks: as one process, and each goes on from a checkpoint of the other."""
+    """Four ranks give the results of one process, and each resumes from a checkpoint of the other."""
     one, four = folder / "crossed of 1", folder / "crossed of 4"
-    wanted = sharded_scenarios.crossed(folder, one, {})
-    for found in run_ranks(4, sharded_scenarios.crossed, folder, four, {"of 1": one}):
+    wanted = scenarios.crossed(folder, one, {})
+    for found in run_ranks(4, scenarios.crossed, folder, four, {"of 1": one}):
         assert found["problems"] == []
         for start in ("end", "own", "of 1"):
             assert_same(found[start], wanted["end"], start)
         assert_same(found["mixed"], wanted["mixed"])
-    assert_same(sharded_scenarios.going_on(sharded_scenarios.restored(folder, four, "qwen3")), wanted["end"])
+    assert_same(scenarios.going_on(scenarios.restored(folder, four, "qwen3")), wanted["end"])
 
 
 def test_a_damaged_part_of_a_checkpoint_is_found(folder: Path, ranks: list[dict[str, Any]]) -> None:
@@ -142,13 +142,13 @@ def test_what_is_saved_is_what_one_process_saves(folder: Path, ranks: list[dict[
 def test_ranks_that_divide_layers_compute_what_one_process_does(folder: Path, ranks: list[dict[str, Any]]) -> None:
     """Tensor parallel by the plans of three families, one with a norm for each head, on 2 ranks."""
     if len(ranks) == 2:
-        wanted = sharded_scenarios.divided(folder)
+        wanted = scenarios.divided(folder)
         for found in ranks:
             assert_same(found["divided"], wanted)
 
 
 def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]]) -> None:
-    wanted = sharded_scenarios.low(folder)
+    wanted = scenarios.low(folder)
     for found in ranks:
         assert found["low"]["dtypes"] == {"torch.float32"}
         for now, one in zip(found["low"]["metrics"], wanted["metrics"], strict=True):
@@ -160,21 +160,23 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
     messages = ranks[0]["mistakes"]
     assert all(found["mistakes"] == messages for found in ranks)
     assert (
-        "rank 1 was given another batch than rank 0, or another call than train_batch (other ids or lengths)"
-        in messages["batch"]
+        "rank 1 called train_batch with a different batch than rank 0, or another method "
+        "(different ids or lengths)" in messages["batch"]
     )
     for name, key in (("values", "advantages"), ("mask", "loss_mask")):
-        assert f"than train_batch (other '{key}')" in messages[name]
-    assert "branch=reference needs trains=lora" in messages["reference"]
-    assert messages["shape"] == "a saved tensor has shape [97, 1], and this model's [97, 64]"
-    assert "apply needs a gradient" in messages["step"]
-    assert f"tensor_parallel=7 does not divide the number of ranks, {len(ranks)}" in messages["tensor parallel"]
-    assert "model family 'gpt2' has no plan" in messages["plan"]
+        assert f"another method (different '{key}')" in messages[name]
+    assert "branch=reference of a sharded model requires trains=lora" in messages["reference"]
+    assert messages["shape"] == "a saved tensor has shape [97, 1], but the model needs [97, 64]"
+    assert "apply has no gradient" in messages["step"]
+    assert f"tensor_parallel=7: must divide the number of ranks ({len(ranks)})" in messages["tensor parallel"]
+    assert "no tensor-parallel plan for model family 'gpt2'" in messages["plan"]
     refused = (
-        "for '0.self_attn.q_proj' (Linear)" if len(ranks) == 2 else "which sharding.tensor_parallel=3 does not divide"
+        "for '0.self_attn.q_proj' (Linear)"
+        if len(ranks) == 2
+        else "sharding.tensor_parallel=3: must divide num_attention_heads"
     )
     assert refused in messages["adapters"]
-    assert "sharding.offload moves weights off an accelerator" in messages["offload"]
+    assert "sharding.offload=true: the model is already on the CPU" in messages["offload"]
     assert "from the loss of micro-batches with ids 'p" in messages["nan"]
     assert "'p3'" in messages["nan"]
 

@@ -12,8 +12,9 @@ import pytest
 
 from realign.cli import commands as cli
 from realign.engines.distributed.ranks import Ranks, current, is_of_another_rank, launched
+from realign.errors import ConfigError
 from realign.runtime.checkpoint.exports import Saves
-from tests.engines.processes import run_ranks
+from tests.engines.distributed.run_ranks import run_ranks
 from tests.runtime.launching import free_port
 
 
@@ -39,7 +40,7 @@ def test_ranks_are_those_of_the_launcher(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launched() == Ranks()
     monkeypatch.setenv("WORLD_SIZE", "x")
-    with pytest.raises(ValueError, match="RANK and WORLD_SIZE must be numbers"):
+    with pytest.raises(ConfigError, match=r"must be an integer. Start the run with torchrun, or unset"):
         launched()
 
 

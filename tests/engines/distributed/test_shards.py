@@ -9,6 +9,7 @@ import torch
 
 from realign.engines import Sharding
 from realign.engines.distributed.shards import read_parts, read_saved, whole, write_parts
+from realign.errors import SettingsError
 
 TENSORS = {"a/b": torch.arange(6.0).view(2, 3), "c": torch.tensor([True, False]), "d": torch.zeros(0, 4)}
 
@@ -43,5 +44,5 @@ def test_a_tensor_of_one_process_is_whole() -> None:
 
 
 def test_a_number_of_ranks_is_at_least_one() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel must be at least 1, found 0"):
+    with pytest.raises(SettingsError, match="tensor_parallel=0: must be at least 1"):
         Sharding(tensor_parallel=0)

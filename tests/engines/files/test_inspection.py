@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from realign.engines import Causal, Score, TransformersModel, Value, ValueHead
 from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
+from realign.errors import ConfigError, DataError
 from tests.tiny import save_tiny
 
 HEADS = {"causal": Causal(), "score": Score(), "value": Value()}
@@ -25,16 +26,16 @@ def test_names_of_weights_come_from_the_file_or_from_its_index(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.safetensors", b"", r"model\.safetensors' cannot be read as safetensors: .*; was it copied whole\?"),
-        ("model.safetensors", b"\xff" * 64, "cannot be read as safetensors"),
-        ("model.safetensors.index.json", b"{", r"index\.json' is no index of weights"),
-        ("model.safetensors.index.json", b"[]", "is no index of weights"),
-        ("model.safetensors.index.json", b"{}", "is no index of weights: 'weight_map'"),
+        ("model.safetensors", b"", r"model\.safetensors' is not a safetensors file: .* Download the model again\."),
+        ("model.safetensors", b"\xff" * 64, "is not a safetensors file"),
+        ("model.safetensors.index.json", b"{", r"index\.json' is not an index of weights"),
+        ("model.safetensors.index.json", b"[]", "is not an index of weights"),
+        ("model.safetensors.index.json", b"{}", "is not an index of weights: 'weight_map'"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         weight_names(tmp_path)
 
 
@@ -51,13 +52,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
             {"lm_head.weight"},
             Score(),
             False,
-            r"models\.x: 'm' has no trained head for head=score .*models\.x\.head\.init",
+            r"models\.x\.head=score: 'm' has no such head .*models\.x\.head\.init",
         ),
         (
             {"model.x", "score.weight"},
             Causal(),
             True,
-            r"models\.x: 'm' holds a reward model or a critic \(score\.weight",
+            r"models\.x\.head=causal: 'm' contains a reward model or critic \(score\.weight",
         ),
     ],
 )
@@ -65,7 +66,7 @@ def test_the_head_is_told_by_the_names_of_weights(names, head, random_head, mess
     if message is None:
         check_head("models.x", "m", names, head, random_head=random_head)
         return
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         check_head("models.x", "m", names, head, random_head=random_head)
 
 
@@ -78,7 +79,7 @@ def test_what_is_said_of_a_folder_is_what_loading_it_finds(tmp_path, family, sav
     def fails(action) -> bool:
         try:
             action()
-        except ValueError:
+        except DataError:
             return True
         return False
 
@@ -96,7 +97,7 @@ def test_what_a_spec_says_it_gives_is_what_its_engine_gives(tmp_path):
 def test_a_hub_name_is_refused_offline_unless_it_is_cached(monkeypatch):
     check_hub("models.x.path", "owner/name")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"models\.x\.path='owner/name' is no folder .*HF_HUB_OFFLINE=1"):
+    with pytest.raises(ConfigError, match=r"models\.x\.path='owner/name': no such folder, .*HF_HUB_OFFLINE=1"):
         check_hub("models.x.path", "owner/name")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
     check_hub("models.x.path", "owner/name")
@@ -106,7 +107,7 @@ def test_devices():
     assert pick_device("cpu") == torch.device("cpu")
     if not torch.cuda.is_available():
         assert pick_device("auto") == torch.device("cpu")
-        with pytest.raises(ValueError, match="device='cuda:1', but torch sees no CUDA device"):
+        with pytest.raises(ConfigError, match="device='cuda:1': torch finds no CUDA device"):
             pick_device("cuda:1")
-    with pytest.raises(ValueError, match="device='gpu' is unknown to torch; use auto, cpu or cuda"):
+    with pytest.raises(ConfigError, match=r"device='gpu': unknown device. Use auto, cpu or cuda."):
         pick_device("gpu")

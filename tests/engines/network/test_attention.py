@@ -10,6 +10,7 @@ from torch import nn
 
 from realign.engines.network import kernels
 from realign.engines.network.attention import ATTENTION, AttentionArgs, Backend, PackedContext, packed_inputs
+from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of
 from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, tiny_engine, tiny_model
 
@@ -224,10 +225,15 @@ class TensorOn:
         ("auto", TensorOn(size=512), "plain", "sdpa"),
         ("sdpa", TensorOn(), "plain", "sdpa"),
         ("varlen", TensorOn("cpu"), "plain", "needs a CUDA device"),
-        ("varlen", TensorOn(dtype=torch.float32), "plain", "float16 and bfloat16 only, found float32"),
+        (
+            "varlen",
+            TensorOn(dtype=torch.float32),
+            "plain",
+            "supports float16 and bfloat16, but the model computes in float32",
+        ),
         ("varlen", TensorOn(), "softcap", "neither soft caps nor dropout"),
         ("flash", TensorOn(), "plain", "flash-attn"),
-        ("flash", TensorOn(), "sinks", "no attention sinks"),
+        ("flash", TensorOn(), "sinks", "does not support attention sinks"),
     ],
 )
 def test_choice_of_backend(monkeypatch, backend, tensor, what, found):
@@ -235,7 +241,7 @@ def test_choice_of_backend(monkeypatch, backend, tensor, what, found):
     if found in Backend.__members__:
         assert kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what]) is Backend(found)
     else:
-        with pytest.raises(ValueError, match=f"attention backend '{backend}'.*{found}"):
+        with pytest.raises(ConfigError, match=f"attention={backend}: .*{found}"):
             kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what])
 
 
@@ -259,10 +265,10 @@ def test_model_without_context_is_refused():
     ("keywords", "config", "message"),
     [
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, {}, "a mask of shape"),
-        ({"position_bias": torch.ones(1)}, {}, "'position_bias', which realign does not know"),
+        ({"position_bias": torch.ones(1)}, {}, "passes an unknown 'position_bias'"),
         ({"is_causal": False}, {}, "not causal"),
         ({}, {"layer_types": ["chunked_attention"]}, "'chunked_attention'"),
-        ({}, {"layer_types": ["sliding_attention"]}, "'sliding_attention' whose window does not reach"),
+        ({}, {"layer_types": ["sliding_attention"]}, "'sliding_attention' pass no window"),
     ],
 )
 def test_what_would_change_the_result_unseen_is_refused(keywords, config, message):
@@ -273,7 +279,7 @@ def test_what_would_change_the_result_unseen_is_refused(keywords, config, messag
     layer.config.model_type = "strange"
     q, k, v = qkv()
     arguments = {"attention_mask": None, "realign_context": PackedContext(cu_seqlens_of(LENGTHS)), **keywords}
-    with pytest.raises(ValueError, match=f"model family 'strange'.*{message}"):
+    with pytest.raises(ConfigError, match=f"model family 'strange'.*{message}"):
         AttentionInterface()[ATTENTION](layer, q, k, v, **arguments)
 
 

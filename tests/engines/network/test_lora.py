@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import Causal, Lora, OptimizerSpec, Score, TransformersModel, ValueHead
+from realign.errors import ConfigError
 from tests.tiny import random_sample, save_tiny
 
 ONE = MicroBatchSpec()
@@ -185,12 +186,14 @@ def test_dropout_of_adapters_leaves_the_dropout_of_the_model_off(tmp_path):
 
 def test_bad_adapters_are_refused(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "m", "llama")
-    with pytest.raises(ValueError, match=r"models\.actor\.trains: .*c_attn"):
+    with pytest.raises(ConfigError, match=r"models\.actor\.trains: .*c_attn"):
         load(folder, Lora(target_modules=["c_attn"]))
-    with pytest.raises(ValueError, match=r"target_modules=\['lm_head'\] contains the head, which cannot be adapted"):
+    with pytest.raises(ConfigError, match=r"target_modules=\['lm_head'\]: LoRA cannot adapt the head"):
         load(folder, Lora(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="contains the embeddings, which cannot be adapted"):
+    with pytest.raises(ConfigError, match="LoRA cannot adapt the embeddings"):
         load(folder, Lora(target_modules=["embed_tokens"]))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"models\.actor\.trains needs peft, .* pip install 'realign\[peft\]'"):
+    with pytest.raises(
+        ConfigError, match=r"models\.actor\.trains=lora: peft is not installed. Run pip install 'realign-rl\[peft\]'"
+    ):
         load(folder)

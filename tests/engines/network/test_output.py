@@ -136,15 +136,17 @@ def test_scalar_heads_compute_in_fp32_under_autocast():
 
 
 def test_wrong_questions_are_refused():
-    with pytest.raises(ValueError, match="values needs a model with a scalar head"):
+    with pytest.raises(ValueError, match="values requires a scalar head"):
         output([3]).values()
-    with pytest.raises(ValueError, match="scores needs a model with a scalar head"):
+    with pytest.raises(ValueError, match="scores requires a scalar head"):
         output([3]).scores()
-    with pytest.raises(ValueError, match="logprobs needs a language model"):
+    with pytest.raises(ValueError, match="logprobs requires a language model"):
         scalar_output([3]).logprobs()
-    with pytest.raises(ValueError, match="logits needs a language model"):
+    with pytest.raises(ValueError, match="logits requires a language model"):
         _ = scalar_output([3]).logits
-    with pytest.raises(ValueError, match=r"where_T must be bool of shape \[3\], found torch.float32 of shape \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"where_T has dtype torch.float32 and shape \[3\]. It must be bool of shape \[3\]."
+    ):
         output([3]).logprobs(where_T=torch.ones(3))
-    with pytest.raises(ValueError, match=r"found torch.bool of shape \[2\]"):
+    with pytest.raises(ValueError, match=r"where_T has dtype torch.bool and shape \[2\]"):
         output([3]).logprobs(where_T=torch.ones(2).bool())

@@ -21,7 +21,7 @@ MODEL = {"_target_": "realign.engines.TransformersModel", "path": "nowhere", "op
         (Lora, {"rank": 0}, "rank=0: must be at least 1"),
         (Lora, {"alpha": 0}, "alpha=0: must be at least 1"),
         (Lora, {"dropout": 1.0}, "dropout=1.0: must be at least 0 and below 1"),
-        (Lora, {"target_modules": []}, r"target_modules=\[\]: must be all-linear, or names of layers"),
+        (Lora, {"target_modules": []}, r"target_modules=\[\]: must be all-linear or names of layers"),
     ],
 )
 def test_a_setting_out_of_range_is_named(choice: type[Trained], fields: dict[str, Any], message: str) -> None:

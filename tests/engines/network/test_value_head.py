@@ -11,6 +11,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, masked
 from realign.engines import Causal, OptimizerSpec, TransformersModel, ValueHead
 from realign.engines.network.branches import Branch
 from realign.engines.network.probe import probe_branch
+from realign.errors import ConfigError
 from tests.tiny import FAMILIES, random_sample, save_tiny, tiny_model
 
 ONE = MicroBatchSpec()
@@ -55,10 +56,12 @@ def test_a_branch_that_differs_from_its_trunk_is_refused_by_name():
     branch = Branch(module, 1)
     with torch.no_grad():
         branch.layers[0].mlp.down_proj.weight.mul_(1.05)
-    with pytest.raises(ValueError, match="model family 'llama' cannot have a branch: a copy of its top layers differs"):
+    with pytest.raises(
+        ConfigError, match="model family 'llama' cannot have a branch: a copy of its top layers differs"
+    ):
         probe_branch(module, branch)
     del module.model.norm
-    with pytest.raises(ValueError, match="model family 'llama' has no list of layers with a norm after it"):
+    with pytest.raises(ConfigError, match="model family 'llama' has no known list of layers followed by a norm"):
         Branch(module, 1)
 
 
@@ -66,7 +69,7 @@ def test_a_branch_that_differs_from_its_trunk_is_refused_by_name():
 def test_values_packed_equal_values_alone_and_an_independent_branch(tmp_path, family, layers):
     engine = load(save_tiny(tmp_path / "m", family), head=ValueHead(layers, "mlp", "normal"))
     data = random_sample(LENGTHS)
-    engine.train_batch(data, ONE, joint, tokens)  # the branch has weights of its own now
+    engine.train_batch(data, ONE, joint, tokens)  # the weights of the branch now differ from the trunk
     packed = engine.forward(data, MicroBatchSpec(max_tokens_per_microbatch=20), keep)
     cu = data.cu_seqlens().tolist()
     # an independent branch: a whole model whose top layers and norm are those of the branch, one sequence at a time
@@ -101,7 +104,7 @@ def test_a_new_value_head_says_zero_and_leaves_the_policy_alone(tmp_path):
     drawn = [load(folder).value_head.head[0].weight for _ in range(2)]
     assert torch.equal(*drawn)
     assert drawn[0].std().item() == pytest.approx(65**-0.5, rel=0.3)
-    with pytest.raises(ValueError, match=r"values needs a model with a scalar head \(head=score or value, or a v"):
+    with pytest.raises(ValueError, match=r"values requires a scalar head \(head=score, head=value or a v"):
         plain.forward(data, ONE, keep)
 
 
@@ -167,11 +170,11 @@ def test_a_value_head_is_saved_beside_the_model_and_loaded_back(tmp_path, layers
     assert not info["missing_keys"]
     assert torch.equal(plain.lm_head.weight, engine.module.lm_head.weight)
     with pytest.raises(
-        ValueError, match=rf"models\.actor\.head\.value_head\.layers is 2, but '.*' holds one with {layers}"
+        ConfigError, match=rf"models\.actor\.head\.value_head\.layers=2: '.*' was saved with layers={layers}"
     ):
         load(tmp_path / "out", head=ValueHead(2))
     with pytest.raises(
-        ValueError, match=r"models\.actor\.head\.value_head\.hidden is mlp, but '.*' holds one with linear"
+        ConfigError, match=r"models\.actor\.head\.value_head\.hidden=mlp: '.*' was saved with hidden=linear"
     ):
         load(tmp_path / "out", head=ValueHead(layers, "mlp"))
 
@@ -188,7 +191,7 @@ def test_a_model_with_a_value_head_continues_exactly(tmp_path):
     second.train_batch(data[1], ONE, joint, tokens)
     for p, q in zip(whole.network.parameters(), second.network.parameters(), strict=True):
         assert torch.equal(p, q)
-    with pytest.raises(ValueError, match="model 'actor': the engine has no value_head, but the saved state has one"):
+    with pytest.raises(ValueError, match=r"models.actor: the saved state has a value head, but the engine does not"):
         TransformersModel(str(folder), optimizer=STEP).load("actor", seed=0).machine.load_state_dict(first.state_dict())
 
 
@@ -215,5 +218,5 @@ def test_empty_sequences_and_bfloat16_have_values(tmp_path):
 
 def test_bad_value_heads_are_refused(tmp_path):
     folder = save_tiny(tmp_path / "m", "llama")
-    with pytest.raises(ValueError, match=r"models\.actor\.head\.value_head\.layers must be from 1 to 3, .* found 4"):
+    with pytest.raises(ConfigError, match=r"models\.actor\.head\.value_head\.layers=4: must be between 1 and 3"):
         load(folder, head=ValueHead(4))

@@ -8,8 +8,10 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.api.sampler import requests_of
-from realign.engines.sampling.background_sampler import Stream, StreamingEngine
+from realign.engines.sampling.background_sampler import StreamingEngine
+from realign.engines.sampling.continuous import Stream
 from realign.engines.sampling.slots import Rollout
+from realign.errors import ConfigError, DataError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.tiny import tiny_engine
 
@@ -150,9 +152,9 @@ def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
 
 def test_a_bad_call_fails_alone(open_engine):
     engine = open_engine()
-    with pytest.raises(ValueError, match="stop token 9999 is not in the vocabulary"):
+    with pytest.raises(ConfigError, match="stop token 9999 is not in the vocabulary"):
         engine.generate(prompts([0]), GenerationConfig(max_new_tokens=5, stop_token_ids=[9999]), seed=0)
-    with pytest.raises(ValueError, match="has an empty prompt"):
+    with pytest.raises(DataError, match="the prompt is empty"):
         engine.generate(SequenceSample.from_sequences([0], {"prompt_ids": [[[]]]}), CONFIG, seed=0)
     with pytest.raises(ValueError, match="weights"):
         engine.update(tiny_engine(model={"num_hidden_layers": 2}), 1)
@@ -172,7 +174,7 @@ def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, whe
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(engine.generate, prompts([i]), CONFIG, seed=1) for i in range(3)]
         for call in calls:
-            with pytest.raises(RuntimeError, match="samples no more: the sky fell") as caught:
+            with pytest.raises(RuntimeError, match=r"models.actor: sampling stopped: the sky fell") as caught:
                 call.result()
             assert isinstance(caught.value.__cause__, FloatingPointError)
     with pytest.raises(RuntimeError, match="the sky fell"):
@@ -184,18 +186,18 @@ def test_closing_wakes_who_waits(open_engine):
     config = GenerationConfig(n=8, max_new_tokens=100, fixed_length=True)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(engine.generate, prompts(range(64)), config, seed=1)
-        while not engine._running:
+        while not engine.loop.streams:
             threading.Event().wait(0.001)
         engine.close()
-        with pytest.raises(RuntimeError, match="samples no more: it was closed"):
+        with pytest.raises(RuntimeError, match="sampling stopped: the sampler was closed"):
             call.result()
-    with pytest.raises(RuntimeError, match="it was closed"):
+    with pytest.raises(RuntimeError, match="the sampler was closed"):
         engine.generate(prompts([0]), CONFIG, seed=0)
 
 
 def test_a_model_that_cannot_generate_is_refused():
     for engine in (tiny_engine(model={"head": "value"}), BigramEngine()):
-        with pytest.raises(ValueError, match="cannot sample for several callers"):
+        with pytest.raises(ConfigError, match="cannot sample asynchronously"):
             StreamingEngine("critic", engine)
 
 
@@ -259,7 +261,7 @@ def test_responses_of_any_group_size_share_a_rollout(open_engine, monkeypatch):
         call = pool.submit(
             engine.generate, prompts([1]), GenerationConfig(n=4, max_new_tokens=100, fixed_length=True), seed=1
         )
-        while len(engine._calls) < 3:
+        while len(engine.loop._calls) < 3:
             threading.Event().wait(0.001)
         engine.resume()
         call.result()
@@ -323,7 +325,7 @@ def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(o
         count = len(found.ids)
         assert found.ids.tolist() == ids[~given][:count].tolist()
         assert torch.allclose(found.logprobs, logprobs[~given][:count], atol=1e-5)
-    assert not engine._running
+    assert not engine.loop.streams
 
 
 def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
@@ -345,7 +347,7 @@ def test_sleep_frees_the_cache_and_waking_continues_where_it_stopped(open_engine
     engine = open_engine()
     handles = [engine.submit(r) for r in requests_of(prompts(range(2)), LONG, 1)]
     at_step(engine.sleep)
-    assert [running.stream.cache for running in engine._running] == [None]
+    assert [stream.cache for stream in engine.loop.streams] == [None]
     before = handles[0].tokens()
     assert handles[3].cancel()
     engine.sleep()
@@ -374,12 +376,12 @@ def test_weights_that_come_in_sleep_are_used_for_everything_after_it(open_engine
 def test_bad_requests_are_refused_when_they_are_made(open_engine):
     engine = open_engine()
     request = requests_of(prompts([0]), CONFIG, 1)[0]
-    with pytest.raises(ValueError, match="the model has 128 positions"):
+    with pytest.raises(DataError, match=r"exceeds the context window of the model .128."):
         engine.submit(type(request)(0, 0, request.prompt_ids, GenerationConfig(max_new_tokens=200), 1))
     handle = engine.submit(
         type(request)(0, 0, request.prompt_ids, GenerationConfig(stop_token_ids=[9999], max_new_tokens=3), 1)
     )
-    with pytest.raises(ValueError, match="stop token 9999"):
+    with pytest.raises(ConfigError, match="stop token 9999"):
         handle.result()
     assert len(handle.tokens().ids) == 0
     assert not handle.cancel()

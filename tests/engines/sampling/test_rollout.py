@@ -11,6 +11,7 @@ from realign.engines.network.heads import read_head
 from realign.engines.sampling import slots as decoding
 from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.sampling.rollout import generate
+from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
 from tests.tiny import FAMILIES, OTHERS, VOCAB, tiny_model, tiny_tokenizer
 
@@ -351,9 +352,9 @@ def test_autocast_generates_in_bf16():
 def test_bad_prompts_are_named():
     model = tiny_model()
     empty, unknown = [torch.tensor([5]), torch.tensor([], dtype=torch.int64)], [torch.tensor([5, VOCAB])]
-    with pytest.raises(ValueError, match="'p1' has an empty prompt"):
+    with pytest.raises(DataError, match="'p1': the prompt is empty"):
         rollout(model, empty)
-    with pytest.raises(ValueError, match=rf"'p0' has a prompt with ids 5 to {VOCAB}"):
+    with pytest.raises(DataError, match=rf"'p0': the prompt has token ids from 5 to {VOCAB}"):
         rollout(model, unknown)
     two = SequenceSample.from_sequences(["x"], {"prompt_ids": [[[3, 4], [5]]]})
     common = {"seed": 0, "eos_token_ids": [], "tokenizer": None}
@@ -367,17 +368,19 @@ def test_bad_prompts_are_named():
 def test_too_many_positions_are_refused_with_both_numbers():
     model = tiny_model("gpt2")
     assert len(responses(rollout(model, prompts((8,)), max_new_tokens=120, eos=()))[0]) == 120
-    with pytest.raises(ValueError, match=r"'p0': a prompt of 9 tokens and max_new_tokens 120 .* 128 positions"):
+    with pytest.raises(
+        DataError, match=r"'p0': a prompt of 9 tokens plus max_new_tokens=120 .* \(128\)\. .* at most 119"
+    ):
         rollout(model, prompts((9,)), max_new_tokens=120)
 
 
 def test_bad_stop_settings_are_refused():
     model = tiny_model()
-    with pytest.raises(ValueError, match=f"stop token {VOCAB} is not in the vocabulary"):
+    with pytest.raises(ConfigError, match=f"stop token {VOCAB} is not in the vocabulary"):
         rollout(model, stop_token_ids=[VOCAB])
-    with pytest.raises(ValueError, match="need a tokenizer"):
+    with pytest.raises(ConfigError, match="no tokenizer"):
         rollout(model, stop_strings=["x"])
-    with pytest.raises(ValueError, match="fixed_length"):
+    with pytest.raises(ConfigError, match="fixed_length"):
         rollout(model, stop_strings=["x"], fixed_length=True, tokenizer=tiny_tokenizer())
 
 
@@ -389,5 +392,5 @@ def test_other_attention_is_refused():
 def test_broken_weights_are_an_error():
     model = tiny_model()
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(RunError, match="not finite"):
         rollout(model)

@@ -82,5 +82,5 @@ def test_the_average_continues_exactly(tmp_path):
     for a, b in zip(whole._average.average, second._average.average, strict=True):
         assert torch.equal(a, b)
     plain = TransformersModel(str(folder), optimizer=replace(STEP, ema_decay=None)).load("actor", seed=0).machine
-    with pytest.raises(ValueError, match="model 'actor': the saved state has no ema, but the engine has one"):
+    with pytest.raises(ValueError, match=r"the engine has averaged weights, but the saved state does not"):
         second.load_state_dict(plain.state_dict())

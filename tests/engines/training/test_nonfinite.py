@@ -53,7 +53,7 @@ def test_the_guilty_prompts_are_named_and_no_others(spec, gradient, parallel):
     engine = tiny_engine(optimizer=STEP, parallel_passes=parallel)
     message = told(engine, data, Poisoned(data, ("p1", "p3"), gradient=gradient), spec)
     what = "gradient" if gradient else "loss"
-    assert f"from the {what} of ids 'p1', 'p3';" in message
+    assert f"from the {what} of ids 'p1', 'p3')" in message
     assert all(p.grad is None for p in engine.network.parameters())
     assert not any(m.training for m in engine.module.modules())
 
@@ -69,7 +69,7 @@ def test_passes_side_by_side_name_the_same(monkeypatch):
             assert engine.network.passes(data, MicroBatchSpec(), parallel=True, training=True).lanes == 2
             message = told(engine, data, Poisoned(data, ("p2",), gradient=gradient), MicroBatchSpec())
             assert message.count("'p") == 1
-            assert "of id 'p2';" in message
+            assert "of id 'p2')" in message
     finally:
         torch.set_num_threads(threads)
 
@@ -88,7 +88,7 @@ def test_the_search_ends_with_as_many_ids_as_are_named():
     loss = Poisoned(data, data.ids)
     message = told(tiny_engine(optimizer=STEP), data, loss, MicroBatchSpec())
     assert message.count("'p") == NAMED
-    assert "'p7' and others;" in message
+    assert "'p7' and others)" in message
     assert loss.calls == 1 + NAMED + 1
 
 
@@ -99,7 +99,7 @@ def test_a_sum_that_overflows_blames_nobody():
         return output.logprobs().sum() * 0 + 3e38, {}
 
     message = told(tiny_engine(optimizer=STEP), data, huge, MicroBatchSpec(n_microbatches=2))
-    assert "from no micro-batch alone: each has a finite loss and gradient" in message
+    assert "from no single micro-batch: each has a finite loss and gradient" in message
 
 
 def test_what_is_not_finite_only_together_names_all_of_its_micro_batch():
@@ -109,7 +109,7 @@ def test_what_is_not_finite_only_together_names_all_of_its_micro_batch():
         return output.logprobs().sum() * (float("nan") if len(part) > 1 else 1.0), {}
 
     message = told(tiny_engine(optimizer=STEP), data, together, MicroBatchSpec(max_tokens_per_microbatch=9))
-    assert "of ids 'p0', 'p1';" in message
+    assert "of ids 'p0', 'p1')" in message
 
 
 def test_a_broken_weight_is_named_instead():
@@ -117,12 +117,12 @@ def test_a_broken_weight_is_named_instead():
     engine = tiny_engine(optimizer=STEP)
     torch.nn.init.constant_(engine.module.model.norm.weight, float("nan"))
     message = told(engine, data, Poisoned(data, ()), MicroBatchSpec())
-    assert "from the model itself: weight 'model.norm.weight' is not finite" in message
+    assert "from the model: weight 'model.norm.weight' is not finite" in message
 
 
 def test_dropout_and_checkpointed_layers_are_in_their_training_state_when_asked_again():
     data = random_sample(LENGTHS)
     engine = tiny_engine("gpt2", optimizer=STEP, dropout=True, gradient_checkpointing=True)
     message = told(engine, data, Poisoned(data, ("p0",), gradient=True), SPECS[1])
-    assert "from the gradient of id 'p0';" in message
+    assert "from the gradient of id 'p0')" in message
     assert not any(m.training for m in engine.module.modules())

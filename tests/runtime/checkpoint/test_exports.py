@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from realign.errors import ConfigError
 from realign.runtime.checkpoint.exports import CheckpointSpec, Saves
 
 
@@ -150,9 +151,9 @@ def test_a_link_is_refused_when_a_checkpoint_names_it_and_when_it_appears_later(
     kept = saves(tmp_path / "run", every_steps=1, keep=1)
     kept.load_state_dict(state_of([link.name]))
     link.symlink_to(victim)
-    with pytest.raises(ValueError, match="step_000001' is a link to"):
+    with pytest.raises(ConfigError, match="step_000001' is a link to"):
         kept.after_step(2, {}, last=False)
-    with pytest.raises(ValueError, match="step_000001' is a link to"):
+    with pytest.raises(ConfigError, match="step_000001' is a link to"):
         kept.load_state_dict(state_of([link.name]))
     assert victim.is_dir()
 

@@ -1,4 +1,4 @@
-"""Runs a function in a group of processes of torch.distributed: gloo over loopback, met through a file."""
+"""Run a function in a group of processes of torch.distributed: gloo over loopback, with a file as the store."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: int = 120) -> list[Any]:
-    """What `function(*arguments)` returns on each of `size` ranks, each a process of its own.
+    """Return the result of `function(*arguments)` on each of `size` ranks, each in a separate process.
 
-    Starting them takes seconds: let one call do much.
+    Starting the processes takes seconds, so one call should do much.
 
     Args:
         size: number of ranks.

@@ -24,6 +24,7 @@ from realign.engines import (
 )
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shards import whole
+from realign.errors import RealignError
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -93,7 +94,7 @@ def grpo(folder: Path) -> dict[str, Any]:
 
 
 def ppo(folder: Path) -> dict[str, Any]:
-    """Policy and critic of their own; advantages are whitened over the whole batch."""
+    """Separate policy and critic; advantages are whitened over the whole batch."""
     actor, critic = load(folder), load(folder, "critic", head=Value())
     policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
     drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
@@ -221,7 +222,7 @@ KEPT = {"head": Causal(ValueHead(hidden="mlp", init="normal")), "optimizer": rep
 def kept(
     folder: Path, own: Path, others: dict[str, Path], family: str = "gpt2", sharding: Sharding | None = None
 ) -> dict[str, Any]:
-    """A run that writes a checkpoint midway, and saves; runs that go on from it and from those of other numbers."""
+    """A run that writes a checkpoint midway, and saves; runs that resume from it and from other numbers of ranks."""
     more = {} if sharding is None else {"sharding": sharding}
     model = load(folder, family, **KEPT, **more)
     steps(model, joint_loss)
@@ -265,7 +266,7 @@ def going_on(model: Model) -> dict[str, Any]:
 
 
 def mistakes(folder: Path) -> dict[str, str]:
-    """Messages of what is refused, on this rank."""
+    """Error messages of invalid calls, on this rank."""
     machine, rank = load(folder).machine, current().rank
     data = random_sample([(5 + rank,), (7,)])
     values = random_sample([(6,)] * 6).with_tokens(advantages=torch.arange(36.0) - rank)
@@ -298,7 +299,7 @@ def mistakes(folder: Path) -> dict[str, str]:
 def _message(attempt: Any) -> str:
     try:
         attempt()
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, RealignError) as error:
         return str(error)
     return ""
 

@@ -7,6 +7,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import Causal, OptimizerSpec, SharedModel, TopLayers, TransformersModel
+from realign.errors import ConfigError
 from tests.tiny import save_tiny, tiny_model
 
 WORDS = 60
@@ -80,5 +81,5 @@ def test_a_response_with_another_token_and_settings_out_of_range_are_refused(fol
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[5, 90]]], "loss_mask": [[[False, True]]]})
     with pytest.raises(ValueError, match=r"targets_N must be ids in \[0, 60\), found 90 to 90"):
         machine.forward(data, MicroBatchSpec(), keep)
-    with pytest.raises(ValueError, match=r"models\.actor\.head\.vocabulary=98: must be at most 97"):
+    with pytest.raises(ConfigError, match=r"models\.actor\.head\.vocabulary=98: must be at most 97"):
         load(folder, vocabulary=98)

@@ -1,0 +1,45 @@
+"""`Samplable`: what a decoding loop needs from an engine."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from realign.api.model import PipelinableEngine
+from realign.engines.network.network import Network
+
+
+@runtime_checkable
+class Samplable(PipelinableEngine, Protocol):
+    """Engine over a transformers model whose layers a decoding loop can run."""
+
+    @property
+    def module(self) -> Any:
+        """The transformers model."""
+        ...
+
+    @property
+    def network(self) -> Network:
+        """The network that training runs."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End tokens."""
+        ...
+
+    @property
+    def max_slots(self) -> int | None:
+        """Maximum number of sequences decoded concurrently; None: as many as fit."""
+        ...

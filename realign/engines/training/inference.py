@@ -1,0 +1,140 @@
+"""`InferenceEngine`: forward passes and generation with one network, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realign.api.microbatch import MicroBatchSpec
+from realign.api.model import Forward, GenerationConfig, PipelinableEngine, PostHook
+from realign.api.sample import TOKENS, SequenceSample
+from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
+from realign.engines.network.cpu_lanes import side_by_side
+from realign.engines.network.heads import read_head
+from realign.engines.network.network import Network, Run
+from realign.engines.network.output import ScalarHead
+from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.sampling.trunk import positions_of
+from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.training.callbacks import added
+from realign.functional.logprobs import LMHead
+
+
+class InferenceEngine(PipelinableEngine):
+    """The part of an engine that does not train. `TransformersEngine` adds training, saving and checkpoints."""
+
+    def __init__(self, name: str, network: Network, tokenizer: Any, *, seed: int, max_slots: int | None) -> None:
+        """Wrap a network; see `TransformersEngine` for the arguments."""
+        self.name = name
+        self.network = network
+        self.module: Any = network.module
+        self.value_head = network.value_head
+        self.device = network.device
+        self.tokenizer = tokenizer
+        self.max_slots = max_slots
+        self._seed = seed
+
+    @property
+    def head(self) -> LMHead | ScalarHead:
+        """Last layer of the model."""
+        return self.network.head
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """See `PipelinableEngine.outputs`."""
+        language = {"logprobs"} if isinstance(self.head, LMHead) else set()
+        scalar = {"values", "scores"} if self.value_head is not None or not language else set()
+        return frozenset(language | scalar)
+
+    @property
+    def positions(self) -> int | None:
+        """See `positions_of`."""
+        return positions_of(self.module)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored."""
+        found: set[int] = set()
+        for source in (self.tokenizer, getattr(self.module, "generation_config", None)):
+            ids = getattr(source, "eos_token_id", None)
+            found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
+        return tuple(sorted(found))
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`. Dropout is never applied here.
+
+        Raises:
+            ValueError: the hook added no key, or added one with a different number of sequences.
+        """
+        return self._forward(data, mb_spec, post_hook, self.network.run, parallel=True)
+
+    def reference(self, layers: int | None = None) -> Forward:
+        """Return a `forward` that uses the current policy, regardless of later training; see `Network.reference`."""
+        return partial(self._forward, run=self.network.reference(layers))
+
+    def _forward(
+        self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Run, *, parallel: bool = False
+    ) -> SequenceSample:
+        passes = self.network.passes(data, mb_spec, parallel=parallel)
+
+        @torch.no_grad()
+        def compute(micro_batch: tuple[SequenceSample, Layout]) -> SequenceSample:
+            part, layout = micro_batch
+            moved = part.to(self.device)
+            return added(post_hook(run(part, moved, layout), moved), moved)
+
+        return self._restored_to(data[TOKENS].device, passes, list(side_by_side(compute, passes, passes.lanes)))
+
+    def _restored_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
+        """Merge the results of all passes into one sample on `device`, and wait for the copies."""
+        whole = passes.batches.restore(results).to(device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
+        return whole
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `PipelinableEngine.generate`.
+
+        Raises:
+            ValueError: the model has a scalar head.
+            RealignError: see `rollout.generate`.
+        """
+        from realign.engines.sampling.rollout import generate
+
+        module, fusion = self._sampler()
+        if not isinstance(head := read_head(module), LMHead):
+            raise ValueError(f"models.{self.name}: a model with a scalar head cannot generate. Set head=causal.")
+        with torch.no_grad(), self.network.autocast():
+            return generate(
+                module,
+                self.network.limited(head),
+                data,
+                config,
+                seed=seed,
+                eos_token_ids=self.eos_token_ids,
+                tokenizer=self.tokenizer,
+                fusion=fusion,
+                max_slots=self.max_slots,
+            )
+
+    def _sampler(self) -> tuple[Any, Fusion | None]:
+        """Return the model that rollouts run, and its `Fusion`, if any."""
+        return self.module, self.network.fusion
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over data-parallel ranks; in one process this is `x`."""
+        return x
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `PipelinableEngine.weights`. A model with adapters returns both adapter and base weights."""
+        return named_weights(self.module, self.value_head)
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """See `PipelinableEngine.load_weights`. Optimizer moments and averages do not change."""
+        own = self.weights()
+        check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
+        mix_into(own, weights, mix)
