@@ -48,7 +48,7 @@ class TransientError(RealignError):
     """A failure that a restart with `resume=auto` can fix: a full disk, an unreachable server, a lost worker."""
 
 
-class NothingToDo(RealignError):
+class RunComplete(RealignError):
     """A run whose steps are all done. The command line prints the message and exits with 0."""
 
 
@@ -80,7 +80,7 @@ __all__ = [
     "DataError",
     "ExitCode",
     "GraphError",
-    "NothingToDo",
+    "RunComplete",
     "RealignError",
     "RewardError",
     "RunError",

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from realign.config.errors import one_line
 from realign.config.explain import explain
-from realign.errors import ExitCode, NothingToDo, RealignError, TransientError, is_transient
+from realign.errors import ExitCode, RunComplete, RealignError, TransientError, is_transient
 
 
 def guarded(action: Callable[[], int | None], debug: bool) -> int:
@@ -69,14 +69,14 @@ def described(error: BaseException, debug: bool) -> tuple[str, int]:
     message = user_message(error) if isinstance(error, Exception) and not debug else None
     if message is None:
         return "".join(traceback.format_exception(error)).rstrip(), code
-    return message if isinstance(error, NothingToDo) else f"error: {message}", code
+    return message if isinstance(error, RunComplete) else f"error: {message}", code
 
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a process that an error ends, as listed in `ExitCode`."""
     if isinstance(error, KeyboardInterrupt):
         return int(getattr(error, "exit_code", ExitCode.interrupted))
-    if isinstance(error, NothingToDo):
+    if isinstance(error, RunComplete):
         return ExitCode.success
     if isinstance(error, TransientError) or (isinstance(error, OSError) and is_transient(error)):
         return ExitCode.transient

@@ -14,7 +14,7 @@ from realign.errors import (
     ConfigError,
     DataError,
     ExitCode,
-    NothingToDo,
+    RunComplete,
     RealignError,
     RewardError,
     RunError,
@@ -61,7 +61,7 @@ def test_a_warning_is_one_line_printed_once_and_keeps_its_place_with_debug():
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (NothingToDo("all steps are done"), 0),
+        (RunComplete("all steps are done"), 0),
         (ValueError("bug"), 1),
         (TypeError("bug"), 1),
         (RuntimeError("bug"), 1),
@@ -114,7 +114,7 @@ def test_the_message_of_a_failed_job_of_a_sweep_ends_with_its_last_line():
 def test_an_error_has_a_text_and_an_exit_code():
     assert described(caught_from(mistake), debug=False) == (f"error: {ONE_LINE}", 2)
     assert described(caught_from(stopped), debug=False) == ("stopped after step 3", 143)
-    assert described(NothingToDo("all steps are done"), debug=False) == ("all steps are done", 0)
+    assert described(RunComplete("all steps are done"), debug=False) == ("all steps are done", 0)
     assert described(KeyboardInterrupt(), debug=True) == ("interrupted", 130)
     for error, debug, expected in ((caught_from(mistake), True, 2), (caught_from(bug), False, 1)):
         text, code = described(error, debug)
