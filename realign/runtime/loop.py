@@ -160,7 +160,7 @@ class _Training:
         self.runtime, self.ranks = runtime, current()
         self.console = console if self.ranks.leader else None
         self.first = 1 if start is None else start.step + 1
-        self.fresh = start is None or start.anew
+        self.fresh = start is None or start.new_run
         e = self.experiment
         self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best, self.ranks)
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
@@ -168,7 +168,7 @@ class _Training:
             check_frozen(start.state["frozen"], frozen)
             restore(runtime, start.state, e.resume_skip)
             runtime.batches_ahead = runtime.prompts.drawn - start.step
-            if not start.anew:
+            if not start.new_run:
                 self.saves.load_state_dict(start.state["saves"])
             self._say(f"resumed from {start.checkpoint.path}: step {self.first} of {e.steps} is next")
         if e.checkpoint is not None:

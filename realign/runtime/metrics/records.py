@@ -23,7 +23,7 @@ class Records:
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
         state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
-        if start is not None and not start.anew:
+        if start is not None and not start.new_run:
             state = start.state["records"]
             self._take_over(folder, start, state["sizes"])
         self.metrics, self.samples, self.eval_samples = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from realign.errors import ConfigError
 from realign.runtime.checkpoint.exports import CheckpointSpec, Saves
 
 
@@ -50,14 +51,14 @@ def test_the_best_is_kept_and_says_what_it_was(tmp_path, best, step, value):
 
 def test_a_metric_that_nobody_measures_is_refused_before_training_or_after_the_first_step(tmp_path):
     kept = saves(tmp_path, best="eval/rewards")
-    with pytest.raises(ValueError, match=r"no metric 'eval/rewards' .* before training; did you mean 'eval/reward'\?"):
+    with pytest.raises(ConfigError, match=r"no metric 'eval/rewards' .* before training. Did you mean 'eval/reward'\?"):
         kept.after_step(0, {"eval/reward": 1.0}, last=False)
     kept = saves(tmp_path, best="los")
     kept.after_step(0, {"eval/reward": 1.0}, last=False)
-    with pytest.raises(ValueError, match=r"no metric 'los' was measured in the first step; did you mean 'loss'\?"):
+    with pytest.raises(ConfigError, match=r"no metric 'los' was measured in the first step. Did you mean 'loss'\?"):
         kept.after_step(1, {"loss": 1.0}, last=False)
     kept = saves(tmp_path, best="xyz")
-    with pytest.raises(ValueError, match=r"no metric 'xyz' .*; there are loss, lr$"):
+    with pytest.raises(ConfigError, match=r"no metric 'xyz' .* Valid: loss, lr\.$"):
         kept.after_step(1, {"lr": 1.0, "loss": 1.0}, last=False)
 
 
@@ -73,7 +74,9 @@ def test_a_full_disk_costs_a_save_and_not_the_run(tmp_path):
     kept = Saves(tmp_path, write, every_steps=1, keep=1, best="reward")
     kept.after_step(1, {"reward": 1.0}, last=False)
     full.append(True)
-    with pytest.warns(UserWarning, match=r"was not saved: .*No space left.*; the run goes on") as told:
+    with pytest.warns(
+        UserWarning, match=r"was not saved: .*No space left.* Training continues without this save"
+    ) as told:
         kept.after_step(2, {"reward": 2.0}, last=False)
     assert [Path(str(w.message).split(" was")[0]).name for w in told] == ["best", "step_000002"]
     assert names(tmp_path) == ["best", "step_000001"]

@@ -186,13 +186,13 @@ def test_any_json_is_a_tree_or_a_value_error(state):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"a": [{"b": object()}]}, "a/0/b: a value of type object cannot be kept"),
-        ({"a": b"bytes"}, "a: a value of type bytes cannot be kept"),
+        ({"a": [{"b": object()}]}, "a/0/b: type object cannot be saved in a checkpoint"),
+        ({"a": b"bytes"}, "a: type bytes cannot be saved in a checkpoint"),
         ({"a": {1.5: 0}}, r"a: keys must be str or int, found 1\.5"),
         ({True: 0}, "the tree: keys must be str or int, found True"),
         ({"a": torch.zeros(2).to_sparse()}, "a: only plain dense tensors"),
         ({"a": torch.empty(2, device="meta")}, "a: only plain dense tensors"),
-        ({"a": torch.zeros(2, dtype=torch.complex128)}, "a: dtype torch.complex128 cannot be kept"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, "a: dtype torch.complex128 cannot be saved"),
         ([1], "made of a mapping, found list"),
     ],
 )
