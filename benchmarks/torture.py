@@ -321,7 +321,7 @@ def note(
         outcome.exact += is_exact(reference, launch.run, after)
     if spoilt is not None:
         text = "".join(launch.log.read_text().split())  # however it was wrapped
-        outcome.skipped += f"step{spoilt.step}isskipped" in text and f"{spoilt.path.name}/" in text
+        outcome.skipped += f"Checkpointatstep{spoilt.step}cannotberead" in text and f"{spoilt.path.name}/" in text
 
 
 def report(run: Run, reference: Run, outcome: Outcome) -> dict[str, Any]:

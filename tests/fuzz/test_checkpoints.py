@@ -50,7 +50,7 @@ def read_or_named(folder: Path) -> None:
     if isinstance(found, Refused):
         with pytest.raises(CorruptCheckpoint):
             checkpoint.read()
-        with pytest.raises(ValueError, match="none of the checkpoints"):
+        with pytest.raises(CorruptCheckpoint, match="No checkpoint in"):
             newest(folder, lambda message: None)
         return
     assert repr(found) == repr(tree())

@@ -391,7 +391,7 @@ def test_a_tracker_that_fails_costs_its_own_record_only(tmp_path):
         result = run(experiment(tmp_path, path, trackers={"mine": Broken()}))
     assert len(result.history) == 3
     assert [str(w.message).split(" (")[0] for w in told if "mine" in str(w.message)] == [
-        "tracker 'mine' did not take step 0",
+        "Tracker 'mine' failed at step 0",
         "tracker 'mine' missed 3 steps, from 0 to 2",
     ]
 
@@ -402,7 +402,7 @@ def test_a_screen_that_cannot_be_written_ends_no_run(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     path = model_folder(tmp_path / "model")
-    with pytest.warns(UserWarning, match="tracker 'display' did not take step"):
+    with pytest.warns(UserWarning, match="Tracker 'display' failed at step"):
         result = run(experiment(tmp_path, path, print_samples_every_steps=1), console=Console(file=FullLog(), width=80))
     assert len(result.history) == 3
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from realign.runtime import CheckpointSpec, Experiment, Ray
@@ -32,9 +30,7 @@ def test_a_run_continues_from_its_own_checkpoint_with_fresh_interfaces(tmp_path)
         attempts.recover(LOST)
     assert attempts.experiment.resume == "auto"
     assert attempts.experiment.interfaces["reward"].shuffle is False
-    with pytest.raises(
-        WorkerLost, match=re.escape("recovered runtime.max_recoveries=1 times. Restart it with resume=auto")
-    ):
+    with pytest.raises(WorkerLost, match=r"recovered runtime\.max_recoveries=1 times\. Restart it"):
         attempts.recover(LOST)
 
 
