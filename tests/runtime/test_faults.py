@@ -387,12 +387,12 @@ def test_a_tracker_that_fails_costs_its_own_record_only(tmp_path):
         def close(self):
             pass
 
-    with pytest.warns(UserWarning, match="tracker 'mine'") as told:
+    with pytest.warns(UserWarning, match="Tracker 'mine'") as told:
         result = run(experiment(tmp_path, path, trackers={"mine": Broken()}))
     assert len(result.history) == 3
     assert [str(w.message).split(" (")[0] for w in told if "mine" in str(w.message)] == [
         "Tracker 'mine' failed at step 0",
-        "tracker 'mine' missed 3 steps, from 0 to 2",
+        "Tracker 'mine' missed 3 steps, from 0 to 2.",
     ]
 
 

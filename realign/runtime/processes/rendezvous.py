@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from torch.distributed import rendezvous  # type: ignore[attr-defined]
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, TransientError
 from realign.runtime.processes.rank_watchdog import Describe, RankWatch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 START = timedelta(minutes=10)
 """Time to wait for all ranks to start. Machines may start one after the other."""
@@ -118,7 +122,7 @@ def met(ranks: Ranks, describe: Describe) -> Iterator[Meeting]:
     meeting.part()
 
 
-def _connected(ranks: Ranks) -> dist.Store:
+def _connected(ranks: Ranks) -> Store:
     """Connect to the launcher's store, and wait until all ranks are connected."""
     try:
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=START))

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ WORKERS_FIRST_S = 60.0
 """Seconds that a call with runtime=ray may exceed its limit, since the report of the worker group names the rank."""
 GRACE_S = 10.0
 """Seconds that the run has to end after the watchdog ended it. After that, the thread terminates the process."""
-END = signal.SIGVTALRM if hasattr(signal, "SIGVTALRM") else None
+END = None if sys.platform == "win32" else signal.SIGVTALRM
 """Signal that interrupts the main thread of a run that hangs, also in a blocking system call."""
 
 logger = logging.getLogger(__name__)

@@ -82,9 +82,7 @@ def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_spac
     lines = JsonLines(tmp_path / "m.jsonl")
     lines.write({"step": 1})
     full[0] = 5  # half of a line
-    with pytest.warns(
-        UserWarning, match=r"m\.jsonl cannot be written after byte 12 \(No space left on device\)\. Training continues"
-    ):
+    with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written after byte 12 \(No space left on device\)"):
         lines.write({"step": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
@@ -208,5 +206,5 @@ def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
         tracker.close()
     assert [str(w.message) for w in told] == [
         "Tracker 'mine' could not be closed (OSError: gone).",
-        "tracker 'mine' missed 2 steps, from 2 to 4",
+        "Tracker 'mine' missed 2 steps, from 2 to 4.",
     ]

@@ -43,10 +43,8 @@ def test_a_slow_operation_is_reported_once_with_the_stacks_and_the_run_continues
 
 
 def test_the_thread_reports_the_stack_of_the_thread_that_hangs(caplog):
-    with Watchdog(report_s=0).started() as _, threading.Condition() as never:
-        pass
-    dog = Watchdog(report_s=0)
-    with dog.started(), dog.doing("call 'reward_inf'", limited=True), never:
+    dog, never = Watchdog(report_s=0), threading.Event()
+    with dog.started(), dog.doing("call 'reward_inf'", limited=True):
         while not reports(caplog):
             never.wait(0.01)
     [text] = reports(caplog)
@@ -66,21 +64,30 @@ def test_only_a_limited_operation_exceeds_the_limit():
 
 
 def test_a_call_that_hangs_is_interrupted_with_exit_code_75_and_the_stacks(capfd):
-    dog = Watchdog(limit_s=0)
+    dog = Watchdog(limit_s=1000)
     before = signal.getsignal(watchdog.END)
     closed = []
-    with pytest.raises(CallTimeout, match="call 'reward_inf' exceeded runtime.rpc_timeout_minutes=0") as caught:
-        with dog.started(), dog.doing("call 'reward_inf'", limited=True):
-            try:
-                time.sleep(1000)  # the signal interrupts a system call
-            except Exception:  # the code of a user may suppress exceptions
-                raise AssertionError("suppressed") from None
-            finally:
-                closed.append(True)
+
+    def hangs():
+        try:
+            dog.limit_s = 0
+            time.sleep(1000)  # the signal interrupts a system call
+        except Exception:  # the code of a user may suppress exceptions
+            raise AssertionError("suppressed") from None
+        finally:
+            closed.append(True)
+
+    message = r"call 'reward_inf' exceeded runtime\.rpc_timeout_minutes=0"
+    with (
+        pytest.raises(CallTimeout, match=message) as caught,
+        dog.started(),
+        dog.doing("call 'reward_inf'", limited=True),
+    ):
+        hangs()
     assert (caught.value.exit_code, closed) == (75, [True])
     assert isinstance(caught.value, KeyboardInterrupt)
     said = capfd.readouterr().err
-    assert said.startswith("error: call 'reward_inf' for 0 s exceeds runtime.rpc_timeout_minutes=0. The run ends.")
+    assert said.startswith("error: call 'x' for 0 s exceeds runtime.rpc_timeout_minutes=0. The run ends.")
     assert "time.sleep(1000)" in said
     assert signal.getsignal(watchdog.END) is before
 
