@@ -65,7 +65,7 @@ def loss(output, mb):
 def broken(output, mb):
     """Goes wrong in a worker, on the rank that is given prompt `p1`."""
     if "p1" in mb.ids:
-        raise ArithmeticError("a bug of the user")
+        raise ValueError("a bug of the user")
     return loss(output, mb)
 
 
@@ -93,7 +93,8 @@ def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(
                 assert 0 < values["time/actor_gen_wait_s"] <= values["time/actor_gen_s"]
                 assert "time/reward_inf_wait_s" not in values
                 begun = time.monotonic()
-                with pytest.raises(RemoteError, match=r"(?s)actor: train on rank \d of 2.*a bug of the user"):
+                place = rf'{re.escape(__file__)}", line {broken.__code__.co_firstlineno + 3}, in broken'
+                with pytest.raises(RemoteError, match=rf"(?s)actor: train on rank \d of 2.*{place}.*a bug of the user"):
                     engine.train_batch(DATA, MicroBatchSpec(), broken, weight)
                 assert time.monotonic() - begun < 30
     for ours, theirs in zip(made["ray"][0], made["local"][0], strict=True):
@@ -151,16 +152,16 @@ def test_warnings_and_errors_of_realign_in_a_worker_reach_the_driver(group, file
     assert "in rejects" in str(caught.value.__cause__)
 
 
-def raises_in_train_step(output, mb):
+def loss_with_a_bug(output, mb):
     return mb.select(["no such key"])
 
 
 def test_an_error_of_a_user_keeps_the_file_and_line_of_the_worker(group):
     """A ValueError that code of realign raises is a bug of the caller, and not an error of the configuration."""
-    line = raises_in_train_step.__code__.co_firstlineno + 1
-    message = rf"(?s)actor: train \(workers of actor\) failed:.*{re.escape(__file__)}\", line {line}.*no such key"
+    line = loss_with_a_bug.__code__.co_firstlineno + 1
+    message = rf"(?s)actor: measure \(workers of actor\) failed:.*{re.escape(__file__)}\", line {line}.*no such key"
     with pytest.raises(RemoteError, match=message):
-        group.ask("actor", "train", [(WORDS, MicroBatchSpec(), HOOK, torch.tensor(1.0))], raises_in_train_step)
+        group.ask("actor", "measure", [(WORDS, MicroBatchSpec(), HOOK)], loss_with_a_bug)
 
 
 def test_a_full_disk_in_a_worker_is_an_os_error_of_the_driver(group):
