@@ -29,8 +29,8 @@ class RuntimeSpec(Settings, ABC):
 
     rpc_timeout_minutes: Positive | None = None
     """Time limit in minutes of a call of the graph. A run that exceeds it ends with exit code 75, after a report of the
-    call and the stacks of all threads. Starting, loading, evaluating and saving may take longer. null: 30 in
-    distributed runs; a single-process run only logs the report after 30 minutes and continues."""
+    call. Starting, loading, evaluating and saving may take longer. null: 30 under torchrun and for workers of Ray; a
+    single process, or the driver of Ray, then only logs the stacks of all threads after 30 minutes and continues."""
 
     @property
     def call_minutes(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 import warnings
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -69,8 +70,11 @@ def record_end(output_dir: Path, exit_code: int, message: str = "") -> LastFailu
 
 def last_failure(output_dir: Path) -> LastFailure | None:
     """Return the recorded failure of a run; None if there is none, or if the file is damaged."""
+    path = output_dir / NAME
     try:
-        found = json.loads((output_dir / NAME).read_bytes())
+        if not path.is_file():  # for example a pipe, which would block
+            return None
+        found = json.loads(path.read_bytes())
         return LastFailure(
             int(found["step"]), str(found["time"]), int(found["exit_code"]), str(found["message"]), int(found["count"])
         )
@@ -88,7 +92,12 @@ def _next(output_dir: Path, exit_code: int, message: str) -> LastFailure:
 
 
 def _write(output_dir: Path, failure: LastFailure) -> None:
-    """Replace the file atomically, so that a script never reads a partial one."""
-    new = output_dir / f".{NAME}"
-    new.write_text(json.dumps(dataclasses.asdict(failure), indent=2) + "\n", encoding="utf-8")
-    os.replace(new, output_dir / NAME)
+    """Replace the file atomically, so that a script never reads a partial one. Does not follow links."""
+    number, new = tempfile.mkstemp(prefix=f".{NAME}.", dir=output_dir)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(failure), indent=2) + "\n")
+        os.replace(new, output_dir / NAME)
+    except BaseException:
+        os.unlink(new)
+        raise

@@ -135,8 +135,6 @@ class Watchdog(Watch):
 
 
 def watchdog_for(runtime: RuntimeSpec) -> Watchdog:
-    """Return the watchdog of a run without torchrun. It ends a single-process run only if a time limit is set."""
-    seconds = 60 * runtime.call_minutes
-    if runtime.starts_workers:
-        return Watchdog(seconds + WORKERS_FIRST_S, seconds + WORKERS_FIRST_S)
+    """Return the watchdog of a run without torchrun. It ends the run only if a time limit is set."""
+    seconds = 60 * runtime.call_minutes + (WORKERS_FIRST_S if runtime.starts_workers else 0)
     return Watchdog(seconds, math.inf if runtime.rpc_timeout_minutes is None else seconds)

@@ -72,3 +72,17 @@ def test_a_full_disk_gives_a_warning_and_keeps_the_earlier_record(tmp_path, monk
     with pytest.warns(UserWarning, match=r"last_failure\.json could not be written .*No space left"):
         assert record_end(tmp_path, 75, "disk full") is None
     assert last_failure(tmp_path) == failure
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_link_and_a_pipe_in_place_of_the_file_are_replaced(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    other.write_text("precious")
+    (run / NAME).symlink_to(other)
+    assert record_end(run, 75, "disk full").count == 1
+    assert other.read_text() == "precious"
+    (run / NAME).unlink()
+    os.mkfifo(run / NAME)
+    assert record_end(run, 75, "disk full").count == 1
+    assert last_failure(run).count == 1
