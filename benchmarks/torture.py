@@ -321,8 +321,8 @@ def note(
         outcome.resumes += 1
         outcome.exact += is_exact(reference, launch.run, after)
     if spoilt is not None:
-        text = "".join(launch.log.read_text().split())  # ignores line wrapping
-        outcome.skipped += f"step{spoilt.step}isskipped" in text and f"{spoilt.path.name}/" in text
+        text = "".join(launch.log.read_text().split())  # however it was wrapped
+        outcome.skipped += f"Checkpointatstep{spoilt.step}cannotberead" in text and f"{spoilt.path.name}/" in text
 
 
 def report(run: Run, reference: Run, outcome: Outcome) -> dict[str, Any]:

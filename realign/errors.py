@@ -36,6 +36,10 @@ class CheckpointError(RealignError):
     """A checkpoint that cannot be resumed from."""
 
 
+class RunComplete(CheckpointError):
+    """The checkpoint to resume from is that of the last step, so no step is left to do."""
+
+
 class RewardError(RealignError):
     """Reward or environment failures for more responses than the settings allow."""
 
@@ -48,8 +52,32 @@ class TransientError(RealignError):
     """A failure that a restart with `resume=auto` can fix: a full disk, an unreachable server, a lost worker."""
 
 
-class RunComplete(RealignError):
-    """A run whose steps are all done. The command line prints the message and exits with 0."""
+TRANSIENT_ERRNOS = frozenset(
+    getattr(errno, name)
+    for name in (
+        # disk: full, over quota, failing, or a network file system that is away
+        *("ENOSPC", "EDQUOT", "EIO", "ESTALE", "EREMOTEIO", "ENOTCONN", "ENOLCK"),
+        # operating system: out of a shared resource for now
+        *("EAGAIN", "EBUSY", "EINTR", "ENOMEM", "EMFILE", "ENFILE"),
+        # network: server or route away
+        *("ETIMEDOUT", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EPIPE"),
+        *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
+    )
+    if hasattr(errno, name)
+)
+"""Codes of operating system errors that can disappear without a change of the configuration."""
+
+
+def is_transient(error: OSError) -> bool:
+    """Return whether a restart can fix an operating system error: a full disk, for example, but no missing file.
+
+    An error without a code, such as `OSError("model was not saved")`, is classified by the error that caused it.
+    """
+    if isinstance(error, TimeoutError | ConnectionError):
+        return True
+    if error.errno is None and isinstance(error.__cause__, OSError):
+        return is_transient(error.__cause__)
+    return error.errno in TRANSIENT_ERRNOS
 
 
 class ExitCode(IntEnum):
@@ -80,9 +108,9 @@ __all__ = [
     "DataError",
     "ExitCode",
     "GraphError",
-    "RunComplete",
     "RealignError",
     "RewardError",
+    "RunComplete",
     "RunError",
     "SettingsError",
     "TransientError",

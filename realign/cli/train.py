@@ -184,7 +184,7 @@ def _take_part(meeting: Meeting, config: ExperimentConfig) -> None:
 
     experiment = build(config)
     console = _console(experiment) if meeting.ranks.leader else None
-    with meeting.joined(experiment.runtime.rpc_timeout_minutes):
+    with meeting.joined(experiment.runtime.call_minutes):
         run(experiment, console=console, watch=meeting.watch)
 
 

@@ -363,7 +363,7 @@ class Experiment(Settings):
 
     def clear_earlier_run(self) -> None:
         """Remove the files of an earlier run from `output_dir`, so that they do not mix with this run's files."""
-        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png"):
+        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"):
             (self.output_dir / name).unlink(missing_ok=True)
         for folder in (*self._made_folders(), self.output_dir / "tensorboard", self.output_dir / CHECKPOINTS):
             if folder.is_dir():

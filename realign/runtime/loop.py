@@ -29,8 +29,9 @@ from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.models import lead_role
 from realign.runtime.processes.lock import alone_in
+from realign.runtime.processes.operations import Watch
 from realign.runtime.processes.signals import Interrupted, StopSignals
-from realign.runtime.processes.watchdog import Watch
+from realign.runtime.processes.watchdog import watchdog_for
 from realign.runtime.processes.worker_failures import WorkerLost
 from realign.runtime.step import LocalRuntime
 
@@ -81,14 +82,15 @@ def run(
         FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
         Interrupted: a signal stopped the run; the message contains the last step.
     """
-    ranks, watch, trackers = current(), watch or Watch(), tuple(trackers)
+    ranks, watch, trackers = current(), watch or watchdog_for(experiment.runtime), tuple(trackers)
     _check_ranks(experiment, ranks)
     ranks.lead(experiment.refuse_earlier_run)
     attempts = Attempts(experiment)
     while True:
         try:
             # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster too
-            with cluster_for(experiment), ExitStack() as stack, watch.telling():  # reports errors before closing
+            # `telling` reports errors before resources are closed
+            with cluster_for(experiment), watch.started(), ExitStack() as stack, watch.telling():
                 training = _opened(attempts.experiment, ranks, watch, console, trackers, stack)
                 attempts.began()
                 return training.run()
@@ -160,7 +162,7 @@ class _Training:
         self.runtime, self.ranks = runtime, current()
         self.console = console if self.ranks.leader else None
         self.first = 1 if start is None else start.step + 1
-        self.fresh = start is None or start.anew
+        self.fresh = start is None or start.new_run
         e = self.experiment
         self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best, self.ranks)
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
@@ -168,7 +170,7 @@ class _Training:
             check_frozen(start.state["frozen"], frozen)
             restore(runtime, start.state, e.resume_skip)
             runtime.batches_ahead = runtime.prompts.drawn - start.step
-            if not start.anew:
+            if not start.new_run:
                 self.saves.load_state_dict(start.state["saves"])
             self._say(f"resumed from {start.checkpoint.path}: step {self.first} of {e.steps} is next")
         if e.checkpoint is not None:

@@ -10,6 +10,9 @@ from typing import Any
 
 from realign.settings import NonNegativeInt, Positive, Settings
 
+DEFAULT_MINUTES = 30.0
+"""Minutes of a call of the graph, for `rpc_timeout_minutes=null`."""
+
 
 class Placement(StrEnum):
     """Placement of all roles by one word."""
@@ -24,9 +27,15 @@ class Placement(StrEnum):
 class RuntimeSpec(Settings, ABC):
     """Base class of runtime settings; `Local` and `Ray` are the choices."""
 
-    rpc_timeout_minutes: Positive = 30.0
-    """Timeout in minutes of a call of the graph, on any rank. A call that exceeds it counts as hanging: the run ends
-    and reports the call. Starting, loading, evaluating and saving may take longer."""
+    rpc_timeout_minutes: Positive | None = None
+    """Time limit in minutes of a call of the graph. A run that exceeds it ends with exit code 75, after a report of the
+    call. Starting, loading, evaluating and saving may take longer. null: 30 under torchrun and for workers of Ray; a
+    single process, or the driver of Ray, then only logs the stacks of all threads after 30 minutes and continues."""
+
+    @property
+    def call_minutes(self) -> float:
+        """Minutes after which a call of the graph counts as hanging."""
+        return DEFAULT_MINUTES if self.rpc_timeout_minutes is None else self.rpc_timeout_minutes
 
     @property
     @abstractmethod

@@ -36,7 +36,7 @@ from realign.runtime.evaluation.generation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.samples import readable
 from realign.runtime.models import lead_role, load_models, save_models
-from realign.runtime.processes.watchdog import Watch
+from realign.runtime.processes.operations import Watch
 from realign.runtime.rollout.asynchronous import RolloutAhead, background_sampler, sampled_roles
 from realign.runtime.rollout.dynamic_sampling import Draw
 from realign.runtime.rollout.prompts import PromptStream
@@ -181,7 +181,8 @@ class LocalRuntime:
         sampling, order = self.experiment.dynamic_sampling, self.experiment.graph.order
         leading = self.experiment.graph.leading_to("rewards")
         if self.ahead is not None:
-            batch = self.ahead.take(step, values)
+            with self.watch.doing("asynchronous rollout", limited=True):
+                batch = self.ahead.take(step, values)
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
             self.ahead.advance()
         elif sampling is None:

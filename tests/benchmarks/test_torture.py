@@ -8,7 +8,8 @@ import torch
 
 from benchmarks import torture
 from benchmarks.torture import Outcome, Run
-from realign.runtime.checkpoint.folder import CorruptCheckpoint, write_checkpoint
+from realign.runtime.checkpoint.atomic_write import write_checkpoint
+from realign.runtime.checkpoint.folder import CorruptCheckpoint
 
 
 def test_a_kill_before_the_first_checkpoint_and_one_with_damage_later_change_nothing(tmp_path, capsys):

@@ -18,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realign.runtime.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints, newest, write_checkpoint
+from realign.runtime.checkpoint.atomic_write import write_checkpoint
+from realign.runtime.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints, newest
 from tests.fuzz.refusals import BOUNDED, Refused, attempt
 
 FILES = ("manifest.json", "state.json", "tensors.safetensors")
@@ -49,7 +50,7 @@ def read_or_named(folder: Path) -> None:
     if isinstance(found, Refused):
         with pytest.raises(CorruptCheckpoint):
             checkpoint.read()
-        with pytest.raises(ValueError, match="none of the checkpoints"):
+        with pytest.raises(CorruptCheckpoint, match="No checkpoint in"):
             newest(folder, lambda message: None)
         return
     assert repr(found) == repr(tree())

@@ -304,7 +304,7 @@ def test_a_save_that_fails_costs_neither_the_run_nor_its_checkpoints(tmp_path, m
 
     monkeypatch.setattr(TransformersEngine, "_write", fails_at_first)
     settings = {"steps": 3, "save_every_steps": 1, "checkpoint": CheckpointSpec(every_steps=1, keep=9)}
-    with pytest.warns(UserWarning, match=r"step_000001 was not saved: .*No space left on device; the run goes on"):
+    with pytest.warns(UserWarning, match=r"step_000001 was not saved: .*No space left on device. Training continues"):
         run(experiment(tmp_path, path, **settings))
     assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == ["checkpoints", "final", "step_000002"]
     assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [0, 1, 2, 3]
@@ -388,12 +388,12 @@ def test_a_tracker_that_fails_costs_its_own_record_only(tmp_path):
         def close(self):
             pass
 
-    with pytest.warns(UserWarning, match="tracker 'mine'") as told:
+    with pytest.warns(UserWarning, match="Tracker 'mine'") as told:
         result = run(experiment(tmp_path, path, trackers={"mine": Broken()}))
     assert len(result.history) == 3
     assert [str(w.message).split(" (")[0] for w in told if "mine" in str(w.message)] == [
-        "tracker 'mine' did not take step 0",
-        "tracker 'mine' missed 3 steps, from 0 to 2",
+        "Tracker 'mine' failed at step 0",
+        "Tracker 'mine' missed 3 steps, from 0 to 2.",
     ]
 
 
@@ -403,7 +403,7 @@ def test_a_screen_that_cannot_be_written_ends_no_run(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     path = model_folder(tmp_path / "model")
-    with pytest.warns(UserWarning, match="tracker 'display' did not take step"):
+    with pytest.warns(UserWarning, match="Tracker 'display' failed at step"):
         result = run(experiment(tmp_path, path, print_samples_every_steps=1), console=Console(file=FullLog(), width=80))
     assert len(result.history) == 3
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from realign.engines.distributed.ranks import Ranks
 from realign.engines.files.folders import refuse_link, save_folder
+from realign.errors import CheckpointError, ConfigError, RunError, TransientError
 from realign.settings import Count, Positive, Settings
 
 
@@ -41,7 +42,7 @@ class CheckpointSpec(Settings):
         """Return a human-readable summary."""
         steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
         minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
-        return f"{', '.join([*steps, *minutes, 'at the end'])}; the last {self.keep} stay"
+        return f"{', '.join([*steps, *minutes, 'at the end'])}; keeps the last {self.keep}"
 
 
 _SAVED = re.compile(r"step_[0-9]{6,}")
@@ -79,7 +80,7 @@ class Saves:
         The run itself saves the models of the last step.
 
         Raises:
-            ValueError: The metric of `best` was measured neither before training nor in the first step.
+            ConfigError: The metric of `best` was measured neither before training nor in the first step.
         """
         self._keep_best(step, metrics)
         if not self.every_steps or step == 0 or step % self.every_steps or last:
@@ -100,11 +101,12 @@ class Saves:
         """Restore the state that `state_dict` returned; the best value only if its metric is the same.
 
         Raises:
-            ValueError: A saved folder has a name that no run uses, or is a link.
+            CheckpointError: A saved folder has a name that no run uses.
+            RealignError: A saved folder is a link.
         """
         made = state["made"]
         if not isinstance(made, list):
-            raise ValueError(f"saves.made={made!r} in the checkpoint: expected a list of folder names.")
+            raise CheckpointError(f"saves.made={made!r} in the checkpoint: expected a list of folder names.")
         self._made = [self._own_folder(name) for name in made]
         self._known = set(state["known"])
         if state["best"] == self.best:
@@ -113,9 +115,9 @@ class Saves:
     def _own_folder(self, name: Any) -> Path:
         """Return the folder that a checkpoint names, which `_remove` may delete later."""
         if not isinstance(name, str) or not _SAVED.fullmatch(name):
-            raise ValueError(
+            raise CheckpointError(
                 f"saves.made={name!r} in the checkpoint: expected names such as step_000050. "
-                "The checkpoint was changed; resume from another one."
+                "The checkpoint was changed. Resume from another one."
             )
         refuse_link(self.folder / name)
         return self.folder / name
@@ -126,7 +128,7 @@ class Saves:
         if not path.exists():
             return
         if not _SAVED.fullmatch(path.name) or path.resolve().parent != self.folder.resolve():
-            raise ValueError(f"{str(path)!r} is not a folder of models in {str(self.folder)!r}. It was not removed.")
+            raise RunError(f"{str(path)!r} is not a folder of models in {str(self.folder)!r}. It was not removed.")
         shutil.rmtree(path)
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
@@ -150,13 +152,13 @@ class Saves:
                 save_folder(path, fill)
             elif self.ranks.broadcast(False):
                 self.write(path)
-        except OSError as error:
+        except (OSError, TransientError) as error:
             problem = str(error)
             if self.ranks.leader and not begun:
                 self.ranks.broadcast(False)
         problem = self.ranks.broadcast(problem)
         if problem is not None:
-            warnings.warn(f"{problem}; the run goes on", stacklevel=3)
+            warnings.warn(f"{problem}. Training continues without this save.", stacklevel=3)
         return problem is None
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -167,9 +169,9 @@ class Saves:
         due = step == 1 or (step == 0 and metric.startswith("eval/"))  # step 0 is the evaluation before training
         if due and metric not in self._known:
             near = difflib.get_close_matches(metric, self._known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(self._known))}"
+            hint = f"Did you mean {near[0]!r}?" if near else f"Valid: {', '.join(sorted(self._known))}."
             when = "in the first step" if step else "before training"
-            raise ValueError(f"save_best: no metric {metric!r} was measured {when}{hint}")
+            raise ConfigError(f"save_best={self.best}: no metric {metric!r} was measured {when}. {hint}")
         value = metrics.get(metric, math.nan)
         height = -value if self.best.startswith("-") else value
         if step == 0 or not height > self._record:  # untrained models are not saved

@@ -40,22 +40,22 @@ class Attempts:
         runtime = self.experiment.runtime
         most = runtime.max_recoveries if isinstance(runtime, Ray) else 0
         if not self._recoverable:
-            raise WorkerLost(f"{lost}; the run cannot go on from a checkpoint, since checkpoint=null") from lost
+            raise WorkerLost(f"{lost}. The run has no checkpoint to continue from, since checkpoint=null.") from lost
         if self._recoveries >= most:
             raise WorkerLost(
-                f"{lost}; the run has gone on {most} times (runtime.max_recoveries); go on with resume=auto"
+                f"{lost}. The run has recovered runtime.max_recoveries={most} times. Restart it with resume=auto."
             ) from lost
         self._recoveries += 1
         self.experiment = again = copy.deepcopy(self._fresh)
-        where = "starts again"
+        where = "restarts"
         found = self._checkpoints()
         # before it writes its first checkpoint, the run restarts as it did originally, with its own resume settings
         if self._earlier is not None and (own := [c for c in found if _identity(c) not in self._earlier]):
             # AUTO skips a damaged checkpoint, but would choose one of a later step that is about to be removed
             again.resume = AUTO if found[-1] is own[-1] else str(own[-1].path)
             again.resume_allow, again.resume_skip = [], []
-            where = f"goes on after step {own[-1].step}"
-        warnings.warn(f"{lost}; the run {where} (recovery {self._recoveries} of at most {most})", stacklevel=3)
+            where = f"continues after step {own[-1].step}"
+        warnings.warn(f"{lost}. The run {where} (recovery {self._recoveries} of at most {most}).", stacklevel=3)
 
     def _checkpoints(self) -> list[Checkpoint]:
         return list_checkpoints(self.experiment.output_dir / CHECKPOINTS)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from realign.errors import CheckpointError
+from realign.errors import CheckpointError, ConfigError, RunComplete
 from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest
 from realign.runtime.checkpoint.state import config_of, environment
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
@@ -55,13 +55,13 @@ class Start:
     state: Mapping[str, Any]
     own: bool
     """Whether the checkpoint is in this run's own folder, so that its record files are continued."""
-    anew: bool
+    new_run: bool
     """Whether this is a new run that counts from step 0 and does not continue the record files."""
 
     @property
     def step(self) -> int:
         """Number of completed steps."""
-        return 0 if self.anew else self.checkpoint.step
+        return 0 if self.new_run else self.checkpoint.step
 
     @property
     def run(self) -> Path:
@@ -76,7 +76,9 @@ def find_start(experiment: Experiment) -> Start | None:
         The checkpoint; None if `resume` is None, or if `resume=auto` finds no checkpoint.
 
     Raises:
-        ValueError: The path has no readable checkpoint, the config differs, or no step is left.
+        CheckpointError: The path has no readable checkpoint, or the config differs.
+        RunComplete: No step is left.
+        ConfigError: A key of `resume_allow` does not exist.
     """
     if experiment.resume is None:
         return None
@@ -86,16 +88,17 @@ def find_start(experiment: Experiment) -> Start | None:
     checkpoint, state = found
     check_version(str(checkpoint.path), state, config_of(experiment), version("realign"))
     if missing := KEYS - state.keys():
-        raise ValueError(f"{checkpoint.path} is no checkpoint of a run: it lacks {', '.join(sorted(missing))}")
-    anew = Part.counters in experiment.resume_skip
-    if not anew and checkpoint.step >= experiment.steps:
-        raise ValueError(
-            f"nothing is left to do: {checkpoint.path} is of step {checkpoint.step}, and steps={experiment.steps}; "
-            "give more steps to go on"
+        lacking = ", ".join(sorted(missing))
+        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of a run: it lacks {lacking}. Use another one.")
+    new_run = Part.counters in experiment.resume_skip
+    if not new_run and checkpoint.step >= experiment.steps:
+        raise RunComplete(
+            f"steps={experiment.steps}: the run is complete, since {checkpoint.path} is at step {checkpoint.step}. "
+            "Increase steps to continue."
         )
     check_config(state["config"], config_of(experiment), experiment.resume_allow)
     warn_of_another_environment(state["environment"])
-    return Start(checkpoint, state, experiment.owns(checkpoint.path), anew)
+    return Start(checkpoint, state, experiment.owns(checkpoint.path), new_run)
 
 
 def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
@@ -113,7 +116,10 @@ def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
     for folder in (path / CHECKPOINTS, path):
         if (found := newest(folder, warn)) is not None:
             return found
-    raise ValueError(f"resume={experiment.resume!r} holds no checkpoint (checkpoints/step_000010, say)")
+    raise CheckpointError(
+        f"resume={experiment.resume}: no checkpoint found. Set a run folder or a checkpoint such as "
+        "runs/NAME/checkpoints/step_000010."
+    )
 
 
 def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any], running: str) -> None:
@@ -151,15 +157,16 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
         allow: Keys that may differ. A key includes all keys below it.
 
     Raises:
-        ValueError: Keys differ (the message lists them with both values), or a key of `allow` does not exist.
+        CheckpointError: Keys differ. The message lists them with both values.
+        ConfigError: A key of `allow` does not exist.
     """
     before, now = dict(_leaves(saved)), dict(_leaves(present))
     known = {key[:end] for key in before | now for end in _ends(key)}
     for key in allow:
         if key not in known:
             near = get_close_matches(key, sorted(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"resume_allow: the config has no key {key!r}{hint}")
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"resume_allow={key}: the config has no such key.{hint}")
     meant = {*FREE, *allow}
     differing = [
         f"{key} was {before.get(key, ABSENT)}, is {now.get(key, ABSENT)}"
@@ -167,9 +174,9 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
         if before.get(key) != now.get(key) and not any(key[:end] in meant for end in _ends(key))
     ]
     if differing:
-        raise ValueError(
-            f"the checkpoint is of another config: {'; '.join(differing)}. Where that is meant, name the keys in "
-            f"resume_allow, such as 'resume_allow=[{differing[0].split()[0]}]'"
+        raise CheckpointError(
+            f"The config differs from that of the checkpoint: {'; '.join(differing)}. To resume with the new values, "
+            f"list the keys in resume_allow, such as 'resume_allow=[{differing[0].split()[0]}]'."
         )
 
 
@@ -193,7 +200,7 @@ def warn_of_another_environment(saved: Mapping[str, Any]) -> None:
     differing = [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]
     if differing:
         warnings.warn(
-            f"the run goes on in another environment ({'; '.join(differing)}), so that its numbers may differ in the "
-            "last bits from those of a run that was never stopped",
+            f"The environment differs from that of the checkpoint ({'; '.join(differing)}). The run continues. Its "
+            "metrics and weights can differ slightly from those of an uninterrupted run.",
             stacklevel=2,
         )

@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from realign.engines.distributed.ranks import current
+from realign.errors import TransientError
+from realign.runtime.checkpoint.background_writer import CheckpointWriter, failed_write
 from realign.runtime.checkpoint.exports import Saves
-from realign.runtime.checkpoint.folder import CheckpointWriter
 from realign.runtime.checkpoint.state import interface_states, run_state
 from realign.runtime.experiment import CHECKPOINTS
 from realign.runtime.metrics.records import Records
@@ -83,15 +84,15 @@ class RunCheckpoints:
 
     def _write(self, writer: CheckpointWriter, step: int) -> None:
         started = time.perf_counter()
-        _warn_of(self._take_problems())
+        _warn_of(f"{problem} Training continues." for problem in self._take_problems())
         try:
             state = run_state(self._runtime, self._frozen)
             state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict()}
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces
             writer.write(step, state, best=self._saves.best_step)
-        except (OSError, ValueError) as error:  # full disk; interface state that cannot be serialized
-            self._problems.append(f"the checkpoint of step {step} was not written: {error}")
+        except (OSError, TransientError, ValueError) as error:  # full disk; interface state that cannot be serialized
+            self._problems.append(failed_write(step, error))
         self._last = time.monotonic()
         self._stalled = {"time/checkpoint_s": time.perf_counter() - started}
 

@@ -68,7 +68,7 @@ def pack(tree: Tree, *, copy: bool) -> Packed:
         ValueError: The tree contains a value or key of an unsupported type. The message includes its path.
     """
     if not isinstance(tree, Mapping):
-        raise ValueError(f"a checkpoint is made of a mapping, found {type(tree).__name__}")
+        raise ValueError(f"a checkpoint must be a mapping, found {type(tree).__name__}")
     packer = _Packer(copy)
     state = packer.pack({**tree}, ())
     return Packed({"tree": state}, packer.tensors, packer.parts)
@@ -114,8 +114,8 @@ class _Packer:
         if value is None or isinstance(value, bool | int | float):
             return value
         raise ValueError(
-            f"{_shown(path)}: a value of type {type(value).__name__} cannot be kept; valid: dict, list, tuple, None, "
-            "bool, int, float, str, Tensor"
+            f"{_shown(path)}: type {type(value).__name__} cannot be saved in a checkpoint; valid: dict, list, tuple, "
+            "None, bool, int, float, str, Tensor"
         )
 
     def _pack_mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
@@ -131,10 +131,10 @@ class _Packer:
         if is_part(value):
             return self._named(memory_of(value), path, self.parts, value.detach)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
-            raise ValueError(f"{_shown(path)}: only plain dense tensors can be kept, found {type(value).__name__}")
+            raise ValueError(f"{_shown(path)}: only plain dense tensors can be saved, found {type(value).__name__}")
         if value.dtype not in DTYPES:
             raise ValueError(
-                f"{_shown(path)}: dtype {value.dtype} cannot be kept; valid: {', '.join(map(str, DTYPES))}"
+                f"{_shown(path)}: dtype {value.dtype} cannot be saved; valid: {', '.join(map(str, DTYPES))}"
             )
         memory = (
             (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else id(value)
@@ -185,7 +185,7 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
             return bytes.fromhex(inner).decode(errors="surrogatepass")
         case "$dict", list():
             return dict(_items(inner, tensors))
-    raise ValueError(f"{str(value)[:80]} means nothing")
+    raise ValueError(f"unknown object {str(value)[:80]}")
 
 
 def _items(pairs: list[Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str | int, Any]]:
@@ -242,7 +242,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, it is no mapping
     except SafetensorError as error:
-        raise ValueError(f"no safetensors: {error}") from error
+        raise ValueError(f"not a safetensors file: {error}") from error
 
 
 def hash_of(tree: Any) -> str:

@@ -20,10 +20,10 @@ import torch
 from realign.api import Model
 from realign.api.model import derive_seed
 from realign.engines.shared_model import ReferenceEngine
+from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.launch import used_interfaces
 from realign.runtime.experiment import Experiment, Part
-from realign.runtime.processes.worker_failures import WorkerHangs, WorkerLost
 from realign.runtime.step import Counters, LocalRuntime
 
 
@@ -57,7 +57,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
         skip: Parts to leave unchanged.
 
     Raises:
-        ValueError: Models, interfaces or data do not match the state. The message names the mismatch.
+        CheckpointError: Models or data do not match the state. The message names the mismatch.
     """
     skipped = set(skip)
     _restore_models(runtime, state["models"], skipped)
@@ -65,9 +65,9 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
         _restore_interfaces(runtime, state["interfaces"])
     if Part.data not in skipped:
         if state["data"]["sha256"] != runtime.data_sha256:
-            raise ValueError(
-                "data: the rows are not those of the run that wrote the checkpoint; give it the same file, or start at "
-                "the beginning of this one by resume_skip=[data]"
+            raise CheckpointError(
+                "data: the rows differ from those of the run that wrote the checkpoint. Use the same file, or set "
+                "resume_skip=[data] to start at the beginning of this one."
             )
         _restore_place(runtime, state["data"], state.get("rollout"))
     if Part.counters not in skipped:
@@ -85,14 +85,17 @@ def _model_state(model: Model, synced: bool) -> dict[str, Any]:
 def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: set[str]) -> None:
     if differing := sorted(states.keys() ^ runtime.models.keys()):
         where = "the checkpoint" if differing[0] in states else "this run"
-        raise ValueError(f"models: role {differing[0]!r} is only in {where}, so that the rest cannot go on")
+        raise CheckpointError(f"models.{differing[0]} is only in {where}. Resume with the same roles.")
     for role, model in runtime.models.items():
         state, trained = states[role], model.engine is not None and model.engine.trainable
         if (state["engine"] is not None) != trained:
             now, then = ("trains", "did not") if trained else ("does not train", "did")
-            raise ValueError(f"models.{role} {now} in this run, and {then} in the one that wrote the checkpoint")
+            raise CheckpointError(
+                f"models.{role} {now} in this run, but {then} in the run that wrote the checkpoint. Resume with the "
+                "same trained roles."
+            )
         if trained:
-            with _fitting(f"models.{role}", Part.optimizer):
+            with _matching_model(role):
                 model.machine.load_state_dict(state["engine"], weights_only=Part.optimizer in skipped)
         if "weights" in state:  # a role that is synced from a trained role
             model.machine.load_weights(state["weights"])
@@ -111,10 +114,9 @@ def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapp
     elif runtime.ahead is not None:
         runtime.ahead.start_at(place)
     elif rollout is not None and rollout["untrained"]:
-        raise ValueError(
-            f"data: {len(rollout['untrained'])} prompts had begun ahead of training when the checkpoint was written, "
-            "and with rollout=sync nothing would train on them; keep rollout=async, or start at the beginning of the "
-            "data by resume_skip=[data]"
+        raise CheckpointError(
+            f"rollout=sync: the checkpoint contains {len(rollout['untrained'])} prompts of asynchronous rollout that "
+            "were not trained on. Keep rollout=async, or set resume_skip=[data] to start at the beginning of the data."
         )
 
 
@@ -126,23 +128,30 @@ def interface_states(runtime: LocalRuntime) -> dict[str, Any]:
 def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> None:
     for name, interface in used_interfaces(runtime.experiment).items():
         if name in states or name.startswith("interfaces."):  # an evaluation may be new (resume_allow)
-            with _fitting(name, Part.interfaces):
+            if name not in states:
+                raise CheckpointError(f"{name}: the checkpoint has no state of it. {_skip(Part.interfaces)}")
+            try:
                 interface.load_state_dict(states[name])
+            except Exception as error:  # of a user's class: the traceback names the file
+                error.add_note(f"{name}: the state in the checkpoint was not restored. {_skip(Part.interfaces)}")
+                raise
 
 
 @contextmanager
-def _fitting(what: str, part: Part) -> Iterator[None]:
-    """Add the name of the mismatched component to errors raised inside the context."""
+def _matching_model(role: str) -> Iterator[None]:
+    """Name the role of a model that does not match its state in the checkpoint."""
     try:
         yield
-    except (WorkerLost, WorkerHangs):  # not a mismatch of the state
-        raise
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"{what}: what the checkpoint holds does not fit ({detail[:300]}); resume_skip=[{part}] leaves it out, "
-            "unless it is the weights that differ"
+        raise CheckpointError(
+            f"models.{role} does not match the checkpoint ({detail[:300]}). {_skip(Part.optimizer)} Weights cannot be "
+            "skipped."
         ) from error
+
+
+def _skip(part: Part) -> str:
+    return f"Set resume_skip=[{part}] to resume without it."
 
 
 def seed_random(seed: int) -> None:
@@ -219,13 +228,14 @@ def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Check that the frozen weights are those that the run started with.
 
     Raises:
-        ValueError: Weights differ. The message names the role and the path.
+        CheckpointError: Weights differ. The message names the role and the path.
     """
     for role, then in saved.items():
         now = present.get(role)
         if now is None or now["sha256"] != then["sha256"]:
             where = "" if now is None else f" from {now['path']!r}"
-            raise ValueError(
-                f"models.{role}: the weights loaded{where} are not those that the run started with (sha256 "
-                f"{then['sha256'][:12]}, from {then['path']!r}), and a checkpoint does not hold what is not trained"
+            raise CheckpointError(
+                f"models.{role}: the weights loaded{where} differ from those that the run started with (sha256 "
+                f"{then['sha256'][:12]}, from {then['path']!r}). Checkpoints do not contain frozen weights. Restore "
+                "the original model folder."
             )

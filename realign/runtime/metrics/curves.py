@@ -36,7 +36,7 @@ def draw_curves(phases: Mapping[str, Sequence[Record]], path: Path, *, title: st
     reported = (name for records in phases.values() for record in records for name in record)
     drawn = [(panel, lines) for panel in with_held_out(panels, reported) if (lines := _lines(panel, phases))]
     if not drawn:
-        raise ValueError(f"no metric to draw for {title!r}: none of the panels' metrics were recorded")
+        raise ValueError(f"No curves for {title!r}: none of the metrics of the panels were recorded.")
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained")

@@ -94,7 +94,7 @@ class JsonLines:
         """Close the file, and warn about lines that could not be written."""
         self._write_waiting()
         if lines := self._lost + len(self._waiting):
-            warnings.warn(f"{self.path}: {lines} lines could not be written and are lost", stacklevel=2)
+            warnings.warn(f"{self.path}: {lines} lines could not be written. They are lost.", stacklevel=2)
         self._file.close()
 
     def _write_waiting(self) -> None:
@@ -107,15 +107,15 @@ class JsonLines:
             if not self._problem:
                 self._problem = error.strerror or str(error)
                 warnings.warn(
-                    f"{self.path} cannot be written from byte {self.size} on ({self._problem}); the run goes on, and "
-                    "its lines wait",
+                    f"{self.path} cannot be written after byte {self.size} ({self._problem}). Training continues and "
+                    "writes the pending lines later.",
                     stacklevel=3,
                 )
             return
         if self._problem:
             self._problem = ""
-            lost = f"{self._lost} lines are lost" if self._lost else "no line is missing"
-            warnings.warn(f"{self.path} can be written again; {lost}", stacklevel=3)
+            lost = f"{self._lost} lines are lost." if self._lost else "No line is missing."
+            warnings.warn(f"{self.path} can be written again. {lost}", stacklevel=3)
 
     def _find(self) -> None:
         """Reopen the file at its path if it was removed or moved."""
@@ -129,7 +129,7 @@ class JsonLines:
         self._file.close()
         self._file, self._torn_at = found, None
         warnings.warn(
-            f"{self.path} was removed or moved during the run; it goes on here with the next line", stacklevel=4
+            f"{self.path} was removed or moved during the run. A new file starts with the next line.", stacklevel=4
         )
 
     def _append(self, line: bytes) -> None:
@@ -184,19 +184,19 @@ class Forgiving:
         except Exception as error:
             self._missed.append(step)
             if len(self._missed) == 1:
-                what = f"tracker {self.name!r} did not take step {step} ({type(error).__name__}: {error})"
-                warnings.warn(f"{what}; the run goes on, and metrics.jsonl has it", stacklevel=2)
+                what = f"Tracker {self.name!r} failed at step {step} ({type(error).__name__}: {error})"
+                warnings.warn(f"{what}. Training continues; metrics.jsonl contains this step.", stacklevel=2)
 
     def close(self) -> None:
         """Close the tracker, and warn about the number of steps that it missed."""
         try:
             self._tracker.close()
         except Exception as error:
-            warnings.warn(f"tracker {self.name!r} was not closed ({type(error).__name__}: {error})", stacklevel=2)
+            warnings.warn(f"Tracker {self.name!r} could not be closed ({type(error).__name__}: {error}).", stacklevel=2)
         if self._missed:
             first, last = self._missed[0], self._missed[-1]
             n = len(self._missed)
-            warnings.warn(f"tracker {self.name!r} missed {n} steps, from {first} to {last}", stacklevel=2)
+            warnings.warn(f"Tracker {self.name!r} missed {n} steps, from {first} to {last}.", stacklevel=2)
 
 
 class LiveDisplay:

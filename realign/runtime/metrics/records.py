@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from realign.errors import CheckpointError
 from realign.runtime.checkpoint.resume import Start
 from realign.runtime.metrics.live_display import JsonLines, Nowhere
 
@@ -23,7 +24,7 @@ class Records:
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
         state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
-        if start is not None and not start.anew:
+        if start is not None and not start.new_run:
             state = start.state["records"]
             self._take_over(folder, start, state["sizes"])
         self.metrics, self.samples, self.eval_samples = (
@@ -53,22 +54,22 @@ class Records:
                 record.pop("seconds", None)
                 records.append({name: math.nan if value is None else value for name, value in record.items()})
             except (ValueError, AttributeError) as error:
-                warnings.warn(f"{self.metrics.path}, line {number}: {error}; the record has a gap", stacklevel=2)
+                warnings.warn(f"{self.metrics.path}, line {number}: {error}. The line is skipped.", stacklevel=2)
         return records
 
     def _take_over(self, folder: Path, start: Start, sizes: Mapping[str, int]) -> None:
         if unknown := sizes.keys() - set(self.NAMES):
-            raise ValueError(
+            raise CheckpointError(
                 f"records.sizes={sorted(map(str, unknown))} in the checkpoint: expected only {', '.join(self.NAMES)}. "
-                "The checkpoint was changed; resume from another one."
+                "The checkpoint was changed. Resume from another one."
             )
         for name, size in sizes.items():
             source = start.run / f"{name}.jsonl"
             found = source.stat().st_size if source.is_file() else 0
             if found < size:
                 warnings.warn(
-                    f"{source} has {found} bytes, and had {size} when the checkpoint of step {start.step} was written: "
-                    "the record has a gap",
+                    f"{source} has {found} bytes, but had {size} at the checkpoint of step {start.step}. The run "
+                    "continues; some of the earlier lines are missing.",
                     stacklevel=2,
                 )
             if not start.own and source.is_file():

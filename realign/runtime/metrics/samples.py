@@ -79,5 +79,5 @@ def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None
         try:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         except OSError as error:  # standard output may be a file on a full disk
-            warnings.warn(f"responses of step {step} were not shown: {error}", stacklevel=2)
+            warnings.warn(f"Responses of step {step} could not be printed ({error}). Training continues.", stacklevel=2)
             return

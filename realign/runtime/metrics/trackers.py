@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from realign.errors import ConfigError
 from realign.runtime.metrics.live_display import Tracker
 from realign.settings import Settings
 
@@ -107,4 +108,4 @@ def _extra(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"this tracker needs {extra}: pip install 'realign[{extra}]' ({error})") from error
+        raise ConfigError(f"The tracker needs {extra} ({error}). Run pip install 'realign[{extra}]'.") from error

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from realign.errors import TransientError
+
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
@@ -16,7 +18,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     Where folder locks are not supported (Windows, some network file systems), this does nothing.
 
     Raises:
-        ValueError: Another run has locked the folder.
+        TransientError: Another run has locked the folder.
     """
     try:
         import fcntl
@@ -29,8 +31,8 @@ def alone_in(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(number)
-            raise ValueError(
-                f"output_dir {str(folder)!r} is in use by a run that goes on; wait for its end, or choose another one"
+            raise TransientError(
+                f"output_dir={folder}: another run is active in this folder. Wait until it ends, or use another folder."
             ) from error
     try:
         yield

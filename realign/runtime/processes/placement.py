@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from realign.api.dataflow import nearest
 from realign.engines.shared_model import SharedModel
+from realign.errors import ConfigError
 from realign.runtime.runtime_spec import Placement, Ray
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
     its own process. A role that shares the model of another role is placed in the same process.
 
     Raises:
-        ValueError: The placement is invalid. The message names the key, the found value and the valid values.
+        ConfigError: The placement is invalid. The message names the key, the found value and the valid values.
     """
     held = [role for role in experiment.roles if role in experiment.models]
     owners = [role for role in held if not isinstance(experiment.models[role], SharedModel)]
     ahead = experiment.rollout.ahead
     if ahead and ROLLOUT in experiment.models:
-        raise ValueError(f"models.{ROLLOUT}: with rollout=async the rollout workers have this name; choose another")
+        raise ConfigError(f"models.{ROLLOUT}: rollout=async reserves this name. Rename the role.")
     placement = experiment.runtime.placement if isinstance(experiment.runtime, Ray) else {}
     if isinstance(placement, Placement):
         others = [ROLLOUT] if ahead else []
@@ -65,7 +66,7 @@ def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
     for role in nodes:
         if role in held and role not in owners:
             of = experiment.models[role].of  # type: ignore[attr-defined]
-            raise ValueError(f"runtime.placement.{role}: it shares the model of role {of!r}, and lives where that does")
+            raise ConfigError(f"runtime.placement.{role}: it shares the model of role {of!r}. Place {of!r} instead.")
     _check_names(nodes, owners, ahead)
     trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
     return _groups(nodes, owners, trained, ahead)
@@ -75,19 +76,19 @@ def _node(role: str, node: Any) -> dict[str, Any]:
     """Check each field of a role's placement, and return the fields."""
     where = f"runtime.placement.{role}"
     if not isinstance(node, Mapping):
-        raise ValueError(f"{where} must be a mapping such as {{devices: 2}} or {{with: actor}}, found {node!r}")
+        raise ConfigError(f"{where}={node!r}: must be a mapping such as {{devices: 2}} or {{with: actor}}.")
     for name in node:
         if name not in FIELDS:
-            raise ValueError(f"{where}: unknown key {name!r}{nearest(str(name), FIELDS)}")
+            raise ConfigError(f"{where}: unknown key {name!r}{nearest(str(name), FIELDS)}")
     devices, offload = node.get("devices", 1), node.get("offload", False)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"{where}.devices must be a whole number of at least 1, found {devices!r}")
+        raise ConfigError(f"{where}.devices={devices!r}: must be an integer of at least 1.")
     if not isinstance(offload, bool):
-        raise ValueError(f"{where}.offload must be true or false, found {offload!r}")
+        raise ConfigError(f"{where}.offload={offload!r}: must be true or false.")
     if "with" in node and not isinstance(node["with"], str):
-        raise ValueError(f"{where}.with must be the name of a role, found {node['with']!r}")
+        raise ConfigError(f"{where}.with={node['with']!r}: must be the name of a role.")
     if "with" in node and "devices" in node:
-        raise ValueError(f"{where}: with and devices exclude each other; it has the devices of {node['with']!r}")
+        raise ConfigError(f"{where}: with and devices cannot be combined. Set devices of {node['with']!r} instead.")
     return dict(node)
 
 
@@ -95,22 +96,23 @@ def _check_names(nodes: Mapping[str, Mapping[str, Any]], owners: list[str], ahea
     known = [*owners, *([ROLLOUT] if ahead else [])]
     for role, node in nodes.items():
         if role == ROLLOUT and not ahead:
-            raise ValueError(f"runtime.placement.{ROLLOUT} has no effect without rollout=async")
+            raise ConfigError(f"runtime.placement.{ROLLOUT} has no effect without rollout=async. Remove it.")
         if role not in known:
-            raise ValueError(f"runtime.placement: no role {role!r} has a model of its own{nearest(role, known)}")
+            raise ConfigError(f"runtime.placement.{role}: no role {role!r} has a separate model{nearest(role, known)}")
         if role == ROLLOUT and (extra := sorted(node.keys() - {"devices"})):
-            raise ValueError(f"runtime.placement.{ROLLOUT}.{extra[0]}: rollout workers have processes of their own")
+            raise ConfigError(f"runtime.placement.{ROLLOUT}.{extra[0]}: not valid for rollout workers. Remove it.")
         host = node.get("with")
         if host is None:
             continue
         if host not in owners or host == role:
-            raise ValueError(
-                f"runtime.placement.{role}.with: no other role {host!r} has a model of its own"
+            raise ConfigError(
+                f"runtime.placement.{role}.with={host}: no other role {host!r} has a separate model"
                 f"{nearest(str(host), [other for other in owners if other != role])}"
             )
         if "with" in nodes.get(host, {}):
-            raise ValueError(
-                f"runtime.placement.{role}.with: {host!r} itself lives with {nodes[host]['with']!r}; name that"
+            raise ConfigError(
+                f"runtime.placement.{role}.with={host}: role {host!r} shares the processes of {nodes[host]['with']!r}. "
+                f"Set with to {nodes[host]['with']!r}."
             )
 
 
@@ -129,13 +131,15 @@ def _groups(
         roles = (host, *guests[host])
         offload = frozenset(role for role in roles if nodes.get(role, {}).get("offload", False))
         if offload and len(roles) == 1:
-            raise ValueError(f"runtime.placement.{host}.offload has no effect on a role that is alone on its devices")
+            raise ConfigError(
+                f"runtime.placement.{host}.offload has no effect, since no other role shares its devices. Remove it."
+            )
         devices = nodes.get(host, {}).get("devices", 1)
         if offload and devices > 1:
             role = min(offload)
-            raise ValueError(
-                f"runtime.placement.{role}.offload moves a whole model, and {devices} devices divide it; set "
-                f"models.{role}.sharding.offload"
+            raise ConfigError(
+                f"runtime.placement.{role}.offload does not support models that are sharded across {devices} devices. "
+                f"Set models.{role}.sharding.offload instead."
             )
         groups.append(Group(roles, devices, offload))
     if ahead:
@@ -147,17 +151,17 @@ def check_runtime(experiment: Experiment) -> None:
     """Check the runtime config of an experiment before any process is started.
 
     Raises:
-        ValueError: Ray is not installed, or a placement or device is invalid. The message names the key.
+        ConfigError: Ray is not installed, or a placement or device is invalid. The message names the key.
     """
     if experiment.runtime.starts_workers:
         if find_spec("ray") is None:
-            raise ValueError("runtime=ray needs the package ray: install realign[ray], or use runtime=local")
+            raise ConfigError("runtime=ray needs the package ray. Run pip install 'realign[ray]'.")
         plan_groups(experiment)
         for role in experiment.roles:
             spec = experiment.models.get(role)
             device = None if spec is None else spec.facts().device
             if device is not None and device.startswith("cuda:"):
-                raise ValueError(
-                    f"models.{role}.device={device!r}: with runtime=ray every process has a GPU of its own, which it "
-                    "knows as cuda; set cuda or auto"
+                raise ConfigError(
+                    f"models.{role}.device={device}: with runtime=ray each process sees only its own GPU. Set cuda or "
+                    "auto."
                 )

@@ -16,6 +16,8 @@ from typing import Any
 
 import ray
 
+from realign.errors import ConfigError, TransientError
+
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Loopback address of the private cluster. Ray replaces 127.0.0.1 by the machine's external address."""
 TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -41,7 +43,8 @@ def connected(address: str | None, processes: int) -> Iterator[None]:
             cores, because roles take turns. On GPUs, each worker has its own GPU.
 
     Raises:
-        ValueError: `address` is invalid, or no cluster is reachable there.
+        ConfigError: `address` is invalid.
+        TransientError: No cluster is reachable at `address`.
     """
     if ray.is_initialized():
         yield
@@ -67,7 +70,9 @@ def _join(address: str) -> None:
         ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ValueError(f"runtime.address={address!r}: no Ray cluster answers there: {first}") from error
+        raise TransientError(
+            f"runtime.address={address}: cannot connect to a Ray cluster ({first}). Check that the cluster runs."
+        ) from error
 
 
 @contextmanager
@@ -111,17 +116,20 @@ def check_answers(address: str) -> None:
         address: `HOST:PORT`, or `auto` for the cluster that this machine is part of.
 
     Raises:
-        ValueError: The address is invalid or not reachable.
+        ConfigError: The address is invalid.
+        TransientError: No process listens at the address.
     """
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        raise ValueError(f"runtime.address must be HOST:PORT, auto or null, found {address!r}")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"runtime.address={address}: must be HOST:PORT, auto or null.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"runtime.address={address!r}: nobody answers there: {error}") from error
+    except OSError as error:
+        raise TransientError(
+            f"runtime.address={address}: no process listens there ({error}). Check that the Ray cluster runs."
+        ) from error
 
 
 def _store_bytes() -> int:

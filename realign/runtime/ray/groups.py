@@ -45,7 +45,7 @@ class WorkerGroup:
         self._alone = setup.callers == 1
         self.busy = threading.RLock()
         """Lock for requests to the ranks, which must run their collectives in the same order."""
-        self._limit_s = 60 * spec.rpc_timeout_minutes
+        self._limit_s = 60 * spec.call_minutes
         self._warned: dict[Any, Any] = {}
         self._ended_by: BaseException | None = None
         self.pids: list[int] = []
@@ -103,14 +103,16 @@ class WorkerGroup:
             The results in rank order. Their tensors are read-only.
 
         Raises:
-            ValueError: The hook cannot be pickled, or the worker raised this error deliberately.
+            ValueError: The hook cannot be pickled.
+            RealignError: The worker raised this error.
+            OSError: The worker raised this error.
             WorkerLost: A worker died.
             RemoteError: A worker failed unexpectedly. The message contains its traceback.
             WorkerHangs: A rank did not answer in time.
             BaseException: The error that ended the group in another thread.
         """
         started = time.perf_counter()
-        pickled = None if hook is None else _pickled(hook, f"models.{role}: what its interface gives to {verb}")
+        pickled = None if hook is None else _pickled(hook, f"models.{role}: the function passed to {verb}")
         asked = self._workers if only is None else [self._workers[only]]
         sent = [to_wire(part) for part in parts]
         if len(sent) == 1 and len(asked) > 1:
@@ -178,9 +180,7 @@ class WorkerGroup:
             if self._ended_by is not None:  # not a worker death: another thread killed the group
                 raise self._ended_by from None
             first = next(iter(str(error).strip().splitlines()), "")
-            raise WorkerLost(
-                f"{self._where(what, rank)}: the worker has died ({type(error).__name__}: {first})"
-            ) from error
+            raise WorkerLost(f"{self._where(what, rank)}: the worker died ({type(error).__name__}: {first})") from error
 
     def _look_for_the_dead(self, pending: list[Any], what: str, rank_of: Mapping[Any, int]) -> None:
         """Raise WorkerLost if another rank died. Its death may be detected later than the failures that it causes."""
@@ -201,8 +201,9 @@ class WorkerGroup:
         shapes = [shapes_of(part) for part in parts]
         given = "; ".join(f"rank {rank}: {shapes[min(rank, len(shapes) - 1)]}" for rank in ranks if any(shapes))
         return WorkerHangs(
-            f"{self._where(what)}: no answer of rank {', '.join(map(str, ranks))} for {self._limit_s / 60:g} minutes "
-            f"(runtime.rpc_timeout_minutes){': ' if given else ''}{given}"
+            f"{self._where(what)}: rank {', '.join(map(str, ranks))} did not answer within "
+            f"runtime.rpc_timeout_minutes={self._limit_s / 60:g}. Restart the run with resume=auto."
+            f"{' Data: ' if given else ''}{given}"
         )
 
     def _where(self, what: str, rank: int | None = None) -> str:
@@ -216,4 +217,6 @@ def _pickled(x: Any, what: str) -> bytes:
     try:
         return cloudpickle.dumps(x)
     except Exception as error:
-        raise ValueError(f"{what} cannot be sent to a worker: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{what} cannot be pickled for a worker ({type(error).__name__}: {error}). Define it at module level."
+        ) from error

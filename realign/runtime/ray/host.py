@@ -71,7 +71,7 @@ class _Received:
 
     def save(self, path: Path) -> None:
         """Raise an error: config and tokenizer are in another process."""
-        raise NotImplementedError("weights that another process sent cannot be saved as a folder")
+        raise NotImplementedError("received weights cannot be saved, since config and tokenizer are in another process")
 
 
 class Host:

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.api.sampler import Sampler, samples_externally
+from realign.errors import ConfigError, TransientError
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import load_models
 from realign.runtime.processes.placement import ROLLOUT, Group, plan_groups
@@ -89,7 +90,7 @@ class RayRuntime(LocalRuntime):
     def _started(self, group: Group, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
         """Start the processes for the models of `specs`, and return without waiting for them."""
         gpu = _wants_gpu(list(specs.values()))
-        room = reserve(group, self._spec.placement_timeout_s, gpu=gpu)
+        room = reserve(group, self._spec, gpu=gpu)
         self._workers.callback(remove_placement_group, room)
         threads = torch.get_num_threads() if callers > 1 else max(1, torch.get_num_threads() // group.devices)
         setup = Setup(os.getcwd(), tuple(sys.path), threads, seed, callers)
@@ -157,25 +158,28 @@ class RayRuntime(LocalRuntime):
             super().close()
 
 
-def reserve(group: Group, timeout_s: float, *, gpu: bool) -> PlacementGroup:
+def reserve(group: Group, spec: Ray, *, gpu: bool) -> PlacementGroup:
     """Reserve resources of the cluster for all processes of a group, on as few machines as possible.
 
     Raises:
-        ValueError: The resources are not free within `timeout_s` seconds. The message lists required and available
-            resources.
+        ConfigError: The cluster does not have the resources. The message lists required and available resources.
+        TransientError: Other jobs on a shared cluster use the resources.
     """
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpu else {})
     room = placement_group([bundle] * group.devices, strategy="PACK")
-    if room.wait(timeout_s):
+    if room.wait(spec.placement_timeout_s):
         return room
     remove_placement_group(room)
     asked = ", ".join(f"{n * group.devices:g} {name}" for name, n in bundle.items())
     total, free = ray.cluster_resources(), ray.available_resources()
     has = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in ("CPU", "GPU"))
-    raise ValueError(
-        f"runtime.placement.{group.name}: no room for {group.describe()} within {timeout_s:g} s "
-        f"(runtime.placement_timeout_s): it needs {asked}, and the cluster has {has}"
+    message = (
+        f"runtime.placement.{group.name}: {group.describe()} needs {asked}, but the cluster has {has} after "
+        f"runtime.placement_timeout_s={spec.placement_timeout_s:g}."
     )
+    if spec.address is not None and all(total.get(name, 0) >= n * group.devices for name, n in bundle.items()):
+        raise TransientError(f"{message} Wait until other jobs release resources.")
+    raise ConfigError(f"{message} Use fewer devices, or a larger cluster.")
 
 
 def _wants_gpu(specs: Sequence[ModelSpec]) -> bool:

@@ -117,4 +117,4 @@ class RemoteSampler:
 
 
 def _closed(role: str) -> RuntimeError:
-    return RuntimeError(f"the sampler of model {role!r} is closed")
+    return RuntimeError(f"The sampler of models.{role} is closed.")

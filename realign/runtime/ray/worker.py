@@ -20,7 +20,7 @@ import torch
 from ray import cloudpickle
 
 from realign.engines.distributed.ranks import current
-from realign.mistakes import raised_on_purpose
+from realign.errors import RealignError
 from realign.runtime.checkpoint.state import seed_random
 from realign.runtime.ray.host import WHOLE, Host
 from realign.runtime.ray.wire_format import from_wire, to_wire
@@ -63,7 +63,7 @@ class Failure:
     text: str
     traceback: str
     error: bytes | None
-    """The pickled exception if realign raised it deliberately, and None otherwise."""
+    """The pickled exception if it is a `RealignError` or an `OSError`, and None otherwise."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _heard() -> Iterator[list[Warned]]:
 
 def _failure(error: Exception) -> Failure:
     pickled = None
-    if raised_on_purpose(error):
+    if isinstance(error, RealignError | OSError):  # the driver handles these as if they were raised there
         with suppress(Exception):  # an error that cannot be unpickled is sent as text
             made = pickle.dumps(error)
             pickle.loads(made)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from realign.runtime.checkpoint import folder as checkpoints
-from realign.runtime.checkpoint.folder import CheckpointWriter, list_checkpoints, newest, write_checkpoint
+from realign.runtime.checkpoint.atomic_write import HashedFile, write_checkpoint
+from realign.runtime.checkpoint.background_writer import CheckpointWriter
+from realign.runtime.checkpoint.folder import list_checkpoints, newest
 
 
 def tree(step, round_=0):
@@ -68,7 +69,7 @@ def die_at(point, after):
         (Path, "rename"),
         (Path, "mkdir"),
         (Path, "open"),
-        (checkpoints._HashedFile, "write"),
+        (HashedFile, "write"),
     ]:
         setattr(owner, name, deadly(getattr(owner, name)))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from realign.errors import ConfigError
+from realign.errors import CheckpointError, ConfigError
 from realign.runtime.checkpoint.exports import CheckpointSpec, Saves
 
 
@@ -51,14 +51,14 @@ def test_the_best_is_kept_and_says_what_it_was(tmp_path, best, step, value):
 
 def test_a_metric_that_nobody_measures_is_refused_before_training_or_after_the_first_step(tmp_path):
     kept = saves(tmp_path, best="eval/rewards")
-    with pytest.raises(ValueError, match=r"no metric 'eval/rewards' .* before training; did you mean 'eval/reward'\?"):
+    with pytest.raises(ConfigError, match=r"no metric 'eval/rewards' .* before training. Did you mean 'eval/reward'\?"):
         kept.after_step(0, {"eval/reward": 1.0}, last=False)
     kept = saves(tmp_path, best="los")
     kept.after_step(0, {"eval/reward": 1.0}, last=False)
-    with pytest.raises(ValueError, match=r"no metric 'los' was measured in the first step; did you mean 'loss'\?"):
+    with pytest.raises(ConfigError, match=r"no metric 'los' was measured in the first step. Did you mean 'loss'\?"):
         kept.after_step(1, {"loss": 1.0}, last=False)
     kept = saves(tmp_path, best="xyz")
-    with pytest.raises(ValueError, match=r"no metric 'xyz' .*; there are loss, lr$"):
+    with pytest.raises(ConfigError, match=r"no metric 'xyz' .* Valid: loss, lr\.$"):
         kept.after_step(1, {"lr": 1.0, "loss": 1.0}, last=False)
 
 
@@ -74,7 +74,7 @@ def test_a_full_disk_costs_a_save_and_not_the_run(tmp_path):
     kept = Saves(tmp_path, write, every_steps=1, keep=1, best="reward")
     kept.after_step(1, {"reward": 1.0}, last=False)
     full.append(True)
-    with pytest.warns(UserWarning, match=r"was not saved: .*No space left.*; the run goes on") as told:
+    with pytest.warns(UserWarning, match=r"was not saved: .*No space left.* Training continues") as told:
         kept.after_step(2, {"reward": 2.0}, last=False)
     assert [Path(str(w.message).split(" was")[0]).name for w in told] == ["best", "step_000002"]
     assert names(tmp_path) == ["best", "step_000001"]
@@ -120,14 +120,14 @@ BAD_NAMES = [
 def test_a_checkpoint_names_only_folders_that_a_run_makes(tmp_path, name):
     kept = saves(tmp_path / "run", every_steps=1, keep=1)
     for made in ([name], ["step_000001", name]):
-        with pytest.raises(ValueError, match=re.escape(f"saves.made={name!r} in the checkpoint")) as caught:
+        with pytest.raises(CheckpointError, match=re.escape(f"saves.made={name!r} in the checkpoint")) as caught:
             kept.load_state_dict(state_of(made))
         assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("made", [None, "step_000001", {"step_000001": 1}, 3], ids=repr)
 def test_the_folders_of_a_checkpoint_are_a_list(tmp_path, made):
-    with pytest.raises(ValueError, match=re.escape(f"saves.made={made!r} in the checkpoint: expected a list")):
+    with pytest.raises(CheckpointError, match=re.escape(f"saves.made={made!r} in the checkpoint: expected a list")):
         saves(tmp_path).load_state_dict(state_of(made))
 
 
@@ -137,7 +137,7 @@ def test_no_folder_outside_of_the_run_is_removed(tmp_path, name):
     victim.mkdir()
     (tmp_path / "run" / "step_000001").mkdir(parents=True)
     kept = saves(tmp_path / "run", every_steps=1, keep=1)
-    with pytest.raises(ValueError, match=r"saves\.made="):
+    with pytest.raises(CheckpointError, match=r"saves\.made="):
         kept.load_state_dict(state_of([name.format(victim=victim)]))
     kept.after_step(2, {}, last=False)
     assert victim.is_dir()
@@ -196,4 +196,4 @@ def test_checkpoints_are_due_by_steps_or_minutes():
     assert [spec.due(step, 60) for step in range(1, 7)] == [False, False, True, False, False, True]
     assert spec.due(1, 120)
     assert not CheckpointSpec(every_minutes=None).due(1, 1e9)
-    assert spec.describe() == "every 3 steps, every 2 minutes, at the end; the last 2 stay"
+    assert spec.describe() == "every 3 steps, every 2 minutes, at the end; keeps the last 2"

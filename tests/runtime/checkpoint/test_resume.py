@@ -23,12 +23,13 @@ from realign.config import build_experiment, compose
 from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.errors import CheckpointError
+from realign.errors import CheckpointError, ConfigError, RunComplete
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import CheckpointSpec, Evaluation, Interrupted, run
-from realign.runtime.checkpoint.folder import list_checkpoints, write_checkpoint
+from realign.runtime.checkpoint.atomic_write import write_checkpoint
+from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.resume import check_config, check_version, find_start, warn_of_another_environment
 from realign.runtime.checkpoint.state import environment, frozen_weights, restore, run_state
 from realign.runtime.experiment import Part
@@ -68,11 +69,11 @@ def test_a_run_with_more_steps_goes_on_and_its_record_is_whole(tmp_path):
     assert seconds == sorted(seconds)  # the clock goes on where it stood
 
 
-def test_trap_d11_a_finished_run_is_no_success_once_more(tmp_path):
+def test_trap_d11_resuming_a_complete_run_raises_an_error_of_its_own_class(tmp_path):
     done(tmp_path)
-    with pytest.raises(ValueError, match=r"nothing is left to do: .*step_000003 is of step 3, and steps=3; give more"):
+    with pytest.raises(RunComplete, match=r"steps=3: the run is complete, since .*step_000003 is at step 3\. Increase"):
         resumed(tmp_path, steps=3)
-    with pytest.raises(ValueError, match="nothing is left to do"):
+    with pytest.raises(RunComplete, match="the run is complete"):
         resumed(tmp_path, steps=2)
 
 
@@ -98,7 +99,7 @@ def test_a_corrupt_newest_checkpoint_is_named_and_skipped_and_nothing_is_lost(tm
     whole = run(experiment(tmp_path, steps=5, output_dir=tmp_path / "whole")).output_dir
     out = done(tmp_path)
     damage(out / "checkpoints" / "step_000003")
-    with pytest.warns(UserWarning, match=f"the checkpoint of step 3 is skipped: .*{message}"):
+    with pytest.warns(UserWarning, match=f"Checkpoint at step 3 cannot be read .*{message}"):
         resumed(tmp_path)
     for name in ("metrics", "samples", "eval_samples"):
         found = [record for record in untimed(out / f"{name}.jsonl") if "eval/reward" not in record]
@@ -133,12 +134,12 @@ def test_a_checkpoint_may_be_named_and_its_run_or_another_goes_on(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("nowhere", "is no folder; give auto"), (".", "holds no checkpoint"), ("file", "is no folder")],
+    [("nowhere", "is no folder; give auto"), (".", "no checkpoint found"), ("file", "is no folder")],
 )
 def test_a_path_without_a_checkpoint_is_refused(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((CheckpointError, ValueError), match=message):
         resumed(tmp_path, resume=path)
 
 
@@ -156,7 +157,7 @@ def test_a_start_that_failed_is_no_earlier_run(tmp_path):
 def test_a_tree_of_something_else_is_refused(tmp_path):
     write_checkpoint(tmp_path / "run" / "checkpoints", 1, {"config": {}, "weights": torch.ones(2)})
     with pytest.raises(
-        ValueError, match="step_000001 is no checkpoint of a run: it lacks counters, data, environment,"
+        CheckpointError, match="step_000001 is not a checkpoint of a run: it lacks counters, data, environment,"
     ):
         resumed(tmp_path)
 
@@ -195,7 +196,7 @@ def test_every_key_that_differs_is_named_with_both_values(tmp_path):
     base = ["experiment=bigram", "steps=1", f"output_dir={tmp_path}/run"]
     run(build_experiment(compose(base, tmp_path)))
     other = [*base, "steps=2", "resume=auto", "interfaces.actor.objective.high=0.3", "data.n=9", "seed=1"]
-    with pytest.raises(ValueError, match="another config") as caught:
+    with pytest.raises(CheckpointError, match="The config differs from that of the checkpoint: ") as caught:
         run(build_experiment(compose(other, tmp_path)))
     for part in ("interfaces.actor.objective.high was 0.2, is 0.3", "data.n was 8, is 9", "seed was 0, is 1"):
         assert part in str(caught.value)
@@ -209,13 +210,13 @@ def test_what_changes_nothing_of_the_training_may_differ():
     saved = {"steps": 3, "trackers": {}, "evaluation": {"every_steps": 2, "n": 1}, "checkpoint": {"keep": 1}, "lr": 0.1}
     check_config(saved, saved | {"steps": 9, "trackers": {"a": {"b": 1}}, "checkpoint": None}, [])
     check_config(saved, saved | {"evaluation": {"every_steps": 5, "n": 1}}, [])
-    with pytest.raises(ValueError, match=r"another config: evaluation\.n was 1, is 2\. Where"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint: evaluation\.n was 1, is 2\. To resume"):
         check_config(saved, saved | {"evaluation": {"every_steps": 5, "n": 2}}, [])
     check_config(saved, saved | {"evaluation": {}}, ["evaluation"])
-    with pytest.raises(ValueError, match=r"evaluation was \(none\), is \{\}"):
+    with pytest.raises(CheckpointError, match=r"evaluation was \(none\), is \{\}"):
         check_config(saved, saved | {"evaluation": {}}, [])
     with pytest.raises(
-        ValueError, match=r"resume_allow: the config has no key 'evaluatoin'; did you mean 'evaluation'\?"
+        ConfigError, match=r"resume_allow=evaluatoin: the config has no such key\. Did you mean 'evaluation'\?"
     ):
         check_config(saved, saved, ["evaluatoin"])
     check_config({"x": math.nan, "y": (1, 2)}, {"x": math.nan, "y": [1, 2]}, [])
@@ -248,7 +249,7 @@ def test_check_says_what_it_would_go_on_from(tmp_path, capsys):
 
 def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
     done(tmp_path)
-    with pytest.raises(ValueError, match="batch_prompts was 8, is 4; seed was 0, is 1"):
+    with pytest.raises(CheckpointError, match="batch_prompts was 8, is 4; seed was 0, is 1"):
         resumed(tmp_path, seed=1, batch_prompts=4)
 
 
@@ -266,12 +267,12 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, settings, message):
         experiment(tmp_path, **settings)
 
 
-def test_another_environment_is_said():
+def test_another_environment_gives_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_another_environment(environment())
     with pytest.warns(
-        UserWarning, match=r"another environment \(torch was 1\.0, is .*\), so that its numbers may differ"
+        UserWarning, match=r"The environment differs from .* \(torch was 1\.0, is .*\)\. The run continues\."
     ):
         warn_of_another_environment(environment() | {"torch": "1.0"})
 
@@ -327,7 +328,7 @@ def test_a_checkpoint_of_somebody_else_removes_no_folder(tmp_path, name):
     victim.mkdir()
     name = name.format(victim=victim)
     change_checkpoint(out, 3, lambda tree: tree["saves"].update(made=[name]))
-    with pytest.raises(ValueError, match=re.escape(f"saves.made={name!r} in the checkpoint")):
+    with pytest.raises(CheckpointError, match=re.escape(f"saves.made={name!r} in the checkpoint")):
         resumed(tmp_path, **SAVING)
     assert victim.is_dir()
     assert (out / "final").is_dir()
@@ -339,7 +340,7 @@ def test_a_checkpoint_of_somebody_else_reads_no_other_file(tmp_path, name):
     (tmp_path / "secret.jsonl").write_text("secret")
     name = name.format(folder=tmp_path)
     change_checkpoint(out, 3, lambda tree: tree["records"]["sizes"].update({name: 6}))
-    with pytest.raises(ValueError, match=r"records\.sizes=.* in the checkpoint: expected only metrics, samples, eval"):
+    with pytest.raises(CheckpointError, match=r"records\.sizes=.* in the checkpoint: expected only metrics, samples"):
         resumed(tmp_path, resume=str(out), output_dir=tmp_path / "branch")
     assert not list((tmp_path / "branch").glob("secret*"))
 
@@ -387,9 +388,11 @@ def test_trap_b7_the_reference_is_loaded_from_its_path_and_must_be_what_it_was(t
     assert list_checkpoints(result.output_dir / "checkpoints")[-1].read()["frozen"] == start
     shutil.rmtree(tmp_path / "ref")
     save_tiny(tmp_path / "ref", seed=5)
-    with pytest.raises(ValueError, match=r"models\.ref: the weights loaded from .* are not those that the run started"):
+    with pytest.raises(
+        CheckpointError, match=r"models\.ref: the weights loaded from .* differ from those that the run"
+    ):
         run(with_reference(tmp_path, tmp_path, steps=3, resume="auto"))
-    with pytest.raises(ValueError, match=r"models\.ref: the weights loaded from"):
+    with pytest.raises(CheckpointError, match=r"models\.ref: the weights loaded from"):
         preflight(with_reference(tmp_path, tmp_path, steps=3, resume="auto"), Console(quiet=True))
 
 
@@ -413,7 +416,7 @@ def test_weights_that_do_not_train_are_in_no_checkpoint_and_must_be_what_they_we
     shutil.rmtree(tmp_path / "a")
     save_tiny(tmp_path / "a", seed=5)
     with pytest.raises(
-        ValueError, match=r"models\.actor: the weights loaded from .* are not those that the run started"
+        CheckpointError, match=r"models\.actor: the weights loaded from .* differ from those that the run started"
     ):
         run(changed(steps=3, resume="auto"))
 
@@ -470,7 +473,7 @@ def test_weights_alone_start_a_new_run_in_a_folder_of_its_own(tmp_path):
     assert list_checkpoints(tmp_path / "next" / "checkpoints")[-1].read()["counters"]["optimizer_steps"] == 2
 
 
-def test_state_that_does_not_fit_is_told_with_its_owner(tmp_path):
+def test_an_interface_that_cannot_restore_its_state_keeps_its_traceback_with_a_note(tmp_path):
     done(tmp_path)
 
     class Forgetful(CountToken):
@@ -481,14 +484,17 @@ def test_state_that_does_not_fit_is_told_with_its_owner(tmp_path):
             self.calls = state["calls"]
 
     parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": Forgetful()}
-    with pytest.raises(
-        ValueError, match=r"interfaces\.reward: what the checkpoint holds does not fit \(KeyError: 'calls'"
-    ):
+    with pytest.raises(KeyError, match="calls") as caught:
         resumed(tmp_path, interfaces=parts)
+    assert caught.value.__notes__ == [
+        "interfaces.reward: the state in the checkpoint was not restored. Set resume_skip=[interfaces] to resume "
+        "without it."
+    ]
+    assert caught.traceback[-1].path == Path(__file__)
     resumed(tmp_path, interfaces=parts, resume_skip=["interfaces"])
     state = dict(list_checkpoints(tmp_path / "run" / "checkpoints")[-1].read())
     del state["interfaces"]["interfaces.actor"]
-    with pytest.raises(ValueError, match=r"interfaces\.actor: what the checkpoint holds does not fit \(KeyError"):
+    with pytest.raises(CheckpointError, match=r"interfaces\.actor: the checkpoint has no state of it"):
         restore(LocalRuntime(experiment(tmp_path)), state)
 
 
@@ -517,7 +523,7 @@ def test_a_damaged_line_of_the_record_is_a_gap_that_is_said(tmp_path):
     path = done(tmp_path) / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"\xff" * (len(lines[1]) - 1) + b"\n" + b"".join(lines[2:]))
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 2: .*; the record has a gap"):
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 2: .* The line is skipped"):
         result = resumed(tmp_path)
     assert [record["step"] for record in result.history] == [0, 2, 3, 4, 5]
 
@@ -532,7 +538,7 @@ def test_lines_behind_the_checkpoint_are_cut_off_and_a_gap_is_said(tmp_path):
     assert [record["step"] for record in untimed(out / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
     assert [record["step"] for record in untimed(out / "samples.jsonl")] == [s for s in range(1, 6) for _ in range(8)]
     (out / "samples.jsonl").unlink()
-    with pytest.warns(UserWarning, match=r"samples\.jsonl has 0 bytes, and had .*: the record has a gap"):
+    with pytest.warns(UserWarning, match=r"samples\.jsonl has 0 bytes, but had .* earlier lines are missing"):
         resumed(tmp_path, 6)
 
 
@@ -561,18 +567,18 @@ def test_minutes_are_counted_too(tmp_path):
     assert steps_of(run(experiment(tmp_path, steps=4, checkpoint=often, overwrite=True)).output_dir) == [3, 4]
 
 
-def test_a_disk_that_is_full_ends_no_run_and_is_said(tmp_path, monkeypatch):
+def test_a_full_disk_warns_and_does_not_end_the_run(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("realign.runtime.checkpoint.folder._fill", full)
-    with pytest.warns(UserWarning, match=r"the checkpoint of step 3 was not written: .*No space left"):
+    monkeypatch.setattr("realign.runtime.checkpoint.atomic_write._fill", full)
+    with pytest.warns(UserWarning, match=r"Checkpoint at step 3 failed \(.*No space left"):
         out = done(tmp_path)
     assert steps_of(out) == []
     assert (out / "final").is_dir()
 
 
-def test_a_state_that_cannot_be_kept_is_told_at_the_start_and_later_ends_no_run(tmp_path):
+def test_a_state_that_cannot_be_saved_raises_at_the_start_and_warns_later(tmp_path):
     @dataclass
     class Arrays(CountToken):
         calls: int = 0
@@ -588,9 +594,9 @@ def test_a_state_that_cannot_be_kept_is_told_at_the_start_and_later_ends_no_run(
     def parts(first: int):
         return {"actor": GRPOActorInterface(generation=GENERATION), "reward": Arrays(first=first)}
 
-    with pytest.raises(ValueError, match=r"interfaces\.reward/array: .*ndarray cannot be kept"):
+    with pytest.raises(ValueError, match=r"interfaces\.reward/array: .*ndarray cannot be saved"):
         done(tmp_path, interfaces=parts(0))
-    with pytest.warns(UserWarning, match=r"the checkpoint of step 2 was not written: .*ndarray cannot be kept"):
+    with pytest.warns(UserWarning, match=r"Checkpoint at step 2 failed \(.*ndarray cannot be saved"):
         out = done(tmp_path, interfaces=parts(2))
     assert steps_of(out) == [1]
     assert (out / "final").is_dir()
@@ -606,8 +612,8 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
             if step == self.step:
                 signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("realign.runtime.checkpoint.folder._fill", full)
-    with pytest.raises(Interrupted, match=r"stopped after step 2 of 3; the checkpoint of step 2 was not .*No space"):
+    monkeypatch.setattr("realign.runtime.checkpoint.atomic_write._fill", full)
+    with pytest.raises(Interrupted, match=r"stopped after step 2 of 3; Checkpoint at step 2 failed .*No space"):
         run(experiment(tmp_path), trackers=[Stopper(2)])
     with pytest.raises(
         Interrupted, match="stopped after step 2 of 3; it cannot be gone on with, since checkpoint=null"

@@ -40,7 +40,7 @@ def test_points_stand_at_their_steps_and_metrics_that_stay_at_0_are_left_out(tmp
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no metric to draw"):
+    with pytest.raises(ValueError, match="No curves for"):
         draw_curves({"x": [{"step": 1, "unknown": 1.0}]}, tmp_path / "c.png", title="x", panels=PANELS)
 
 

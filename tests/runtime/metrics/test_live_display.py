@@ -82,7 +82,7 @@ def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_spac
     lines = JsonLines(tmp_path / "m.jsonl")
     lines.write({"step": 1})
     full[0] = 5  # half of a line
-    with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written from byte 12 on \(No space left on device\)"):
+    with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written after byte 12 \(No space left on device\)"):
         lines.write({"step": 2})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
@@ -91,7 +91,7 @@ def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_spac
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
     assert lines.size == len('{"step": 1}\n')
     full[0] = None
-    with pytest.warns(UserWarning, match=r"can be written again; no line is missing"):
+    with pytest.warns(UserWarning, match=r"can be written again\. No line is missing"):
         lines.write({"step": 4})
     lines.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
@@ -118,7 +118,7 @@ def test_lines_that_never_found_space_are_counted_at_the_end(tmp_path, full, mon
         lines.write({"step": 0})
     for step in range(1, 5):
         lines.write({"step": step})
-    with pytest.warns(UserWarning, match=r"m\.jsonl: 5 lines could not be written and are lost"):
+    with pytest.warns(UserWarning, match=r"m\.jsonl: 5 lines could not be written\. They are lost"):
         lines.close()
     assert (tmp_path / "m.jsonl").read_bytes() == b""
 
@@ -150,7 +150,7 @@ def test_a_file_that_vanishes_is_begun_anew_at_its_path(tmp_path, how):
         folder.rename(tmp_path / "elsewhere")
     else:
         shutil.rmtree(folder)
-    with pytest.warns(UserWarning, match=r"m\.jsonl was removed or moved during the run; it goes on here"):
+    with pytest.warns(UserWarning, match=r"m\.jsonl was removed or moved during the run\. A new file starts"):
         lines.write({"step": 2})
     lines.write({"step": 3})
     lines.close()
@@ -193,16 +193,18 @@ def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
 
     tracker = Forgiving("mine", Flaky())
     tracker.log(1, {})
-    with pytest.warns(UserWarning, match=r"'mine' did not take step 2 \(ConnectionError: no network\)"):
+    with pytest.warns(
+        UserWarning, match=r"Tracker 'mine' failed at step 2 \(ConnectionError: no network\)\. Training continues"
+    ):
         tracker.log(2, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         for step in (3, 4, 5):
             tracker.log(step, {})
     assert Flaky.heard == [1, 3, 5]
-    with pytest.warns(UserWarning, match="tracker 'mine'") as told:
+    with pytest.warns(UserWarning, match="Tracker 'mine'") as told:
         tracker.close()
     assert [str(w.message) for w in told] == [
-        "tracker 'mine' was not closed (OSError: gone)",
-        "tracker 'mine' missed 2 steps, from 2 to 4",
+        "Tracker 'mine' could not be closed (OSError: gone).",
+        "Tracker 'mine' missed 2 steps, from 2 to 4.",
     ]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from realign.errors import TransientError
 from realign.runtime import run
 from realign.runtime.processes import lock as exclusive
 from realign.runtime.processes.lock import alone_in
@@ -22,10 +23,13 @@ with alone_in(Path(sys.argv[1])):
 """
 
 
-def test_a_folder_is_held_by_one_and_free_afterwards(tmp_path):
+def test_a_folder_is_locked_by_one_run_and_free_afterward(tmp_path):
     with alone_in(tmp_path), alone_in(tmp_path.parent):
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"output_dir '{tmp_path}' is in use"), alone_in(tmp_path):
+            with (
+                pytest.raises(TransientError, match=f"output_dir={tmp_path}: another run"),
+                alone_in(tmp_path),
+            ):
                 pass
     with pytest.raises(ZeroDivisionError), alone_in(tmp_path):
         1 / 0  # noqa: B018
@@ -33,19 +37,19 @@ def test_a_folder_is_held_by_one_and_free_afterwards(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_process_holds_nothing(tmp_path):
+def test_a_killed_process_releases_its_lock(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(exclusive.__file__).parents[3])}
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match="is in use"), alone_in(tmp_path):
+        with pytest.raises(TransientError, match="another run is active"), alone_in(tmp_path):
             pass
         holder.kill()
     with alone_in(tmp_path):
         pass
 
 
-def test_disks_without_locks_are_used_all_the_same(tmp_path, monkeypatch):
+def test_a_disk_without_locks_is_used_without_a_lock(tmp_path, monkeypatch):
     def none(number, how):
         raise OSError(errno.EBADF, "Bad file descriptor")
 
@@ -60,18 +64,18 @@ def test_a_second_run_does_not_touch_the_records_of_the_first(tmp_path, changes)
     first.output_dir.mkdir()
     with alone_in(first.output_dir):
         (first.output_dir / "samples.jsonl").write_text("precious\n")
-        with pytest.raises(ValueError, match="is in use by a run that goes on"):
+        with pytest.raises(TransientError, match="another run is active"):
             run(experiment(tmp_path, steps=1, **changes))
     assert (first.output_dir / "samples.jsonl").read_text() == "precious\n"
     run(experiment(tmp_path, steps=1, **changes))
 
 
-def test_a_run_holds_its_folder_from_its_first_moment_to_its_last(tmp_path):
+def test_a_run_locks_its_folder_from_start_to_end(tmp_path):
     held = []
 
     class Watcher:
         def log(self, step, metrics):
-            with pytest.raises(ValueError, match="is in use"), alone_in(tmp_path / "run"):
+            with pytest.raises(TransientError, match="another run is active"), alone_in(tmp_path / "run"):
                 pass
             held.append(step)
 

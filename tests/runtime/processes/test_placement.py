@@ -8,6 +8,7 @@ import pytest
 
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.shared_model import Share
+from realign.errors import ConfigError
 from realign.interfaces import grpo, ppo
 from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
@@ -77,53 +78,62 @@ def test_rollout_workers_are_a_group_of_their_own(tmp_path):
 def test_a_role_that_shares_a_model_is_not_placed(tmp_path):
     models = {"actor": BigramModel(), "critic": BigramModel(), "ref": SharedModel("actor", Share.reference)}
     assert plan_groups(experiment(tmp_path, models=models)) == (Group(("actor",)), Group(("critic",)))
-    with pytest.raises(ValueError, match=r"placement\.ref: it shares the model of role 'actor', and lives where that"):
+    with pytest.raises(ConfigError, match=r"placement\.ref: it shares the model of role 'actor'. Place 'actor'"):
         plan_groups(experiment(tmp_path, {"ref": {"devices": 1}}, models=models))
 
 
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ({"actr": {}}, "no role 'actr' has a model of its own; did you mean 'actor'"),
-        ({"reward": {}}, "no role 'reward' has a model of its own"),
-        ({"actor": 2}, r"runtime.placement.actor must be a mapping such as \{devices: 2\}"),
+        ({"actr": {}}, "no role 'actr' has a separate model; did you mean 'actor'"),
+        ({"reward": {}}, "no role 'reward' has a separate model"),
+        ({"actor": 2}, r"runtime.placement.actor=2: must be a mapping such as \{devices: 2\}"),
         ({"actor": {"device": 2}}, "actor: unknown key 'device'; did you mean 'devices'"),
-        ({"actor": {"devices": 0}}, "actor.devices must be a whole number of at least 1, found 0"),
-        ({"actor": {"devices": True}}, "actor.devices must be a whole number of at least 1, found True"),
-        ({"ref": {"with": "actor", "offload": "yes"}}, "ref.offload must be true or false, found 'yes'"),
-        ({"ref": {"with": "actor", "devices": 2}}, "ref: with and devices exclude each other"),
-        ({"ref": {"with": "critc"}}, "ref.with: no other role 'critc' has a model of its own; did you mean 'critic'"),
-        ({"ref": {"with": "ref"}}, "ref.with: no other role 'ref'"),
-        ({"ref": {"with": None}}, "ref.with must be the name of a role, found None"),
-        ({"ref": {"with": "critic"}, "critic": {"with": "actor"}}, "'critic' itself lives with 'actor'; name that"),
-        ({"critic": {"offload": True}}, "critic.offload has no effect on a role that is alone on its devices"),
-        ({"actor": {"devices": 2}, "ref": {"with": "actor", "offload": True}}, "set models.ref.sharding.offload"),
+        ({"actor": {"devices": 0}}, "actor.devices=0: must be an integer of at least 1"),
+        ({"actor": {"devices": True}}, "actor.devices=True: must be an integer of at least 1"),
+        ({"ref": {"with": "actor", "offload": "yes"}}, "ref.offload='yes': must be true or false"),
+        ({"ref": {"with": "actor", "devices": 2}}, "ref: with and devices cannot be combined"),
+        (
+            {"ref": {"with": "critc"}},
+            "ref.with=critc: no other role 'critc' has a separate model; did",
+        ),
+        ({"ref": {"with": "ref"}}, "ref.with=ref: no other role 'ref'"),
+        ({"ref": {"with": None}}, "ref.with=None: must be the name of a role"),
+        (
+            {"ref": {"with": "critic"}, "critic": {"with": "actor"}},
+            "'critic' shares the processes of 'actor'",
+        ),
+        ({"critic": {"offload": True}}, "critic.offload has no effect, since no other role shares its devices"),
+        (
+            {"actor": {"devices": 2}, "ref": {"with": "actor", "offload": True}},
+            "Set models.ref.sharding",
+        ),
         ({"rollout": {}}, "runtime.placement.rollout has no effect without rollout=async"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_started(tmp_path, placement, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_ready(experiment(tmp_path, placement))
 
 
 def test_mistakes_about_rollout_workers(tmp_path):
     ahead = Async()
-    with pytest.raises(ValueError, match=r"placement\.rollout\.offload: rollout workers have processes of their own"):
+    with pytest.raises(ConfigError, match=r"placement\.rollout\.offload: not valid for rollout workers"):
         plan_groups(experiment(tmp_path, {"rollout": {"offload": True}}, rollout=ahead))
     models = {role: BigramModel() for role in ("actor", "ref", "critic", "rollout")}
-    with pytest.raises(ValueError, match=r"models\.rollout: with rollout=async the rollout workers have this name"):
+    with pytest.raises(ConfigError, match=r"models\.rollout: rollout=async reserves this name"):
         plan_groups(experiment(tmp_path, models=models, rollout=ahead))
 
 
 def test_without_ray_one_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("realign.runtime.processes.placement.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"runtime=ray needs the package ray: install realign\[ray\]"):
+    with pytest.raises(ConfigError, match=r"runtime=ray needs the package ray\. Run pip install 'realign\[ray\]'"):
         check_ready(experiment(tmp_path))
 
 
 def test_a_device_has_no_number_where_each_process_has_one_of_its_own(tmp_path):
     models = {role: TransformersModel("nowhere", device="cuda:1") for role in ("actor", "ref", "critic")}
     with pytest.raises(
-        ValueError, match=r"models\.actor\.device='cuda:1': with runtime=ray every process has a GPU of its"
+        ConfigError, match=r"models\.actor\.device=cuda:1: with runtime=ray each process sees only its own GPU"
     ):
         check_ready(experiment(tmp_path, models=models))

@@ -1,103 +1,134 @@
-"""Two watches over one store, in one process."""
+"""The watchdog of a run in one process. Limits of 0 seconds make an operation exceed them from its start."""
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
 
-from realign.engines.distributed.ranks import Ranks
-from realign.runtime.processes import watchdog as watch
-from realign.runtime.processes.watchdog import RankWatch, Watch
+from realign.runtime.processes import watchdog
+from realign.runtime.processes.watchdog import CallTimeout, Watchdog, watchdog_for
+from realign.runtime.runtime_spec import Local, Ray
 
-
-def waited_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+CHECKOUT = Path(watchdog.__file__).parents[3]
 
 
-def described(error: BaseException) -> tuple[str, int]:
-    return f"Traceback\n{error}", 3
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
 
 
-@pytest.fixture
-def two(monkeypatch) -> list[RankWatch]:
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(watch, "ANSWER_S", 1.0)
-    store = HashStore()
-    return [RankWatch(Ranks(rank, 2), store, described) for rank in range(2)]
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == watchdog.__name__]
 
 
-def test_alone_nobody_is_told():
-    alone = Watch()
-    with alone.doing("a call", limited=True):
-        pass
-    with pytest.raises(ZeroDivisionError), alone.telling():
-        1 / 0  # noqa: B018
+def test_a_slow_operation_is_reported_once_with_the_stacks_and_the_run_continues(caplog):
+    dog = Watchdog(report_s=0)
+    with dog.doing("call 'actor_gen'", "4 prompts", limited=True):
+        dog.report_slow()
+        dog.report_slow()
+    [text] = reports(caplog)
+    assert text.startswith("call 'actor_gen' for 0 s on '4 prompts' has not finished. The run continues.")
+    assert "Set runtime.rpc_timeout_minutes to end a run whose calls hang. Stacks of all threads:" in text
+    with dog.doing("evaluation"):
+        dog.report_slow()
+    assert "Set runtime" not in reports(caplog)[1]  # the limit does not apply to it
 
 
-def test_the_first_error_is_shown_with_what_was_done_and_ends_the_other_rank(two, capsys):
-    first, second = two
-    with first, second:
-        with second.doing("loading"):
+def test_the_thread_reports_the_stack_of_the_thread_that_hangs(caplog):
+    dog, never = Watchdog(report_s=0), threading.Event()
+    with dog.started(), dog.doing("call 'reward_inf'", limited=True):
+        while not reports(caplog):
+            never.wait(0.01)
+    [text] = reports(caplog)
+    assert "Thread MainThread (most recent call last):" in text
+    assert "in test_the_thread_reports_the_stack_of_the_thread_that_hangs" in text
+
+
+def test_only_a_limited_operation_exceeds_the_limit():
+    dog = Watchdog(limit_s=0)
+    with dog.doing("evaluation"):
+        assert dog.exceeded() is None
+        with dog.doing("call 'actor_train'", limited=True):
+            found = dog.exceeded()
+            assert found is not None
+            assert found.what == "call 'actor_train'"
+    assert dog.exceeded() is None
+
+
+def test_a_call_that_hangs_is_interrupted_with_exit_code_75_and_the_stacks(capfd):
+    dog = Watchdog(limit_s=1000)
+    before = signal.getsignal(watchdog.END)
+    closed = []
+
+    def hangs():
+        try:
+            dog.limit_s = 0
+            time.sleep(1000)  # the signal interrupts a system call
+        except Exception:  # the code of a user may suppress exceptions
+            raise AssertionError("suppressed") from None
+        finally:
+            closed.append(True)
+
+    message = r"call 'x' exceeded runtime\.rpc_timeout_minutes=0"
+    with pytest.raises(CallTimeout, match=message) as caught, dog.started(), dog.doing("call 'x'", limited=True):
+        hangs()
+    assert (caught.value.exit_code, closed) == (75, [True])
+    assert isinstance(caught.value, KeyboardInterrupt)
+    said = capfd.readouterr().err
+    assert said.startswith("error: call 'x' for 0 s exceeds runtime.rpc_timeout_minutes=0. The run ends.")
+    assert "time.sleep(1000)" in said
+    assert signal.getsignal(watchdog.END) is before
+
+
+HANGING = """
+import threading
+from realign.runtime.processes import watchdog
+from realign.runtime.processes.watchdog import CallTimeout, Watchdog
+
+watchdog.LOOK_S, watchdog.GRACE_S = 0.01, 0.1
+dog = Watchdog(limit_s=0)
+with dog.started(), dog.doing("call 'x'", limited=True):
+    while True:
+        try:
+            threading.Event().wait()
+        except CallTimeout:
             pass
-        with pytest.raises(ZeroDivisionError), second.telling(), second.telling(), second.doing("call 'x'", [5]):
-            1 / 0  # noqa: B018
-        waited_for(first._ended.is_set)
-        with pytest.raises(SystemExit), first.telling():
-            first.leave_if_ended()
-    said = capsys.readouterr().err
-    assert said == "rank 1 of 2 failed first, in call 'x' for 0 s on [5]\nTraceback\ndivision by zero\n"
-    assert (first.code, second.code) == (3, 3)
+"""
 
 
-def test_an_error_that_another_rank_met_is_shown_by_that_one(two, capsys, monkeypatch):
-    first, second = two
-    error = OSError("disk full")
-    monkeypatch.setattr(watch, "is_of_another_rank", lambda found: found is error)
-
-    def fails_later():
-        time.sleep(0.1)
-        with pytest.raises(OSError, match="of rank 0"), first.telling():
-            raise OSError("of rank 0")
-
-    with first, second:
-        thread = threading.Thread(target=fails_later)
-        thread.start()
-        with pytest.raises(OSError, match="disk full"), second.telling():
-            raise error
-        thread.join()
-    assert capsys.readouterr().err == "rank 0 of 2 failed first\nTraceback\nof rank 0\n"
+def test_a_process_that_does_not_end_is_terminated_with_exit_code_75():
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True)
+    assert done.returncode == 75
+    assert done.stderr.startswith("error: call 'x' for 0 s exceeds runtime.rpc_timeout_minutes=0. The run ends.")
 
 
-def test_a_lost_connection_is_told_as_a_lost_rank(two, capsys):
-    with two[0], pytest.raises(RuntimeError), two[0].telling():
-        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1416")
-    assert capsys.readouterr().err.startswith(
-        "rank 0 of 2 lost another one, which was killed or whose machine is gone\n"
-    )
+def test_a_run_that_ends_in_time_leaves_no_thread_and_no_report(capfd, caplog):
+    dog = Watchdog(report_s=1000, limit_s=1000)
+    for _ in range(2):  # a run that recovers starts it again
+        with dog.started(), dog.doing("call 'x'", limited=True):
+            assert "watchdog" in [thread.name for thread in threading.enumerate()]
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+    assert (capfd.readouterr().err, reports(caplog)) == ("", [])
 
 
-def test_only_what_is_limited_ends_by_the_clock(two, capfd, monkeypatch):
-    ended = []
-    monkeypatch.setattr(watch, "GRACE_S", 0.01)
-    monkeypatch.setattr(watch.os, "_exit", ended.append)
-    first, second = two
-    first.limit_s = second.limit_s = 0.1
-    first._thread.start()
-    second._thread.start()
-    with first.doing("evaluation"):
-        time.sleep(0.3)
-        assert not ended
-        with second.doing("call 'x'", limited=True):
-            waited_for(lambda: len(ended) == 2)
-    said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith("error: call 'x' takes longer than runtime.rpc_timeout_minutes=0.001")
-    assert said[1].startswith("rank 0: evaluation for 0 s in ")
-    assert said[2].startswith("rank 1: call 'x' for 0 s in ")
-    assert ended == [1, 1]
+@pytest.mark.parametrize(
+    ("runtime", "seconds"),
+    [
+        (Local(), (1800, math.inf)),
+        (Local(rpc_timeout_minutes=5), (300, 300)),
+        (Ray(), (1860, math.inf)),
+        (Ray(rpc_timeout_minutes=5), (360, 360)),
+    ],
+)
+def test_a_run_without_torchrun_ends_only_if_a_limit_is_set(runtime, seconds):
+    dog = watchdog_for(runtime)
+    assert (dog.report_s, dog.limit_s) == seconds

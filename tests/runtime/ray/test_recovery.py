@@ -61,8 +61,10 @@ def test_a_run_whose_workers_are_killed_ends_with_the_same_bits(files, tmp_path,
         runtime = Ray(max_recoveries=4)
         result = run(experiment(files, tmp_path / "killed", SYNCED, runtime=runtime, checkpoint=OFTEN))
     assert killing.left == []
-    told = [re.sub(r".*; the run ", "", str(w.message)) for w in caught if "recovery" in str(w.message)]
-    assert told == [f"goes on after step {step} (recovery {i} of at most 4)" for i, step in enumerate((0, 0, 0, 2), 1)]
+    told = [re.sub(r".*\. The run ", "", str(w.message)) for w in caught if "recovery" in str(w.message)]
+    assert told == [
+        f"continues after step {step} (recovery {i} of at most 4)." for i, step in enumerate((0, 0, 0, 2), 1)
+    ]
     assert any("RPC 'actor_gen', actor: generate" in str(w.message) for w in caught)
     assert_same_tree(state(tmp_path / "killed"), state(tmp_path / "calm"))
     kept = untimed(tmp_path / "killed" / "metrics.jsonl")

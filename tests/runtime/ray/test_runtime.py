@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import threading
 import time
 import warnings
@@ -17,6 +19,7 @@ import torch
 from realign.api import MicroBatchSpec, Sum, stat_values
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.errors import ConfigError, RewardError, TransientError, is_transient
 from realign.runtime import Async, Local, Ray
 from realign.runtime.backend import open_runtime
 from realign.runtime.checkpoint.folder import list_checkpoints
@@ -62,7 +65,7 @@ def loss(output, mb):
 def broken(output, mb):
     """Goes wrong in a worker, on the rank that is given prompt `p1`."""
     if "p1" in mb.ids:
-        raise ArithmeticError("a bug of the user")
+        raise ValueError("a bug of the user")
     return loss(output, mb)
 
 
@@ -90,7 +93,8 @@ def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(
                 assert 0 < values["time/actor_gen_wait_s"] <= values["time/actor_gen_s"]
                 assert "time/reward_inf_wait_s" not in values
                 begun = time.monotonic()
-                with pytest.raises(RemoteError, match=r"(?s)actor: train on rank \d of 2.*a bug of the user"):
+                place = rf'{re.escape(__file__)}", line {broken.__code__.co_firstlineno + 3}, in broken'
+                with pytest.raises(RemoteError, match=rf"(?s)actor: train on rank \d of 2.*{place}.*a bug of the user"):
                     engine.train_batch(DATA, MicroBatchSpec(), broken, weight)
                 assert time.monotonic() - begun < 30
     for ours, theirs in zip(made["ray"][0], made["local"][0], strict=True):
@@ -119,7 +123,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
 @pytest.fixture(scope="module")
 def group(cluster, files):
     """One process, in the folder `files`, with a bigram model as `actor`."""
-    room = reserve(Group(("actor",)), 60, gpu=False)
+    room = reserve(Group(("actor",)), Ray(), gpu=False)
     setup = Setup(str(files), (), threads=1, seed=0)
     made = WorkerGroup(Group(("actor",)), Ray(), room, setup, gpu=False)
     made.ready()
@@ -129,7 +133,7 @@ def group(cluster, files):
     ray.util.remove_placement_group(room)
 
 
-def test_what_a_worker_says(group, files, recwarn):
+def test_warnings_and_errors_of_realign_in_a_worker_reach_the_driver(group, files, recwarn):
     def hook(output, mb):
         warnings.warn(f"in {os.getcwd()}", UserWarning, stacklevel=1)
         return mb.with_tokens(scored=output.logprobs())
@@ -137,15 +141,36 @@ def test_what_a_worker_says(group, files, recwarn):
     found = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], hook)[0]
     assert found["scored"].shape == WORDS["input_ids"].shape
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == [f"in {files}"]
-    with pytest.raises(ValueError, match=r"what its interface gives to forward cannot be sent to a worker"):
+    with pytest.raises(ValueError, match=r"the function passed to forward cannot be pickled for a worker"):
         group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], threading.Lock().acquire)
 
-    def on_purpose(output, mb):
-        return mb.select(["no such key"])
+    def rejects(output, mb):
+        raise RewardError("too many failed rewards")
 
-    with pytest.raises(ValueError, match="no packed key 'no such key'") as caught:
-        group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], on_purpose)
-    assert "in on_purpose" in str(caught.value.__cause__)
+    with pytest.raises(RewardError, match="too many failed rewards") as caught:
+        group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], rejects)
+    assert "in rejects" in str(caught.value.__cause__)
+
+
+def loss_with_a_bug(output, mb):
+    return mb.select(["no such key"])
+
+
+def test_an_error_of_a_user_keeps_the_file_and_line_of_the_worker(group):
+    """A ValueError that code of realign raises is a bug of the caller, and not an error of the configuration."""
+    line = loss_with_a_bug.__code__.co_firstlineno + 1
+    message = rf"(?s)actor: measure \(workers of actor\) failed:.*{re.escape(__file__)}\", line {line}.*no such key"
+    with pytest.raises(RemoteError, match=message):
+        group.ask("actor", "measure", [(WORDS, MicroBatchSpec(), HOOK)], loss_with_a_bug)
+
+
+def test_a_full_disk_in_a_worker_is_an_os_error_of_the_driver(group):
+    def full(output, mb):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], full)
+    assert is_transient(caught.value)
 
 
 def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
@@ -155,17 +180,26 @@ def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
     monkeypatch.setattr(group, "_limit_s", 0.5)
     slow = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], lambda out, mb: time.sleep(1) or mb)[0]
     assert slow.ids == WORDS.ids  # no call of the graph: an evaluation, say, may take longer
-    message = r"RPC 'x_inf', actor: forward \(workers of actor\): no answer of rank 0 for .*: rank 0: 2 prompts"
+    message = r"RPC 'x_inf', actor: forward \(workers of actor\): rank 0 did not answer .* Data: rank 0: 2 prompts"
     with counted_hops("x_inf"), pytest.raises(WorkerHangs, match=message):
         group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], forever)
 
 
-def test_a_cluster_without_room_is_told_what_was_asked(files, tmp_path):
+def test_a_cluster_without_room_is_a_config_error_with_the_required_resources(files, tmp_path):
     runtime = Ray(placement={"actor": {"devices": 500}}, placement_timeout_s=1)
     e = experiment(files, tmp_path, "raft", runtime=runtime)
-    message = r"actor: no room for actor on 500 devices within 1 s .* it needs 500 CPU, and the cluster has \d+ CPU"
-    with pytest.raises(ValueError, match=message):
+    message = r"placement\.actor: actor on 500 devices needs 500 CPU, but the cluster has \d+ CPU .* Use fewer devices"
+    with pytest.raises(ConfigError, match=message):
         open_runtime(e)
+
+
+def test_resources_that_other_jobs_use_are_a_transient_error():
+    held = reserve(Group(("actor",), int(ray.available_resources()["CPU"])), Ray(), gpu=False)
+    try:
+        with pytest.raises(TransientError, match="Wait until other jobs release resources"):
+            reserve(Group(("ref",)), Ray(address="auto", placement_timeout_s=1), gpu=False)
+    finally:
+        ray.util.remove_placement_group(held)
 
 
 def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, tmp_path, monkeypatch):

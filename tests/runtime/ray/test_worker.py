@@ -5,19 +5,24 @@ import warnings
 
 import torch
 
-from realign.api import MicroBatchSpec
+from realign.errors import DataError
 from realign.runtime.ray import worker
 
 
-def test_an_error_on_purpose_is_sent_as_it_is_and_a_bug_as_its_traceback():
-    ours = worker._answer(lambda: MicroBatchSpec(n_microbatches=0)).failure
-    assert str(pickle.loads(ours.error)) == "n_microbatches must be at least 1, found 0"
+def raises(error):
+    raise error
+
+
+def test_an_error_of_realign_is_sent_as_it_is_and_a_bug_as_its_traceback():
+    ours = worker._answer(lambda: raises(DataError("row 3 has no prompt"))).failure
+    sent = pickle.loads(ours.error)
+    assert (type(sent), str(sent)) == (DataError, "row 3 has no prompt")
     bug = worker._answer(lambda: torch.ones(2) @ torch.ones(3)).failure
     assert (bug.kind, bug.error) == ("RuntimeError", None)
     assert "torch.ones(2) @ torch.ones(3)" in bug.traceback
 
 
-def test_warnings_for_people_are_sent_along():
+def test_user_warnings_are_sent_with_the_reply():
     def action():
         warnings.warn("look", stacklevel=1)
         warnings.warn("old", DeprecationWarning, stacklevel=1)

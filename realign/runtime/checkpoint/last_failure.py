@@ -1,0 +1,103 @@
+"""`last_failure.json`: the last failure of a run, from which a restart script sees that restarts make no progress.
+
+A script that restarts a run after exit code 75 stops when `count` reaches its limit, such as 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from realign.errors import ExitCode
+from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.experiment import CHECKPOINTS
+
+NAME = "last_failure.json"
+"""Name of the file in `output_dir`."""
+NO_FAILURE = frozenset({ExitCode.interrupted, ExitCode.terminated})
+"""Exit codes of a run that a signal stopped. They leave the file unchanged."""
+
+
+@dataclass(frozen=True)
+class LastFailure:
+    """The last failure of a run."""
+
+    step: int
+    """Step of the newest checkpoint, after which `resume=auto` continues; 0 without a checkpoint."""
+    time: str
+    """Time of the failure in UTC, in ISO 8601 format."""
+    exit_code: int
+    """Exit code of the process."""
+    message: str
+    """Error message."""
+    count: int
+    """Number of consecutive failures at this step with this exit code."""
+
+
+def record_end(output_dir: Path, exit_code: int, message: str = "") -> LastFailure | None:
+    """Write `last_failure.json` for a run that failed, or remove it for a run that succeeded.
+
+    Does nothing if a signal stopped the run, or if the folder does not exist. An error of the disk is a warning, so
+    that it does not hide the failure of the run.
+
+    Args:
+        output_dir: Folder of the run.
+        exit_code: Exit code of the process.
+        message: Error message of the run.
+
+    Returns:
+        The failure, or None if there is none to record.
+    """
+    if exit_code in NO_FAILURE or not output_dir.is_dir():
+        return None
+    try:
+        if exit_code == ExitCode.success:
+            (output_dir / NAME).unlink(missing_ok=True)
+            return None
+        failure = _next(output_dir, exit_code, message)
+        _write(output_dir, failure)
+    except OSError as error:
+        warnings.warn(f"{output_dir / NAME} could not be written ({error}). The failure is not recorded.", stacklevel=2)
+        return None
+    return failure
+
+
+def last_failure(output_dir: Path) -> LastFailure | None:
+    """Return the recorded failure of a run; None if there is none, or if the file is damaged."""
+    path = output_dir / NAME
+    try:
+        if not path.is_file():  # for example a pipe, which would block
+            return None
+        found = json.loads(path.read_bytes())
+        return LastFailure(
+            int(found["step"]), str(found["time"]), int(found["exit_code"]), str(found["message"]), int(found["count"])
+        )
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return None
+
+
+def _next(output_dir: Path, exit_code: int, message: str) -> LastFailure:
+    """Return the new failure, whose count starts again if the run made progress or failed differently."""
+    step = max((checkpoint.step for checkpoint in list_checkpoints(output_dir / CHECKPOINTS)), default=0)
+    before = last_failure(output_dir)
+    again = before is not None and (before.step, before.exit_code) == (step, exit_code)
+    count = before.count + 1 if before is not None and again else 1
+    return LastFailure(step, datetime.now(UTC).isoformat(timespec="seconds"), int(exit_code), message, count)
+
+
+def _write(output_dir: Path, failure: LastFailure) -> None:
+    """Replace the file atomically, so that a script never reads a partial one. Does not follow links."""
+    number, new = tempfile.mkstemp(prefix=f".{NAME}.", dir=output_dir)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(failure), indent=2) + "\n")
+        os.replace(new, output_dir / NAME)
+    except BaseException:
+        os.unlink(new)
+        raise

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from datetime import datetime, timedelta
+
+import pytest
+
+from realign.runtime.checkpoint.last_failure import NAME, last_failure, record_end
+
+
+def checkpointed(run, step):
+    (run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+
+
+def test_failures_at_the_same_step_are_counted_and_progress_starts_the_count_again(tmp_path):
+    assert [record_end(tmp_path, 75, "disk full").count for _ in range(3)] == [1, 2, 3]
+    checkpointed(tmp_path, 10)
+    found = record_end(tmp_path, 75, "disk full")
+    assert (found.step, found.count) == (10, 1)
+    assert record_end(tmp_path, 75, "disk full").count == 2
+
+
+def test_another_exit_code_starts_the_count_again(tmp_path):
+    assert record_end(tmp_path, 75, "disk full").count == 1
+    assert record_end(tmp_path, 1, "KeyError").count == 1
+    assert record_end(tmp_path, 75, "disk full").count == 1
+
+
+def test_the_file_contains_step_time_exit_code_message_and_count(tmp_path):
+    checkpointed(tmp_path, 3)
+    checkpointed(tmp_path, 5)
+    failure = record_end(tmp_path, 75, 'the judge at "http://x" does not answer: \ud800')
+    assert last_failure(tmp_path) == failure
+    found = json.loads((tmp_path / NAME).read_text())
+    assert datetime.fromisoformat(found.pop("time")).utcoffset() == timedelta(0)
+    message = 'the judge at "http://x" does not answer: \ud800'
+    assert found == {"step": 5, "exit_code": 75, "message": message, "count": 1}
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [NAME]
+
+
+def test_success_removes_the_file_and_a_signal_leaves_it(tmp_path):
+    failure = record_end(tmp_path, 75, "disk full")
+    for code in (130, 143):
+        assert record_end(tmp_path, code, "stopped after step 3") is None
+    assert last_failure(tmp_path) == failure
+    assert record_end(tmp_path, 0) is None
+    assert last_failure(tmp_path) is None
+    assert record_end(tmp_path, 0) is None
+
+
+def test_a_run_without_a_folder_records_nothing(tmp_path):
+    assert record_end(tmp_path / "run", 2, "unknown key") is None
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 3}', '{"step": "x"}', "[" * 100000])
+def test_a_damaged_file_counts_as_none(tmp_path, text):
+    (tmp_path / NAME).write_text(text)
+    assert last_failure(tmp_path) is None
+    assert record_end(tmp_path, 75, "disk full").count == 1
+
+
+def test_a_full_disk_gives_a_warning_and_keeps_the_earlier_record(tmp_path, monkeypatch):
+    failure = record_end(tmp_path, 75, "disk full")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match=r"last_failure\.json could not be written .*No space left"):
+        assert record_end(tmp_path, 75, "disk full") is None
+    assert last_failure(tmp_path) == failure
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_link_and_a_pipe_in_place_of_the_file_are_replaced(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    other.write_text("precious")
+    (run / NAME).symlink_to(other)
+    assert record_end(run, 75, "disk full").count == 1
+    assert other.read_text() == "precious"
+    (run / NAME).unlink()
+    os.mkfifo(run / NAME)
+    assert record_end(run, 75, "disk full").count == 1
+    assert last_failure(run).count == 1

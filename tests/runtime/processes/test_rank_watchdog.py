@@ -1,0 +1,117 @@
+"""Two rank watchdogs over one store, in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from torch.distributed import HashStore
+
+from realign.engines.distributed.ranks import Ranks
+from realign.errors import TransientError
+from realign.runtime.processes import rank_watchdog as watch
+from realign.runtime.processes.rank_watchdog import RankWatch
+
+
+def waited_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def described(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, TransientError):
+        return f"error: {error}", 75
+    return f"Traceback\n{error}", 3
+
+
+@pytest.fixture
+def two(monkeypatch) -> list[RankWatch]:
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "ANSWER_S", 1.0)
+    store = HashStore()
+    return [RankWatch(Ranks(rank, 2), store, described) for rank in range(2)]
+
+
+def test_the_first_error_is_printed_with_its_operation_and_ends_the_other_rank(two, capsys):
+    first, second = two
+    with first, second:
+        with second.doing("loading"):
+            pass
+        with pytest.raises(ZeroDivisionError), second.telling(), second.telling(), second.doing("call 'x'", [5]):
+            1 / 0  # noqa: B018
+        waited_for(first._ended.is_set)
+        with pytest.raises(SystemExit), first.telling():
+            first.leave_if_ended()
+    said = capsys.readouterr().err
+    assert said == "rank 1 of 2 failed first, in call 'x' for 0 s on [5]\nTraceback\ndivision by zero\n"
+    assert (first.code, second.code) == (3, 3)
+
+
+def test_an_error_of_another_rank_is_printed_by_that_rank(two, capsys, monkeypatch):
+    first, second = two
+    error = OSError("disk full")
+    monkeypatch.setattr(watch, "is_of_another_rank", lambda found: found is error)
+
+    def fails_later():
+        time.sleep(0.1)
+        with pytest.raises(OSError, match="of rank 0"), first.telling():
+            raise OSError("of rank 0")
+
+    with first, second:
+        thread = threading.Thread(target=fails_later)
+        thread.start()
+        with pytest.raises(OSError, match="disk full"), second.telling():
+            raise error
+        thread.join()
+    assert capsys.readouterr().err == "rank 0 of 2 failed first\nTraceback\nof rank 0\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "[pair.cc:553] Connection closed by peer [127.0.0.1]:1416",
+            "rank 0 of 2 lost another rank, which was killed or whose machine failed.",
+        ),
+        (
+            "[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation",
+            "rank 0 of 2 waited too long for another rank ([unbound_buffer.cc:81] Timed out waiting 1000ms for recv "
+            "operation).",
+        ),
+    ],
+)
+def test_a_lost_or_late_rank_is_a_transient_error_in_one_line(two, capsys, error, said):
+    with two[0], pytest.raises(RuntimeError), two[0].telling():
+        raise RuntimeError(error)
+    assert capsys.readouterr().err == f"error: {said} Restart the run with resume=auto.\n"
+    assert two[0].code == 75
+
+
+def test_another_runtime_error_of_torch_keeps_its_traceback(two, capsys):
+    with two[0], pytest.raises(RuntimeError), two[0].telling():
+        raise RuntimeError("the size of tensor a must match")
+    assert capsys.readouterr().err == "rank 0 of 2 failed first\nTraceback\nthe size of tensor a must match\n"
+
+
+def test_only_a_limited_operation_ends_the_ranks_with_exit_code_75(two, capfd, monkeypatch):
+    ended = []
+    monkeypatch.setattr(watch, "GRACE_S", 0.01)
+    monkeypatch.setattr(watch.os, "_exit", ended.append)
+    first, second = two
+    first.limit_s = second.limit_s = 0.1
+    first._thread.start()
+    second._thread.start()
+    with first.doing("evaluation"):
+        time.sleep(0.3)
+        assert not ended
+        with second.doing("call 'x'", limited=True):
+            waited_for(lambda: len(ended) == 2)
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("error: call 'x' exceeds runtime.rpc_timeout_minutes=0.001")
+    assert said[1].startswith("rank 0: evaluation for 0 s in ")
+    assert said[2].startswith("rank 1: call 'x' for 0 s in ")
+    assert ended == [75, 75]
