@@ -9,8 +9,7 @@ import types
 import pytest
 
 from realign.api import ModelInterface, SamplerSpec
-from realign.config import ConfigError, build, build_experiment, compose
-from realign.config import words
+from realign.config import ConfigError, build, build_experiment, compose, words
 from realign.config.words import class_of_word, component_bases, snake_case, words_of
 from realign.engines import InProcessSampling
 from tests.config.components import (

@@ -175,10 +175,10 @@ def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
 
 def test_what_samples_ahead_outside_the_engine_cannot_score(tmp_path):
     from realign.api import MicroBatchSpec
-    from realign.runtime.rollout.asynchronous import _SamplesOnly
+    from realign.runtime.rollout.background import SamplingEngine
 
     sampler = TableSampling(bitwise=True).open("actor", BigramEngine(), None)
-    engine = _SamplesOnly("actor", "actor", TrainsOnly(), sampler)
+    engine = SamplingEngine("actor", "actor", TrainsOnly(), sampler)
     data = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[1]]]})
     assert torch.equal(
         engine.generate(data, GENERATION, seed=0)["input_ids"],
