@@ -33,8 +33,8 @@ from realign.runtime.metrics.samples import show
 from realign.runtime.output_folder import check_output_folder
 from tests import security_traps
 from tests.config_parts import EXPERIMENT, write_experiment
-from tests.runtime.launching import Ranks
 from tests.tiny import save_tiny
+from tests.torchrun_ranks import Ranks
 
 PACKAGE = Path(realign.__file__).parent
 TRAPS = "tests.security_traps"

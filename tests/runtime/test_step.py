@@ -25,6 +25,7 @@ from realign.api import (
 )
 from realign.data import Dataset, DataSpec
 from realign.engines import SharedModel
+from realign.errors import ConfigError, RunError
 from realign.functional import Scope
 from realign.interfaces.components import GAE, Critic, KLPenalty, KLPlace, Normalization, ValueObjective
 from realign.interfaces.components.response_cut import ResponseCut
@@ -235,7 +236,7 @@ def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
 
 def test_an_earlier_run_is_not_overwritten_unasked(tmp_path):
     run(experiment(tmp_path))
-    with pytest.raises(ValueError, match="holds an earlier run"):
+    with pytest.raises(ConfigError, match="contains an earlier run"):
         run(experiment(tmp_path))
     (tmp_path / "run" / "step_000002").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -293,7 +294,7 @@ def test_trap_b1_the_first_step_reports_a_sampler_that_is_not_the_trainer(tmp_pa
 
     with pytest.warns(UserWarning, match="log-probs of sampler and trainer differ"):
         run(experiment(tmp_path, models={"actor": StaleModel()}))
-    with pytest.raises(RuntimeError, match="ratio_tolerance"):
+    with pytest.raises(RunError, match="ratio_tolerance"):
         run(experiment(tmp_path, models={"actor": StaleModel()}, strict_ratio=True, overwrite=True))
 
 
@@ -316,7 +317,7 @@ def test_trap_b1_the_ratio_is_checked_on_the_first_step_that_trains(tmp_path):
     parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": LateReward()}
     runtime = LocalRuntime(experiment(tmp_path, interfaces=parts, models={"actor": StaleModel()}, strict_ratio=True))
     runtime.step(1)  # nothing trains
-    with pytest.raises(RuntimeError, match="ratio_tolerance"):
+    with pytest.raises(RunError, match="ratio_tolerance"):
         runtime.step(2)
 
 
@@ -345,7 +346,7 @@ def test_trap_e13_a_run_in_which_nothing_was_trained_does_not_end_well(tmp_path)
             out = super().inference(model, data, mb_spec)
             return out.with_data({"rewards": torch.full_like(out["rewards"], math.nan)}, like="rewards")
 
-    with pytest.raises(RuntimeError, match="no optimizer step was made in 3 steps: every reward was missing"):
+    with pytest.raises(RunError, match=r"^steps=3: the run made no optimizer step\. Every reward was missing"):
         run(experiment(tmp_path, interfaces={"actor": GRPOActorInterface(generation=GENERATION), "reward": Silent()}))
 
 
@@ -357,13 +358,13 @@ def test_roles_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path):
 
 
 def test_an_evaluation_of_a_role_without_model_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match=r"evaluation\.role 'critic' has no model; roles with one: actor"):
+    with pytest.raises(ConfigError, match=r"evaluation\.role=critic: this role has no model\. Roles with one: actor"):
         experiment(tmp_path, evaluation=Evaluation(Prompts(4), CountToken(), GENERATION, role="critic"))
 
 
 def test_trap_d11_more_minibatches_than_prompts_are_refused_before_anything_is_loaded(tmp_path):
     parts = {"actor": GRPOActorInterface(generation=GENERATION, n_minibatches=9), "reward": CountToken()}
-    with pytest.raises(ValueError, match=r"interfaces\.actor\.n_minibatches=9 .* batch_prompts=8"):
+    with pytest.raises(ConfigError, match=r"interfaces\.actor\.n_minibatches=9: batch_prompts=8"):
         experiment(tmp_path, interfaces=parts)
     assert len(run(experiment(tmp_path, interfaces=parts, batch_prompts=9)).series("loss")) == 3
 
@@ -411,7 +412,9 @@ def test_a_trained_role_without_an_optimizer_is_refused_before_anything_is_sampl
             model.engine.trainable = False
             return model
 
-    with pytest.raises(ValueError, match=r"RPC 'actor_train' trains models\.actor, which has no optimizer"):
+    with pytest.raises(
+        ConfigError, match=r"models\.actor: RPC 'actor_train' trains this model, which has no optimizer"
+    ):
         LocalRuntime(experiment(tmp_path, models={"actor": Frozen()}))
 
 
@@ -673,9 +676,12 @@ def test_a_run_keeps_its_best_and_last_saves_shows_samples_and_feeds_trackers(tm
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_saves": 2}, "keep_saves=2 has no effect without save_every_steps"),
+        ({"keep_saves": 2}, "keep_saves=2: it has no effect without save_every_steps"),
         ({"keep_saves": 0, "save_every_steps": 1}, "keep_saves=0: must be at least 1, or null"),
-        ({"save_best": "-eval/reward", "evaluation": None}, "is measured by an evaluation, and there is none"),
+        (
+            {"save_best": "-eval/reward", "evaluation": None},
+            "save_best=-eval/reward: the run has no evaluation that measures this metric",
+        ),
     ],
 )
 def test_settings_of_saves_without_effect_are_refused(tmp_path, settings, message):

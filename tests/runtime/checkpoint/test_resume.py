@@ -505,7 +505,7 @@ def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, mo
         def log(self, step, metrics):
             assert starts[0]() is None
 
-    monkeypatch.setattr("realign.runtime.loop.find_start", found)
+    monkeypatch.setattr("realign.runtime.run_experiment.find_start", found)
     run(experiment(tmp_path, steps=4, resume="auto"), trackers=[Watching(0)])
     assert len(starts) == 1
 

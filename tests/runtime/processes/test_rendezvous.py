@@ -15,8 +15,8 @@ from realign.cli import commands as cli
 from realign.runtime.checkpoint.folder import list_checkpoints
 from tests.config_parts import write_experiment
 from tests.runtime.checkpoint.test_state import untimed
-from tests.runtime.launching import Ranks, torchrun
 from tests.runtime.processes.test_signals import ARGS, STEPS, assert_same_as_whole
+from tests.torchrun_ranks import Ranks, torchrun
 
 FAULTY = """\
 import os

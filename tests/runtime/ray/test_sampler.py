@@ -12,7 +12,7 @@ from realign.runtime.ray.sampler import RemoteSampler
 from realign.runtime.rollout.background import load_background_sampler
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.sampling.test_background_sampler import other_engine, prompts
-from tests.runtime.test_external_sampler import Served
+from tests.test_external_sampler import Served
 from tests.tiny import tiny_engine
 
 
