@@ -234,14 +234,16 @@ class LocalRuntime:
             return {}
         started = time.perf_counter()
         interface = self.interfaces[calibration.role]
+        prompts = self.datasets.calibration
         assert isinstance(interface, Calibratable)  # `Experiment` has checked it
+        assert prompts is not None
         target = calibration.target(interface, self.dataset) if when == "before" else (0.0, 1.0)
         with memory_limited("calibration", "Lower calibration.batch_prompts."):
             values = calibration.run(
                 interface,
                 self.models[calibration.role],
                 self.models[calibration.policy],
-                self.datasets.calibration,
+                prompts,
                 self.experiment.microbatch,
                 when=when,
                 target=target,

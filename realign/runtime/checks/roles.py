@@ -84,8 +84,8 @@ def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
     learner = _trained_reader(rpc, "values", trained, experiment)
     if learner is not None and "values" in experiment.interfaces[learner].outputs():
         raise ConfigError(
-            f"{where}: this model is not trained, but the loss of models.{learner} trains the values of its own "
-            f"value_head. {share}{learner}}}'."
+            f"{where}: this model is not trained, but the loss of models.{learner} trains the values of the "
+            f"value_head of models.{learner}. {share}{learner}}}'."
         )
 
 

@@ -13,7 +13,7 @@ from tests.runtime.test_step import Prompts, experiment
 
 def test_trap_d11_a_dataset_smaller_than_a_batch_trains_and_an_empty_one_is_refused(tmp_path):
     assert len(run(experiment(tmp_path, data=Prompts(3))).series("loss")) == 3
-    with pytest.raises(DataError, match="^data: the dataset has no rows"):
+    with pytest.raises(DataError, match=r"^data: the dataset has no rows"):
         run(experiment(tmp_path, data=Prompts(0), overwrite=True))
 
 
