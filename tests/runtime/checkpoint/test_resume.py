@@ -23,7 +23,7 @@ from realign.config import build_experiment, compose
 from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.errors import CheckpointError
+from realign.errors import CheckpointError, ConfigError, RealignError
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -133,12 +133,12 @@ def test_a_checkpoint_may_be_named_and_its_run_or_another_goes_on(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("nowhere", "is no folder; give auto"), (".", "holds no checkpoint"), ("file", "is no folder")],
+    [("nowhere", "does not exist. Set auto"), (".", "no checkpoint"), ("file", "does not exist")],
 )
 def test_a_path_without_a_checkpoint_is_refused(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RealignError), match=message):
         resumed(tmp_path, resume=path)
 
 
@@ -165,7 +165,7 @@ def test_a_branch_replaces_no_other_run_unasked(tmp_path):
     out = done(tmp_path)
     other = done(tmp_path, output_dir=tmp_path / "other")
     with pytest.raises(
-        ValueError, match=r"holds an earlier run, and a run that starts from .* needs a folder of its own"
+        ConfigError, match=r"contains an earlier run, and resume=.* starts a new one\. Choose another folder"
     ):
         resumed(tmp_path, resume=str(out), output_dir=other)
     resumed(tmp_path, resume=str(out), output_dir=other, overwrite=True)
@@ -255,10 +255,10 @@ def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"resume_skip": ["data"]}, "resume_skip has no effect without resume"),
-        ({"resume_allow": ["data"]}, "resume_allow has no effect without resume"),
+        ({"resume_skip": ["data"]}, r"resume_skip=\[data\]: it has no effect without resume"),
+        ({"resume_allow": ["data"]}, r"resume_allow=\[data\]: it has no effect without resume"),
         ({"resume": "auto", "resume_skip": ["dat"]}, r"unknown part 'dat' \(valid: optimizer, data, random, "),
-        ({"resume": "auto", "resume_skip": ["counters"]}, "starts a new run: give its own output_dir"),
+        ({"resume": "auto", "resume_skip": ["counters"]}, r"resume_skip=\[counters\]: it starts a new run"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, settings, message):
@@ -281,7 +281,7 @@ def test_another_environment_is_said():
 
 def test_another_number_of_rows_is_refused_unless_the_position_is_left_out(tmp_path):
     done(tmp_path)
-    with pytest.raises(ValueError, match="the dataset has 9 rows, and had 8 when"):
+    with pytest.raises(CheckpointError, match="the dataset has 9 rows, but the checkpoint was written with 8"):
         resumed(tmp_path, data=Prompts(9))
     assert resumed(tmp_path, data=Prompts(9), resume_skip=["data"]).series("step") == [0, 1, 2, 3, 4, 5]
 
@@ -348,7 +348,7 @@ def test_another_batch_size_goes_on_at_the_same_row(tmp_path):
     """3 batches of 8 of 10 rows lie behind: 24 rows, or 6 batches of 4. The next prompts are numbers 24 to 27."""
     done(tmp_path, data=Prompts(10), shuffle=False)
     with pytest.raises(
-        ValueError, match=r"24 prompts lie behind \(3 batches of 8\), which is no whole number of batches of 5"
+        CheckpointError, match=r"batch_prompts=5: .* after 24 prompts \(3 batches of 8\), which is not a multiple of it"
     ):
         resumed(tmp_path, data=Prompts(10), shuffle=False, batch_prompts=5, resume_allow=["batch_prompts"])
     allowed = {"batch_prompts": 4, "resume_allow": ["batch_prompts"], "sample_prompts": 4, "shuffle": False}
@@ -607,10 +607,10 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr("realign.runtime.checkpoint.folder._fill", full)
-    with pytest.raises(Interrupted, match=r"stopped after step 2 of 3; the checkpoint of step 2 was not .*No space"):
+    with pytest.raises(Interrupted, match=r"stopped after step 2 of 3\. .* .*No space"):
         run(experiment(tmp_path), trackers=[Stopper(2)])
     with pytest.raises(
-        Interrupted, match="stopped after step 2 of 3; it cannot be gone on with, since checkpoint=null"
+        Interrupted, match=r"stopped after step 2 of 3\. The run cannot be resumed, since checkpoint=null"
     ):
         run(experiment(tmp_path, checkpoint=None, overwrite=True), trackers=[Stopper(2)])
     assert not (tmp_path / "run" / "final").exists()
