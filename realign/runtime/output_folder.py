@@ -19,9 +19,8 @@ def check_output_folder(experiment: Experiment) -> None:
     out, resume = experiment.output_dir, experiment.resume
     check_run_folder(out)
     record = out / "metrics.jsonl"
-    if (
-        experiment.overwrite or not record.exists() or not record.stat().st_size
-    ):  # empty: it failed before its first line
+    started = record.exists() and record.stat().st_size > 0  # a run with an empty record failed before its first line
+    if experiment.overwrite or not started:
         return
     found = f"output_dir={str(out)!r}: the folder contains an earlier run"
     resumable = any((out / CHECKPOINTS).glob("*step_*"))

@@ -79,7 +79,7 @@ def test_trap_d11_a_finished_run_is_no_success_once_more(tmp_path):
 def test_auto_starts_where_there_is_nothing_and_replaces_no_models(tmp_path):
     assert resumed(tmp_path, steps=1).series("step") == [0, 1]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ValueError, match="without a checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="an earlier run without a checkpoint"):
         resumed(tmp_path)
     shutil.rmtree(tmp_path / "run" / "final")  # as after a kill before the first checkpoint
     assert resumed(tmp_path, steps=1).series("step") == [0, 1]
@@ -257,7 +257,10 @@ def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
     [
         ({"resume_skip": ["data"]}, r"resume_skip=\[data\]: it has no effect without resume"),
         ({"resume_allow": ["data"]}, r"resume_allow=\[data\]: it has no effect without resume"),
-        ({"resume": "auto", "resume_skip": ["dat"]}, r"unknown part 'dat' \(valid: optimizer, data, random, "),
+        (
+            {"resume": "auto", "resume_skip": ["dat"]},
+            r"resume_skip=\[dat\]: unknown part \(valid: optimizer, data, random, ",
+        ),
         ({"resume": "auto", "resume_skip": ["counters"]}, r"resume_skip=\[counters\]: it starts a new run"),
     ],
 )
@@ -461,7 +464,7 @@ def test_parts_of_a_checkpoint_are_left_out_one_by_one(tmp_path):
 def test_weights_alone_start_a_new_run_in_a_folder_of_its_own(tmp_path):
     greedy = {"evaluation": Evaluation(Prompts(4), CountToken(), replace(GENERATION, greedy=True))}
     out = done(tmp_path, **greedy)
-    with pytest.raises(ValueError, match="needs a folder of its own"):
+    with pytest.raises(ConfigError, match="starts a new one"):
         resumed(tmp_path, resume=str(out), resume_skip=list(Part))
     new = {"resume": str(out), "resume_skip": list(Part), "output_dir": tmp_path / "next", **greedy}
     result = resumed(tmp_path, 2, **new)
