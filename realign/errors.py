@@ -97,11 +97,6 @@ class ExitCode(IntEnum):
     """Stopped by SIGTERM."""
 
 
-def is_transient(error: OSError) -> bool:
-    """Return whether a restart with `resume=auto` can fix an operating system error, such as a full disk."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-
-
 __all__ = [
     "CheckpointError",
     "ConfigError",

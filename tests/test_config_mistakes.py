@@ -141,9 +141,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         ["models.actor.path=m"],
-        (
-            "missing values: batch_prompts, steps. Set a value, such as batch_prompts=VALUE, or start from experiment=NAME."
-        ),
+        "missing values: batch_prompts, steps. Set a value, such as batch_prompts=VALUE, or start from "
+        "experiment=NAME.",
     ),
     (
         [*GRPO, "~data"],
@@ -213,23 +212,22 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "batch_prompts=30", "interfaces.actor.n_minibatches=4"],
         (
-            "interfaces.actor.n_minibatches=4 mini-batches cannot be made of batch_prompts=30 without a rest of "
-            "2; set batch_prompts=28 or 32, or n_minibatches=3"
+            "interfaces.actor.n_minibatches=4: batch_prompts=30 is not a multiple of it. Set batch_prompts=28 or "
+            "32, or n_minibatches=3."
         ),
     ),
     (
         [*GRPO, "microbatch.max_tokens_per_microbatch=512"],
         (
-            "microbatch.max_tokens_per_microbatch=512 cannot hold one sequence: a response may have "
-            "max_new_tokens=512 tokens, and its prompt comes before it; raise the budget above 512, or lower "
-            "generation.max_new_tokens"
+            "microbatch.max_tokens_per_microbatch=512: this budget is too small for a prompt and its response of "
+            "up to 512 tokens (generation.max_new_tokens). Set it above 512, or lower generation.max_new_tokens."
         ),
     ),
     (
         [*GRPO, f"interfaces.ref={{_target_: {REFERENCE}, temperature: 0.7}}"],
         (
-            "interfaces.actor.generation.temperature=1, but interfaces.ref.temperature=0.7: all roles of a graph "
-            "must use one temperature, or their log-probs cannot be compared"
+            "interfaces.ref.temperature=0.7: it differs from interfaces.actor.generation.temperature=1, so the "
+            "log-probs of these roles cannot be compared. Set one temperature for all roles of the graph."
         ),
     ),
     (
@@ -245,9 +243,9 @@ MISTAKES: list[tuple[list[str], str]] = [
             "models.actor.head.value_head={}",
         ],
         (
-            "models.critic.path='r' is a model that nothing trains, but the loss of models.actor trains the values "
-            "of its own value_head; share its weights: ~models.critic "
-            "'+models.critic={_target_: realign.engines.SharedModel, of: actor}'"
+            "models.critic.path='r': this model is not trained, but the loss of models.actor trains the values of "
+            "the value_head of models.actor. Share its weights: ~models.critic '+models.critic={_target_: "
+            "realign.engines.SharedModel, of: actor}'."
         ),
     ),
     (
@@ -259,36 +257,36 @@ MISTAKES: list[tuple[list[str], str]] = [
             "+models.critic={_target_: realign.engines.SharedModel, of: actor}",
         ],
         (
-            "interfaces.actor (PPOActorInterface) needs values of models.actor, which gives logprobs: set "
-            "models.actor.head.value_head, with head=causal"
+            "interfaces.actor (PPOActorInterface) needs values of models.actor, whose head has logprobs. Set "
+            "models.actor.head.value_head, with head=causal."
         ),
     ),
     (
         [*REMAX, "models.baseline.path=m"],
         (
-            "models.baseline.path='m' is a copy that nothing updates, but baseline must sample with the weights of "
-            "models.actor, which is trained; share its weights: ~models.baseline "
-            "'+models.baseline={_target_: realign.engines.SharedModel, of: actor}', or update it by "
-            "sync.baseline.of=actor"
+            "models.baseline.path='m': baseline must sample with the weights of models.actor, which is trained, "
+            "but this copy is never updated. Share its weights: ~models.baseline '+models.baseline={_target_: "
+            "realign.engines.SharedModel, of: actor}'. Or copy them after each step: sync.baseline.of=actor."
         ),
     ),
     (
         [*GRPO, "models.ref={_target_: realign.engines.SharedModel, of: actor}"],
         (
             "models.ref.branch=whole: ref needs frozen weights, but would change with models.actor, which is "
-            "trained. Set models.ref.branch=reference, or give ref a model of its own"
+            "trained. Set models.ref.branch=reference, or models.ref.path."
         ),
     ),
     (
         [*GRPO, "models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}"],
         (
-            "models.ref.branch=reference: models.actor trains all of its weights, so that no branch of it stays "
-            "as it is; set models.actor.trains=top_layers or lora, or give ref a model of its own (models.ref.path)"
+            "models.ref.branch=reference: models.actor trains all of its weights, so it keeps no frozen branch. "
+            "Set models.actor.trains=top_layers or lora, or models.ref.path."
         ),
     ),
     (
         [*GRPO, "save_best=eval/reward"],
-        "save_best=eval/reward is measured by an evaluation, and there is none",
+        "save_best=eval/reward: the run has no evaluation that measures this metric. Configure an evaluation, "
+        "or choose another metric.",
     ),
     (
         [*GRPO, "save_best=eval/rewrd", *EVALUATION],
@@ -300,8 +298,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*SFT, "save_best=reward"],
         (
-            "save_best=reward: no call of the graph writes rewards, so that nothing measures it; name another "
-            "metric, such as -loss (the smallest)"
+            "save_best=reward: no RPC of the graph writes rewards, so the run has no such metric. Choose another "
+            "metric, such as -loss (lowest)."
         ),
     ),
     (
@@ -331,7 +329,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "keep_saves=2", "save_every_steps=null"],
-        "keep_saves=2 has no effect without save_every_steps",
+        "keep_saves=2: it has no effect without save_every_steps. Set save_every_steps, or remove keep_saves.",
     ),
     (
         [*GRPO, "interfaces.actor._target_=realign.interfaces.grpo.GRPOActor"],
@@ -371,7 +369,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "output_dir=file/run"],
-        "output_dir 'file/run': '{here}/file' is not a folder; choose another output_dir",
+        "output_dir='file/run': '{here}/file' is not a folder. Choose another output_dir.",
     ),
     (
         [*GRPO, "name=a/b"],
@@ -416,26 +414,26 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*PPO, "models.reward.head._target_=realign.engines.Causal"],
         (
-            "interfaces.reward (RewardModelInterface) needs scores of models.reward, which gives logprobs: set "
-            "models.reward.head=score or value, or head=causal with a head.value_head"
+            "interfaces.reward (RewardModelInterface) needs scores of models.reward, whose head has logprobs. Set "
+            "models.reward.head=score or value, or head=causal with a head.value_head."
         ),
     ),
     (
         [*PPO, "models.critic.head._target_=realign.engines.Causal"],
         (
-            "interfaces.critic (PPOCriticInterface) needs scores and values of models.critic, which gives "
-            "logprobs: set models.critic.head=score or value, or head=causal with a head.value_head"
+            "interfaces.critic (PPOCriticInterface) needs scores and values of models.critic, whose head has "
+            "logprobs. Set models.critic.head=score or value, or head=causal with a head.value_head."
         ),
     ),
     (
         [*GRPO, "~models.actor.optimizer"],
-        "RPC 'actor_train' trains models.actor, which has no optimizer: set models.actor.optimizer.lr",
+        "models.actor: RPC 'actor_train' trains this model, which has no optimizer. Set models.actor.optimizer.lr.",
     ),
     (
         [*GRPO, "models.ref.path=m", "models.ref.optimizer.lr=1e-6"],
         (
-            "models.ref.optimizer has no effect: no call of the graph trains models.ref; leave it out "
-            "(~models.ref.optimizer)"
+            "models.ref.optimizer: it has no effect, since no RPC of the graph trains models.ref. Remove it: "
+            "~models.ref.optimizer."
         ),
     ),
     (
@@ -472,7 +470,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "dynamic_sampling.min_mean_reward=0.8", "dynamic_sampling.max_mean_reward=0.2"],
-        "dynamic_sampling.min_mean_reward=0.8 must be below max_mean_reward=0.2: no mean is between",
+        "dynamic_sampling.min_mean_reward=0.8: must be below max_mean_reward=0.2",
     ),
     (
         [*GRPO, "interfaces.actor.lam=0.9"],
@@ -515,7 +513,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "resume=nowhere"],
-        "resume='nowhere' is no folder; give auto, a checkpoint, or the folder of a run",
+        "resume='nowhere': this folder does not exist. Set auto, the path of a checkpoint, or the folder of a run.",
     ),
     (
         [*GRPO, "output_dir="],
@@ -539,8 +537,8 @@ MISTAKES: list[tuple[list[str], str]] = [
 MISTAKES_IN_DATA: list[tuple[list[str], str]] = [
     (
         [*GRPO, *SHORT, "microbatch.max_tokens_per_microbatch=12"],
-        "microbatch.max_tokens_per_microbatch=12 cannot hold one sequence: the longest row has 7 tokens and a response "
-        "up to 8; raise the budget, or limit the lengths",
+        "microbatch.max_tokens_per_microbatch=12: the longest row has 7 tokens and its response up to 8. Set "
+        "it to at least 15, or limit the lengths.",
     ),
     (
         [*GRPO, *SHORT, "data.max_prompt_tokens=2"],
@@ -549,11 +547,13 @@ MISTAKES_IN_DATA: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, *SHORT, "dynamic_sampling.max_batches=2"],
-        "batch_prompts=32, but the dataset has 8 rows, and under dynamic_sampling no row is used twice in a step",
+        "batch_prompts=32: the dataset has 8 rows, and dynamic_sampling uses each row at most once per step. "
+        "Set batch_prompts=8 or less.",
     ),
     (
         [*GRPO, *SHORT, "data._target_=realign.data.SupervisedData", "data.path=demonstrations.jsonl", NO_LIMIT],
-        "the graph reads key 'prompt_ids' of the dataset, which gives ['input_ids', 'loss_mask', 'prompt_mask']",
+        "data: the graph reads the key 'prompt_ids', but the dataset has input_ids, loss_mask, prompt_mask. "
+        "Choose a data class that has this key.",
     ),
 ]
 
@@ -624,7 +624,7 @@ def test_a_mistake_that_the_data_shows_is_one_line_before_the_first_rollout(
 
 def test_rows_that_stand_in_a_batch_several_times_are_told_of(here, tmp_path, capsys):
     with pytest.warns(
-        UserWarning, match=r"batch_prompts=32, but the dataset has 8 rows: each stands in a batch 4\.0 times"
+        UserWarning, match=r"batch_prompts=32: the dataset has 8 rows\. .* each row is in a batch 4\.0 times"
     ):
         assert cli.main(["check", *GRPO, *SHORT, f"output_dir={tmp_path / 'run'}"]) == 0
     assert "All good" in capsys.readouterr().out

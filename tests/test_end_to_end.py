@@ -17,6 +17,7 @@ from realign.demo.__main__ import experiments
 from realign.demo.__main__ import main as demo
 from realign.demo.arithmetic import add_without_carry, prepare, written
 from realign.demo.launch import Demo
+from realign.errors import ConfigError
 from realign.functional import KLEstimator
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
@@ -124,7 +125,7 @@ def test_text_comes_along_and_is_learned_beside_rewards(task, reward, tmp_path):
     nll = [runtime.step(step)[0]["ptx_nll"] for step in range(1, 6)]
     assert nll[-1] < nll[0] - 0.3
     small = replace(experiment, microbatch=MicroBatchSpec(max_tokens_per_microbatch=11))
-    with pytest.raises(ValueError, match=r"cannot hold a text of data\.pretraining: the longest has 12 tokens"):
+    with pytest.raises(ConfigError, match=r"the longest text of data\.pretraining has 12 tokens"):
         LocalRuntime(small)
 
 

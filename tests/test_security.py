@@ -31,10 +31,11 @@ from realign.rewards.pool.worker import answer
 from realign.rewards.text import visible
 from realign.runtime.metrics.live_display import LiveDisplay
 from realign.runtime.metrics.samples import show
+from realign.runtime.output_folder import check_output_folder
 from tests import security_traps
 from tests.config_parts import EXPERIMENT, write_experiment
-from tests.runtime.launching import Ranks
 from tests.tiny import save_tiny
+from tests.torchrun_ranks import Ranks
 
 PACKAGE = Path(realign.__file__).parent
 TRAPS = "tests.security_traps"
@@ -339,7 +340,7 @@ def test_a_run_does_not_write_through_links(name, tmp_path, whole):
     for overwrite in (False, True):
         plain = {**whole, "output_dir": str(tmp_path / "run"), "overwrite": overwrite}
         with pytest.raises(ConfigError, match="is a link to"):
-            build_experiment(config_of(plain)).refuse_earlier_run()
+            check_output_folder(build_experiment(config_of(plain)))
 
 
 MARKUP = (

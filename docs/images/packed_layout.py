@@ -40,7 +40,7 @@ def read_sample() -> SequenceSample:
 
 
 def draw(sample: SequenceSample) -> str:
-    """The picture as SVG text."""
+    """Return the figure as SVG text."""
     picture = Picture()
     bounds = sample.cu_seqlens().tolist()
     slots = [(t, t + 1) for t in range(bounds[-1])]
@@ -66,7 +66,7 @@ def draw(sample: SequenceSample) -> str:
 
 
 def token_rows(picture: Picture, sample: SequenceSample, slots: Sequence[Span]) -> None:
-    """The keys with one element per token."""
+    """Draw the keys with one element per token."""
     given_T, trained_T = sample["prompt_mask"].tolist(), sample["loss_mask"].tolist()
     colour_T = [GIVEN if g else SAMPLED if t else TOOL for g, t in zip(given_T, trained_T, strict=True)]
     ids_T = sample["input_ids"].tolist()
@@ -83,7 +83,7 @@ def token_rows(picture: Picture, sample: SequenceSample, slots: Sequence[Span]) 
 
 
 def own_lengths(picture: Picture, sample: SequenceSample) -> None:
-    """A key that is cut in another way."""
+    """Draw a key with other lengths."""
     key = "prompt_ids"
     _, first, total = sample.cu_seqlens(key).tolist()
     shifted = [t + (t >= first) for t in range(total)]  # one empty cell between the two prompts
@@ -113,7 +113,7 @@ class Picture:
         self.y += ROW
 
     def indices(self, n: int) -> None:
-        """The numbers of the token columns."""
+        """Draw the indices of the token columns."""
         self.text(LEFT - 44, self.y + 19, "index t", "end", MUTED)
         for t in range(n):
             self.text(LEFT + (t + 0.5) * CELL, self.y + 19, str(t), colour=MUTED, size=11)
@@ -131,7 +131,7 @@ class Picture:
         self.y += 36
 
     def legend(self) -> None:
-        """What the colours mean."""
+        """Draw the legend."""
         self.y += 3 * GAP
         x = LEFT
         for colour, meaning in ((GIVEN, "given"), (SAMPLED, "sampled, trains"), (TOOL, "written by a tool")):
@@ -142,7 +142,7 @@ class Picture:
         self.y += ROW
 
     def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        """A filled rectangle."""
+        """Draw a filled rectangle."""
         size = f'width="{width:g}" height="{height:g}"'
         self.body.append(f'<rect x="{x:g}" y="{y:g}" {size} fill="{colour}" stroke="{LINE}"/>')
 
@@ -162,14 +162,14 @@ class Picture:
             self.body.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>')
 
     def svg(self, width: int) -> str:
-        """The whole file."""
+        """Return the whole file."""
         size = f'width="{width}" height="{self.y + TOP}" viewBox="0 0 {width} {self.y + TOP}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}" role="img">'
         return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self.body, "</svg>", ""])
 
 
 def show(value: float) -> str:
-    """A number as it stands in a cell."""
+    """Format a number for a cell."""
     if isinstance(value, bool):
         return "T" if value else "F"
     return f"{value:.1f}"

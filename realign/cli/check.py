@@ -15,11 +15,11 @@ from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.backend import cluster_for, open_runtime
+from realign.runtime.calls import call
 from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
 from realign.runtime.checks.launch import writable
 from realign.runtime.metrics.samples import spoken
-from realign.runtime.step import call
 
 ROWS = 2
 RESPONSES = 3  # responses shown per prompt
@@ -48,8 +48,9 @@ def preflight(experiment: Experiment, console: Console) -> None:
         if start is not None:
             check_frozen(start.state["frozen"], frozen_weights(runtime))
             restore(runtime, start.state, experiment.resume_skip)
-        held_out = f", {len(runtime.held_out):,} held out for evaluation" if runtime.held_out is not None else ""
-        say(f"\nData\n  {len(runtime.dataset):,} rows{held_out}")
+        held_out = runtime.datasets.held_out
+        kept = f", {len(held_out):,} held out for evaluation" if held_out is not None else ""
+        say(f"\nData\n  {len(runtime.dataset):,} rows{kept}")
         batch = run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")
         shown: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from realign.config.errors import one_line
 from realign.config.explain import explain
-from realign.errors import ExitCode, RunComplete, RealignError, TransientError, is_transient
+from realign.errors import ExitCode, RealignError, RunComplete, TransientError, is_transient
 
 
 def guarded(action: Callable[[], int | None], debug: bool) -> int:

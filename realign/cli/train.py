@@ -94,8 +94,9 @@ def _check_sweep(overrides: Sequence[str], launcher: str) -> None:
 def _check_start(experiment: Experiment) -> None:
     """Check that the run can start."""
     from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
+    from realign.runtime.output_folder import check_output_folder
 
-    experiment.refuse_earlier_run()
+    check_output_folder(experiment)
     check_ready(experiment)
     try:
         open_interfaces(experiment)
@@ -122,9 +123,10 @@ def alone(config: ExperimentConfig, debug: bool) -> int:
 
     def make() -> None:
         from realign.runtime import run
+        from realign.runtime.output_folder import check_output_folder
 
         experiment = build(config)
-        experiment.refuse_earlier_run()
+        check_output_folder(experiment)
         run(experiment, console=_console(experiment))
 
     return guarded(make, debug)

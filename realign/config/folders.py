@@ -13,9 +13,7 @@ def experiments_dir() -> Path:
     for folder in (package / "experiments", package.parent / "experiments"):
         if (folder / "config.yaml").is_file():
             return folder
-    raise ConfigError(
-        f"no folder of experiments inside {package} or beside it. Reinstall realign."
-    )
+    raise ConfigError(f"no folder of experiments inside {package} or beside it. Reinstall realign.")
 
 
 def list_experiments(config_dir: Path | None = None) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Components selected by a word: `objective=gspo` selects the class `Gspo` in the module of the field's base class.
 
-Only fields annotated with a component class accept words. Words do not apply to text, enums and paths.
+If that module contains only the contract, a package exports the classes, see `EXPORTERS`. Only fields annotated with a
+component class accept words. Words do not apply to text, enums and paths.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import inspect
 import re
 import sys
 import types
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -22,6 +25,8 @@ NONE = "none"
 """Word for `None`, if the annotation allows it."""
 ONE_WORD = {"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"}
 """Names that count as one word although their capitals suggest two."""
+EXPORTERS: Mapping[str, str] = types.MappingProxyType({"realign.api.sampler.SamplerSpec": "realign.engines"})
+"""Package that exports the variants of a base class, if they are outside the module of the base class."""
 _LEAVES = (str, int, float, bool, complex, bytes, object, type(None), Path, list, tuple, dict, set)
 
 
@@ -59,26 +64,34 @@ def component_bases(annotation: Any) -> tuple[type, ...]:
 def words_of(base: type) -> dict[str, type]:
     """Return the class of each word of a component base class.
 
-    The variants of a base class are the dataclasses in its module that inherit from it. The base class itself is one of
-    them unless it is abstract, or has no fields while it has variants.
+    The variants of a base class are the dataclasses that inherit from it, in its module or exported by its package in
+    `EXPORTERS`. The base class itself is one of them unless it is abstract, or has no fields while it has variants.
 
     Raises:
-        ConfigError: two classes of the module have the same word.
+        ConfigError: two variants have the same word.
     """
-    module = sys.modules.get(base.__module__)
     found: dict[str, type] = {}
-    for name, cls in vars(module).items() if module is not None else ():
-        if not (inspect.isclass(cls) and cls.__module__ == base.__module__ and name == cls.__qualname__):
+    for cls in _candidates(base):
+        if not issubclass(cls, base) or not _is_constructible(cls) or cls.__name__.startswith("_"):
             continue
-        if not issubclass(cls, base) or not _is_constructible(cls) or name.startswith("_"):
-            continue
-        word = snake_case(name)
-        if word in found:
-            raise ConfigError(f"{found[word].__qualname__} and {name} of {base.__module__} are both called {word!r}")
-        found[word] = cls
+        word = snake_case(cls.__name__)
+        if found.setdefault(word, cls) is not cls:
+            where = base.__module__
+            raise ConfigError(f"{found[word].__qualname__} and {cls.__name__} of {where} are both called {word!r}")
     if len(found) > 1 and base in found.values() and not _has_fields(base):
         del found[snake_case(base.__qualname__)]
     return found
+
+
+def _candidates(base: type) -> Iterator[type]:
+    """Yield the classes defined in the module of `base`, and those that its package in `EXPORTERS` exports."""
+    module = sys.modules.get(base.__module__)
+    for name, cls in vars(module).items() if module is not None else ():
+        if inspect.isclass(cls) and cls.__module__ == base.__module__ and name == cls.__qualname__:
+            yield cls
+    exporter = EXPORTERS.get(import_path(base))
+    if exporter is not None:
+        yield from filter(inspect.isclass, vars(import_module(exporter)).values())
 
 
 def choices(annotation: Any) -> list[str]:
@@ -96,16 +109,17 @@ def class_of_word(word: str, annotation: Any, where: str) -> type | None:
         where: Config key, for messages.
 
     Returns:
-        The class; None if the annotation has no component class, or a single one with another name. In these cases, the
-        word is an ordinary value of the wrong type.
+        The class; None if the annotation has no component class, or a single one without variants and with another
+        name. In these cases, the word is an ordinary value of the wrong type.
 
     Raises:
-        ConfigError: the annotation has several words, and this word is not one of them.
+        ConfigError: the annotation has variants, and this word is not one of them.
     """
-    known = {name: cls for base in component_bases(annotation) for name, cls in words_of(base).items()}
+    bases = component_bases(annotation)
+    known = {name: cls for base in bases for name, cls in words_of(base).items()}
     if word in known:
         return known[word]
-    if len(known) < 2:
+    if len(known) < 2 and all(cls in bases for cls in known.values()):
         return None
     own = f"{where}.{TARGET}=MODULE.CLASS selects your own class"
     raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, choices(annotation))}; {own}")

@@ -8,12 +8,13 @@ from realign.runtime.evaluation.episodes import EpisodeEvaluation
 from realign.runtime.evaluation.generation import Evaluation
 from realign.runtime.evaluation.loss import LossEvaluation
 from realign.runtime.experiment import Experiment
-from realign.runtime.loop import RunResult, run
+from realign.runtime.loop import RunResult
 from realign.runtime.metrics.live_display import Tracker
 from realign.runtime.metrics.trackers import TensorBoard, TrackerSpec, WandB
 from realign.runtime.processes.signals import Interrupted
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import Async, OnUpdate, RolloutSpec
+from realign.runtime.run_experiment import run
 from realign.runtime.runtime_spec import Local, Placement, Ray, RuntimeSpec
 from realign.runtime.step import LocalRuntime
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from realign.api import DataflowGraph, ModelInterface, ModelSpec, Role, RoleModel
 from realign.engines.shared_model import SharedModel
+from realign.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ def with_default_roles(
     """Return interfaces and models, with defaults for undefined roles that the graph uses; existing ones are kept.
 
     Raises:
-        ValueError: two roles declare different defaults for a role that the config does not define.
+        ConfigError: two roles declare different defaults for a role that the config does not define.
     """
     found = Roles(dict(interfaces), dict(models))
     used = tuple(dict.fromkeys(rpc.model for rpc in graph.rpcs))
@@ -36,9 +37,9 @@ def with_default_roles(
                 continue
             first, other = asked.setdefault(role, (owner, default))
             if role not in interfaces and other.interface != default.interface:
-                raise ValueError(
-                    f"interfaces.{first} and interfaces.{owner} declare different defaults for role {role!r}; define "
-                    f"interfaces.{role} in the config"
+                raise ConfigError(
+                    f"interfaces.{role}: interfaces.{first} and interfaces.{owner} declare different defaults for this "
+                    f"role. Define interfaces.{role} in the config."
                 )
             if role not in found.interfaces:
                 owners.append(role)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from realign.api import (
-    RPC,
-    Calibratable,
-    DataflowGraph,
-    MicroBatchSpec,
-    ModelInterface,
-    ModelSpec,
-    Plan,
-    Sync,
-)
+from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Plan, Sync
 from realign.data import DataSpec
-from realign.engines.files.folders import AVERAGED, check_name, check_run_folder
-from realign.engines.shared_model import Share, SharedModel, check_shared
+from realign.engines.files.folders import AVERAGED, check_name
+from realign.engines.shared_model import check_shared
+from realign.errors import ConfigError, SettingsError
 from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.checks.combinations import (
+    check_calibration,
+    check_dynamic_sampling,
+    check_exact_sampling,
+    check_minibatches,
+    check_syncs,
+    check_temperatures,
+)
 from realign.runtime.checks.contract import check_keys
 from realign.runtime.default_roles import with_default_roles
 from realign.runtime.evaluation.base import Evaluator
@@ -136,10 +135,7 @@ class Experiment(Settings):
         self.resolved: Mapping[str, Any] = {}
         """The whole config as plain values; empty without one. Resuming compares it with the checkpoint's config."""
         self._check_resume()
-        if self.keep_saves is not None and self.save_every_steps is None:
-            raise ValueError(f"keep_saves={self.keep_saves} has no effect without save_every_steps")
-        if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and self.evaluation is None:
-            raise ValueError(f"save_best={self.save_best} is measured by an evaluation, and there is none")
+        self._check_saves()
         self._check_names()
         self.graph = dataclasses.replace(self.graph, sync={**self.graph.sync, **self.sync})
         roles = with_default_roles(self.graph, self.interfaces, self.models)
@@ -150,25 +146,38 @@ class Experiment(Settings):
         if self.evaluation is not None:
             self.evaluation.check(self.graph, self.models)
         check_shared(self.models)
-        self._check_sync()
-        self._check_temperatures()
-        self._check_calibration()
-        self._check_dynamic_sampling()
+        check_syncs(self.graph, self.models, ahead=self.rollout.ahead)
+        check_temperatures(self.temperatures)
+        check_calibration(self.calibration, self.graph, self.interfaces, self.models)
+        check_dynamic_sampling(self.dynamic_sampling, self.graph, self.interfaces)
         check_keys(self.graph, self.interfaces)
-        for rpc in self.graph.rpcs:
-            self._check_minibatches(rpc)
-            self._check_sampler(rpc)
+        check_minibatches(self.graph, self.interfaces, self.batch_prompts)
+        check_exact_sampling(self.graph, self.interfaces)
 
     def _check_resume(self) -> None:
         for part in self.resume_skip:
             if part not in list(Part):
-                raise ValueError(f"resume_skip: unknown part {part!r} (valid: {', '.join(Part)})")
+                raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(Part)})")
         for name, value in (("resume_allow", self.resume_allow), ("resume_skip", self.resume_skip)):
             if self.resume is None and value:
-                raise ValueError(f"{name} has no effect without resume")
+                found = f"{name}=[{', '.join(value)}]"
+                raise SettingsError(f"{found}: it has no effect without resume. Set resume, or remove {name}.")
         if self.resume == AUTO and Part.counters in self.resume_skip:
-            raise ValueError(
-                "resume_skip=[counters] starts a new run: give its own output_dir, and resume=PATH of the old one"
+            raise SettingsError(
+                "resume_skip=[counters]: it starts a new run, which resume=auto cannot do. Set resume to the path of "
+                "the earlier run, and choose another output_dir."
+            )
+
+    def _check_saves(self) -> None:
+        if self.keep_saves is not None and self.save_every_steps is None:
+            raise SettingsError(
+                f"keep_saves={self.keep_saves}: it has no effect without save_every_steps. Set save_every_steps, or "
+                "remove keep_saves."
+            )
+        if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and self.evaluation is None:
+            raise SettingsError(
+                f"save_best={self.save_best}: the run has no evaluation that measures this metric. Configure an "
+                "evaluation, or choose another metric."
             )
 
     def _check_names(self) -> None:
@@ -179,9 +188,9 @@ class Experiment(Settings):
                 check_name(f"{key}:", name)
         for role in self.models:
             if role.removesuffix(AVERAGED) != role and role.removesuffix(AVERAGED) in self.models:
-                raise ValueError(
-                    f"models.{role} would be written where the averaged weights of {role.removesuffix(AVERAGED)!r} go; "
-                    f"give it a name without {AVERAGED!r}"
+                raise ConfigError(
+                    f"models.{role}: the averaged weights of models.{role.removesuffix(AVERAGED)} are saved under this "
+                    f"name. Choose a role name that does not end in {AVERAGED!r}."
                 )
 
     @property
@@ -227,149 +236,23 @@ class Experiment(Settings):
         """Plan of each role of the graph."""
         return {role: self.interfaces[role].plan() for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)}
 
-    def _check_minibatches(self, rpc: RPC) -> None:
-        """Check that mini-batches have equal sizes, so that every optimizer step has the same weight."""
-        parts, prompts = self.interfaces[rpc.model].plan().n_minibatches, self.batch_prompts
-        if rpc.method != "train_step" or parts < 2:
-            return
-        what = f"interfaces.{rpc.model}.n_minibatches={parts} mini-batches cannot be made of batch_prompts={prompts}"
-        if parts > prompts:
-            raise ValueError(
-                f"{what}: each takes at least one prompt; set batch_prompts={parts} or more, or at most "
-                f"n_minibatches={prompts}"
-            )
-        if prompts % parts:
-            near = max(divisor for divisor in range(1, parts) if prompts % divisor == 0)
-            multiples = f"batch_prompts={prompts - prompts % parts} or {prompts + -prompts % parts}"
-            raise ValueError(f"{what} without a rest of {prompts % parts}; set {multiples}, or n_minibatches={near}")
-
-    def _check_sampler(self, rpc: RPC) -> None:
-        """Reject sampling settings that change the token distribution, because probability ratios would be wrong."""
-        plan = self.interfaces[rpc.model].plan()
-        if rpc.method != "generate" or plan.exact_sampling:
-            return
-        own = {theirs: ours for ours, theirs in rpc.rename.items()}
-        for key in (key for key in rpc.outputs if own.get(key, key) == "logprobs"):
-            for learner in self.graph.rpcs:
-                if key in learner.inputs and learner.method in ("credit", "train_step"):
-                    raise ValueError(
-                        f"interfaces.{rpc.model} samples with {plan.sampler}, which changes the distribution, and the "
-                        f"probability ratios of RPC {learner.name!r} would be wrong. Use neutral settings for training "
-                        "(evaluation may use any)"
-                    )
-
-    def _check_temperatures(self) -> None:
-        found = self.temperatures
-        for key, value in found.items():
-            first, expected = next(iter(found.items()))
-            if value != expected:
-                raise ValueError(
-                    f"{first}={expected:g}, but {key}={value:g}: all roles of a graph must use one temperature, or "
-                    "their log-probs cannot be compared"
-                )
-
-    def _check_sync(self) -> None:
-        """Check that each synced role has separate weights, and that no call uses them while they change."""
-        for role, sync in self.graph.sync.items():
-            if isinstance(spec := self.models[role], SharedModel):
-                raise ValueError(
-                    f"sync.{role}: models.{role} shares the model of role {spec.of!r} and has no weights of its own; "
-                    f"give it a model (models.{role}.path)"
-                )
-            for other, view in self.models.items():
-                if isinstance(view, SharedModel) and view.of == role and view.branch is Share.reference:
-                    raise ValueError(f"sync.{role}: models.{other} is its frozen start, which would move with it")
-            if self.rollout.ahead and role in {r.model for r in self.graph.leading_to("rewards")}:
-                raise ValueError(
-                    f"sync.{role}: with rollout=async its calls are made ahead of the step, while the weights of "
-                    f"{sync.of!r} change; leave the sync out, since rollout workers have their own, or set rollout=sync"
-                )
-
-    def _check_calibration(self) -> None:
-        calibration = self.calibration
-        if calibration is None:
-            return
-        if calibration.policy not in self.models:
-            raise ValueError(
-                f"calibration.policy {calibration.policy!r} has no model; roles with one: {', '.join(self.models)}"
-            )
-        calls = [rpc.method for rpc in self.graph.rpcs if rpc.model == calibration.role]
-        if not calls or not isinstance(self.interfaces[calibration.role], Calibratable):
-            raise ValueError(
-                f"calibration.role {calibration.role!r} must be a role of the graph whose interface can be calibrated, "
-                "such as RewardModelInterface"
-            )
-        if calibration.after and "train_step" not in calls:
-            raise ValueError(
-                f"calibration.after has no effect: nothing trains {calibration.role!r}, so nothing is saved of it; "
-                "use calibration.before"
-            )
-
-    def _check_dynamic_sampling(self) -> None:
-        sampling = self.dynamic_sampling
-        if sampling is None:
-            return
-        leading = self.graph.leading_to("rewards")
-        if not leading:
-            raise ValueError("dynamic_sampling filters by key 'rewards', which no RPC of the graph writes")
-        for rpc in leading:
-            if rpc.method == "train_step":
-                raise ValueError(
-                    f"dynamic_sampling repeats the calls that lead to 'rewards', and RPC {rpc.name!r} trains"
-                )
-            n = self.interfaces[rpc.model].plan().responses_per_prompt if rpc.method == "generate" else None
-            if n is not None and n < sampling.min_group_size:
-                raise ValueError(
-                    f"interfaces.{rpc.model}.generation.n={n} responses per prompt can never reach "
-                    f"dynamic_sampling.min_group_size={sampling.min_group_size}"
-                )
-
-    def refuse_earlier_run(self) -> None:
-        """Raise ValueError if `output_dir` contains a run that must not be overwritten, or is a link."""
-        check_run_folder(self.output_dir)
-        record = self.output_dir / "metrics.jsonl"
-        if self.overwrite or not record.exists() or not record.stat().st_size:  # empty: it failed before its first line
-            return
-        found = f"output_dir {str(self.output_dir)!r} holds an earlier run"
-        can_go_on = any((self.output_dir / CHECKPOINTS).glob("*step_*"))
-        if self.resume is None:
-            go_on = "go on with it by resume=auto, " if can_go_on else ""
-            raise ValueError(f"{found}; {go_on}choose another one, or set overwrite=true")
-        if self.resume == AUTO and not can_go_on and any(self._made_folders()):
-            raise ValueError(
-                f"{found} without a checkpoint to go on from, and resume=auto would replace its models; choose another "
-                "one, or set overwrite=true"
-            )
-        if self.resume != AUTO and (Part.counters in self.resume_skip or not self.owns(Path(self.resume))):
-            raise ValueError(f"{found}, and a run that starts from {self.resume!r} needs a folder of its own")
-
     def resume_folder(self) -> Path | None:
         """Return the folder that `resume` names; None if it names none.
 
         Raises:
-            ValueError: the folder does not exist.
+            ConfigError: the folder does not exist.
         """
         if self.resume is None or self.resume == AUTO:
             return None
         path = Path(self.resume).expanduser().resolve()
         if not path.is_dir():
-            raise ValueError(f"resume={self.resume!r} is no folder; give auto, a checkpoint, or the folder of a run")
+            raise ConfigError(
+                f"resume={self.resume!r}: this folder does not exist. Set auto, the path of a checkpoint, or the "
+                "folder of a run."
+            )
         return path
 
     def owns(self, path: Path) -> bool:
         """Return whether `path` is `output_dir`, its checkpoint folder, or a checkpoint in it."""
         own, path = self.output_dir.resolve(), path.expanduser().resolve()
         return path in (own, own / CHECKPOINTS) or path.parent == own / CHECKPOINTS
-
-    def clear_earlier_run(self) -> None:
-        """Remove the files of an earlier run from `output_dir`, so that they do not mix with this run's files."""
-        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"):
-            (self.output_dir / name).unlink(missing_ok=True)
-        for folder in (*self._made_folders(), self.output_dir / "tensorboard", self.output_dir / CHECKPOINTS):
-            if folder.is_dir():
-                shutil.rmtree(folder)
-
-    def _made_folders(self) -> list[Path]:
-        """Return the folders with saved models."""
-        found = [self.output_dir / "final", self.output_dir / "best", *self.output_dir.glob("step_*")]
-        return [folder for folder in found if folder.is_dir()]

@@ -1,4 +1,4 @@
-"""`run`: execute the steps of an experiment, with records, evaluations, saved models, checkpoints and signals."""
+"""`Training`: execute the steps of a run, with records, evaluations, saved models, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from realign.engines.distributed.ranks import Ranks, current
-from realign.runtime.backend import cluster_for, open_runtime
+from realign.engines.distributed.ranks import current
 from realign.runtime.checkpoint.exports import Saves
-from realign.runtime.checkpoint.recovery import Attempts
-from realign.runtime.checkpoint.resume import Start, find_start
+from realign.runtime.checkpoint.resume import Start
 from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
-from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore, seed_random
+from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
 from realign.runtime.display import headline, panels
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.curves import draw_curves
@@ -28,10 +26,8 @@ from realign.runtime.metrics.live_display import Forgiving, LiveDisplay, Tracker
 from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.models import lead_role
-from realign.runtime.processes.lock import alone_in
-from realign.runtime.processes.operations import Watch
+from realign.runtime.output_folder import clear_output_folder
 from realign.runtime.processes.signals import Interrupted, StopSignals
-from realign.runtime.processes.watchdog import watchdog_for
 from realign.runtime.processes.worker_failures import WorkerLost
 from realign.runtime.step import LocalRuntime
 
@@ -51,103 +47,8 @@ class RunResult:
         return [record[metric] for record in self.history if metric in record]
 
 
-def run(
-    experiment: Experiment,
-    *,
-    console: Console | None = None,
-    trackers: Iterable[Tracker] = (),
-    watch: Watch | None = None,
-) -> RunResult:
-    """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
-
-    In the main thread, Ctrl-C and SIGTERM stop the run after the current step, once a checkpoint is written.
-
-    In a torch.distributed group every rank calls this with the same experiment. Rank 0 writes the files. Rank 0 also
-    decides everything that depends on a clock, a disk or a signal. With runtime=ray, a run whose worker died
-    continues from its last checkpoint.
-
-    Args:
-        experiment: the settings of the run.
-        console: where progress is shown; None shows nothing.
-        trackers: additional receivers of the metrics; the caller closes them.
-        watch: receives the current operation, and any error before resources are closed.
-
-    Returns:
-        The metrics of all steps, the output folder and held-out samples.
-
-    Raises:
-        ValueError: the experiment, its data or the checkpoint is invalid (the message names the cause), or another
-            run is active in the same folder.
-        RuntimeError: training failed (a reward function that fails too often, no optimizer step in the whole run).
-        FloatingPointError: loss or gradient was not finite in too many optimizer steps in a row.
-        Interrupted: a signal stopped the run; the message contains the last step.
-    """
-    ranks, watch, trackers = current(), watch or watchdog_for(experiment.runtime), tuple(trackers)
-    _check_ranks(experiment, ranks)
-    ranks.lead(experiment.refuse_earlier_run)
-    attempts = Attempts(experiment)
-    while True:
-        try:
-            # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster too
-            # `telling` reports errors before resources are closed
-            with cluster_for(experiment), watch.started(), ExitStack() as stack, watch.telling():
-                training = _opened(attempts.experiment, ranks, watch, console, trackers, stack)
-                attempts.began()
-                return training.run()
-        except WorkerLost as lost:
-            attempts.recover(lost)
-
-
-def _opened(
-    experiment: Experiment,
-    ranks: Ranks,
-    watch: Watch,
-    console: Console | None,
-    trackers: Iterable[Tracker],
-    stack: ExitStack,
-) -> _Training:
-    """Lock the output folder, load the run and restore it; `stack` closes it."""
-
-    def hold() -> None:
-        stack.enter_context(alone_in(experiment.output_dir))
-
-    if is_there := ranks.lead(experiment.output_dir.is_dir):
-        ranks.lead(hold)
-    start = find_start(experiment)
-    _check_start(start, ranks)
-    seed_random(experiment.seed)
-    runtime = open_runtime(experiment)
-    stack.callback(runtime.close)
-    runtime.watch = watch
-    ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
-    if not is_there:
-        ranks.lead(hold)
-    return _Training(runtime, start, console, trackers, stack)
-
-
-def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
-    """Raise ValueError for settings that several processes do not support."""
-    if ranks.size == 1:
-        return
-    if experiment.runtime.starts_workers:
-        raise ValueError("runtime=ray starts its own processes: start it without torchrun")
-    if experiment.rollout.ahead:
-        raise ValueError("rollout=async runs in one process, or with runtime=ray; under torchrun take rollout=sync")
-
-
-def _check_start(start: Start | None, ranks: Ranks) -> None:
-    """Raise ValueError if the ranks found different checkpoints."""
-    found = ranks.gather(None if start is None else str(start.checkpoint.path))
-    for rank, path in enumerate(found):
-        if path != found[0]:
-            raise ValueError(
-                f"rank 0 would go on from {found[0]}, and rank {rank} from {path}: output_dir and the path in resume "
-                "must lie on a disk that all machines share"
-            )
-
-
-class _Training:
-    """A run in progress."""
+class Training:
+    """A run in progress: its runtime, files, trackers and checkpoints."""
 
     def __init__(
         self,
@@ -172,11 +73,11 @@ class _Training:
             runtime.batches_ahead = runtime.prompts.drawn - start.step
             if not start.new_run:
                 self.saves.load_state_dict(start.state["saves"])
-            self._say(f"resumed from {start.checkpoint.path}: step {self.first} of {e.steps} is next")
+            self._say(f"Resumed from {start.checkpoint.path}. Next step: {self.first} of {e.steps}.")
         if e.checkpoint is not None:
             pack(interface_states(runtime), copy=False)  # fail at startup if the state is not serializable
         if start is None or not start.own:
-            self.ranks.lead(e.clear_earlier_run)
+            self.ranks.lead(partial(clear_output_folder, self.out))
         self.result = RunResult(self.out)
         self.records: Records = NoRecords()
         self.receivers: list[Tracker] = []
@@ -271,10 +172,10 @@ class _Training:
     def _stopped(self, step: int) -> str:
         message = f"stopped after step {step} of {self.experiment.steps}"
         if self.experiment.checkpoint is None:
-            return f"{message}; it cannot be gone on with, since checkpoint=null"
+            return f"{message}. The run cannot be resumed, since checkpoint=null."
         if problems := self.checkpoints.close():
-            return f"{message}; {'; '.join(problems)}"
-        return f"{message}; go on with resume=auto"
+            return f"{message}. {'; '.join(problems)}"
+        return f"{message}. Continue with resume=auto."
 
     def _say(self, text: str) -> None:
         if self.console is not None:
@@ -289,7 +190,7 @@ def _ended_by(signals: StopSignals) -> Iterator[None]:
     except WorkerLost as lost:
         if signals.received is None:
             raise
-        raise Interrupted(signals.received, f"stopped within a step ({lost})") from lost
+        raise Interrupted(signals.received, f"stopped during a step ({lost})") from lost
 
 
 def _draw(experiment: Experiment, result: RunResult) -> None:
@@ -301,4 +202,7 @@ def _draw(experiment: Experiment, result: RunResult) -> None:
         path = result.output_dir / "curves.png"
         draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
     except Exception as error:  # a failed plot neither stops the run nor hides its error
-        warnings.warn(f"curves.png was not drawn: {error}", stacklevel=2)
+        warnings.warn(f"curves.png was not drawn ({error}). The run is not affected.", stacklevel=2)
+
+
+__all__ = ["RunResult", "Training"]

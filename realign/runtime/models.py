@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from realign.api import RPC, Model, ModelInterface, ModelSpec
@@ -13,6 +14,7 @@ from realign.api.sampler import ConfiguresSampler
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
+from realign.errors import ConfigError
 from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
@@ -33,7 +35,7 @@ def load_models(experiment: Experiment, load: LoadOwn = load_own) -> dict[str, M
         load: loads the models of roles that do not share one, from their specs and the seed of the run.
 
     Raises:
-        ValueError: a model cannot be loaded or shared, a trained model has no optimizer, an untrained one has an
+        RealignError: a model cannot be loaded or shared, a trained model has no optimizer, an untrained one has an
             optimizer, or two models have different vocabularies.
     """
     seed = experiment.seed
@@ -75,14 +77,14 @@ def open_sampler(spec: ModelSpec, model: Model) -> None:
     """Open the external sampler that a model's spec configures, if any.
 
     Raises:
-        ValueError: the sampler cannot be constructed, or the run has several processes under torchrun.
+        ConfigError: the run has several processes under torchrun.
     """
     if not isinstance(spec, ConfiguresSampler) or not spec.sampler.external:
         return
     if current().size > 1:
-        raise ValueError(
+        raise ConfigError(
             f"models.{model.name}.sampler={type(spec.sampler).__name__}: external samplers do not work under torchrun. "
-            "Use one process, or runtime=ray."
+            "Start one process, or set runtime=ray."
         )
     model.external_sampler = spec.sampler.open(model.name, model.machine, model.tokenizer)
 
@@ -94,7 +96,7 @@ def check_optimizers(experiment: Experiment) -> None:
     separate critic.
 
     Raises:
-        ValueError: the message contains the role and the fix.
+        ConfigError: the message contains the role and the fix.
     """
     trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
     for rpc in experiment.graph.rpcs:
@@ -105,23 +107,23 @@ def check_optimizers(experiment: Experiment) -> None:
         if rpc.model not in trained and trainable:
             role = rpc.model
             shares = (
-                f", or share the model whose loss trains the values: ~models.{role} "
-                f"'+models.{role}={{_target_: realign.engines.SharedModel, of: actor}}'"
+                f" Or share the model whose loss trains the values: ~models.{role} "
+                f"'+models.{role}={{_target_: realign.engines.SharedModel, of: actor}}'."
             )
-            raise ValueError(
-                f"models.{role}.optimizer has no effect: no call of the graph trains models.{role}; leave it out "
-                f"(~models.{role}.optimizer)" + (shares if "values" in rpc.outputs else "")
+            raise ConfigError(
+                f"models.{role}.optimizer: it has no effect, since no RPC of the graph trains models.{role}. Remove "
+                f"it: ~models.{role}.optimizer." + (shares if "values" in rpc.outputs else "")
             )
 
 
-def untrainable(rpc: RPC, spec: ModelSpec) -> ValueError:
+def untrainable(rpc: RPC, spec: ModelSpec) -> ConfigError:
     """Return the error for an RPC that trains a model which cannot be trained."""
     cure = (
-        f"shares the model of role {spec.of!r}: train that one"
+        f"shares the model of role {spec.of!r}. Train that role instead."
         if isinstance(spec, SharedModel)
-        else f"has no optimizer: set models.{rpc.model}.optimizer.lr"
+        else f"has no optimizer. Set models.{rpc.model}.optimizer.lr."
     )
-    return ValueError(f"RPC {rpc.name!r} trains models.{rpc.model}, which {cure}")
+    return ConfigError(f"models.{rpc.model}: RPC {rpc.name!r} trains this model, which {cure}")
 
 
 def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface, owner: str | None = None) -> None:
@@ -134,21 +136,20 @@ def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface,
         owner: role that owns the model, if it is not `role`.
 
     Raises:
-        ValueError: the message contains the role, the missing output and the head that provides it.
+        ConfigError: the message contains the role, the missing output and the head that provides it.
     """
-    asked = interface.outputs()
-    lacking = sorted(asked - outputs)
+    needed = interface.outputs()
+    lacking = sorted(needed - outputs)
     if lacking:
         if "logprobs" in lacking:
             cure = "head=causal"
-        elif "logprobs" in asked:
+        elif "logprobs" in needed:
             cure = "head.value_head, with head=causal"
         else:
             cure = "head=score or value, or head=causal with a head.value_head"
-        given = " and ".join(sorted(outputs))
-        raise ValueError(
-            f"interfaces.{role} ({type(interface).__name__}) needs {' and '.join(lacking)} of models.{role}, which "
-            f"gives {given}: set models.{owner or role}.{cure}"
+        raise ConfigError(
+            f"interfaces.{role} ({type(interface).__name__}) needs {' and '.join(lacking)} of models.{role}, whose "
+            f"head has {' and '.join(sorted(outputs))}. Set models.{owner or role}.{cure}."
         )
 
 
@@ -159,7 +160,7 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
     vocabularies is an error.
 
     Raises:
-        ValueError: the message contains the role and the token.
+        ConfigError: the message contains the role and the token.
     """
     tokenizers = {role: model.tokenizer for role, model in models.items() if hasattr(model.tokenizer, "get_vocab")}
     words = {role: _words(tokenizer) for role, tokenizer in tokenizers.items()}
@@ -167,16 +168,18 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
         own, known = tokenizer.get_vocab(), tokenizers.get(lead, tokenizer).get_vocab()
         if differing := [token for token in known.keys() & own.keys() if known[token] != own[token]]:
             token = min(differing)
-            raise ValueError(
-                f"models.{role} and models.{lead} have different vocabularies: token {token!r} has id {own[token]} in "
-                f"one and {known[token]} in the other ({len(differing)} differ), but roles exchange token ids"
+            raise ConfigError(
+                f"models.{role}: its vocabulary differs from that of models.{lead}, but roles exchange token ids. "
+                f"Token {token!r} has id {own[token]} in models.{role} and {known[token]} in models.{lead} "
+                f"({len(differing)} tokens differ). Choose models with one tokenizer."
             )
         theirs, ours = words.get(lead, words[role]), words[role]
         if differing_ids := [i for i in theirs.keys() & ours.keys() if theirs[i] != ours[i]]:
             i = min(differing_ids)
-            raise ValueError(
-                f"models.{role} and models.{lead} have different vocabularies: id {i} is {ours[i]!r} in one and "
-                f"{theirs[i]!r} in the other ({len(differing_ids)} differ), but roles exchange token ids"
+            raise ConfigError(
+                f"models.{role}: its vocabulary differs from that of models.{lead}, but roles exchange token ids. Id "
+                f"{i} is {ours[i]!r} in models.{role} and {theirs[i]!r} in models.{lead} ({len(differing_ids)} ids "
+                "differ). Choose models with one tokenizer."
             )
 
 
@@ -193,7 +196,7 @@ def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[s
     weights also writes `folder/role_ema`, which contains the same states.
 
     Raises:
-        ValueError: `folder`, or a folder in it, is a link.
+        RealignError: `folder`, or a folder in it, is a link.
     """
     refuse_link(folder)
     ranks = current()
@@ -202,6 +205,18 @@ def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[s
             continue
         ranks.together(partial(model.engine.save, folder / role))
         ranks.lead(partial(_write_states, folder, role, model, interfaces))
+
+
+def save_on_all_ranks(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:
+    """Call `save_models` on every rank; only rank 0 writes into `folder`.
+
+    All ranks must call this, because each may have only a shard. Files of other ranks are discarded.
+    """
+    if current().leader:
+        save_models(folder, models, interfaces)
+        return
+    with TemporaryDirectory() as scratch:
+        save_models(Path(scratch), models, interfaces)
 
 
 def _write_states(folder: Path, role: str, model: Model, interfaces: Mapping[str, ModelInterface]) -> None:
@@ -215,8 +230,12 @@ def _write_states(folder: Path, role: str, model: Model, interfaces: Mapping[str
 
 
 def lead_role(experiment: Experiment) -> str:
-    """Return the role that tokenizes the data and has no metric prefix: "actor", or the first role with a model."""
+    """Return the role that tokenizes the data and has no metric prefix: "actor", or the first role with a model.
+
+    Raises:
+        ConfigError: no role has a model.
+    """
     with_model = [role for role in experiment.roles if role in experiment.models]
     if not with_model:
-        raise ValueError("no role of the experiment has a model; give the role that is trained one under models")
+        raise ConfigError("models: no role of the graph has a model. Set models.ROLE.path of the trained role.")
     return "actor" if "actor" in with_model else with_model[0]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from realign.api import (
@@ -24,20 +22,22 @@ from realign.api import (
     derive_seed,
     stat_values,
 )
-from realign.api.interface import method_of
 from realign.api.sampler import Sampler
 from realign.data import Dataset
 from realign.data.dataset import content_hash
-from realign.engines.distributed.ranks import current
-from realign.runtime.checks.dataset import check_budget, check_dataset
+from realign.runtime.calls import call, is_stale
 from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
-from realign.runtime.checks.positions import check_positions
+from realign.runtime.checks.ratio import check_ratio
+from realign.runtime.counters import Counters
+from realign.runtime.datasets import load_datasets
 from realign.runtime.evaluation.generation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.samples import readable
-from realign.runtime.models import lead_role, load_models, save_models
+from realign.runtime.models import lead_role, load_models, save_on_all_ranks
+from realign.runtime.out_of_memory import memory_limited
 from realign.runtime.processes.operations import Watch
-from realign.runtime.rollout.asynchronous import RolloutAhead, background_sampler, sampled_roles
+from realign.runtime.rollout.asynchronous import RolloutAhead
+from realign.runtime.rollout.background import background_sampler, sampled_roles
 from realign.runtime.rollout.dynamic_sampling import Draw
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
@@ -45,29 +45,6 @@ from realign.runtime.weight_sync import WeightSync
 
 REWARD_MEMORY = 0.9
 """Weight of the previous value in `reward_ema`, a smoothed `reward` for display, as in DeepSpeed-Chat."""
-
-
-@dataclass
-class Counters:
-    """Counters of the steps so far."""
-
-    optimizer_steps: float = 0.0
-    """Optimizer steps of all models."""
-    rewards_seen: int = 0
-    """Responses with a reward."""
-    reward_ema: float | None = None
-    """Latest value of the metric `reward_ema`."""
-    ratio_checked: set[str] = field(default_factory=set)
-    """Training RPCs whose first log-probs were compared with the sampler's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
-        return vars(self) | {"ratio_checked": sorted(self.ratio_checked)}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Counters:
-        """Restore counters from a `state_dict`."""
-        return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
 
 
 @dataclass(frozen=True)
@@ -87,7 +64,6 @@ class LocalRuntime:
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
-        self.held_out: Dataset | None = None
         self.counters = Counters()
         self.models: dict[str, Model] = {}
         self.ahead: RolloutAhead | None = None
@@ -102,30 +78,11 @@ class LocalRuntime:
             open_interfaces(experiment)
             self.models = self._load_models()
             self.sync = WeightSync(experiment.graph.sync, self.models)
-            self.dataset: Dataset = experiment.data.load(self.models[lead_role(experiment)].tokenizer)
-            check_dataset(self.dataset, experiment)
-            readers = [rpc.model for rpc in experiment.graph.rpcs]
-            length, setting = experiment.longest_response, experiment.length_setting
-            check_positions(self.dataset, length, self.models, readers, "data", setting=setting)
+            self.datasets = load_datasets(experiment, self.models)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             if isinstance(rollout := experiment.rollout, Async):
                 samplers = {role: self._background_sampler(rollout, role) for role in sampled_roles(experiment)}
                 self.ahead = RolloutAhead(experiment, rollout, self.models, self.prompts, self._make, samplers)
-            if (calibration := experiment.calibration) is not None:
-                policy = self.models[calibration.policy]
-                self.calibration_prompts: Dataset = calibration.data.load(policy.tokenizer)
-                check_budget(self.calibration_prompts, calibration.generation.max_new_tokens, experiment)
-                check_positions(
-                    self.calibration_prompts,
-                    calibration.generation.max_new_tokens,
-                    self.models,
-                    (calibration.policy, calibration.role),
-                    "calibration.data",
-                )
-            if (evaluation := experiment.evaluation) is not None:
-                self.held_out = held_out = evaluation.data.load(self.models[evaluation.role].tokenizer)
-                response = evaluation.longest_response
-                check_positions(held_out, response, self.models, [evaluation.role], "evaluation.data")
         except BaseException:
             self.close()
             raise
@@ -151,6 +108,11 @@ class LocalRuntime:
     def microbatch(self) -> MicroBatchSpec:
         """Token budget of a forward pass."""
         return self.experiment.microbatch
+
+    @property
+    def dataset(self) -> Dataset:
+        """The training data."""
+        return self.datasets.training
 
     @cached_property
     def data_sha256(self) -> str | None:
@@ -195,7 +157,7 @@ class LocalRuntime:
         values |= self.sync.after_step(step)
         if "rewards" in batch:
             self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
-        values |= batch_metrics(batch)
+        values |= stat_values(sequence_stats(batch))
         if math.isfinite(reward := values.get("reward", math.nan)):
             before = reward if self.counters.reward_ema is None else self.counters.reward_ema
             self.counters.reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
@@ -259,12 +221,12 @@ class LocalRuntime:
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run the evaluation; return metrics `eval/...` and readable samples, both empty if it is not configured."""
         evaluation = self.experiment.evaluation
-        if evaluation is None or self.held_out is None:
+        if evaluation is None:
             return {}, []
         started = time.perf_counter()
-        with self.watch.doing("evaluation"):
-            values, judged = evaluation.measure(self, self.held_out)
-        return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(judged, 8)
+        with self.watch.doing("evaluation"), memory_limited("evaluation", "Lower evaluation.batch_prompts."):
+            values, scored = evaluation.measure(self, self.datasets.held_out)
+        return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(scored, 8)
 
     def calibrate(self, when: str) -> dict[str, float]:
         """Run the calibration "before" or "after" training and return its metrics; empty if it is not configured."""
@@ -273,17 +235,20 @@ class LocalRuntime:
             return {}
         started = time.perf_counter()
         interface = self.interfaces[calibration.role]
+        prompts = self.datasets.calibration
         assert isinstance(interface, Calibratable)  # `Experiment` has checked it
+        assert prompts is not None
         target = calibration.target(interface, self.dataset) if when == "before" else (0.0, 1.0)
-        values = calibration.run(
-            interface,
-            self.models[calibration.role],
-            self.models[calibration.policy],
-            self.calibration_prompts,
-            self.experiment.microbatch,
-            when=when,
-            target=target,
-        )
+        with memory_limited("calibration", "Lower calibration.batch_prompts."):
+            values = calibration.run(
+                interface,
+                self.models[calibration.role],
+                self.models[calibration.policy],
+                prompts,
+                self.experiment.microbatch,
+                when=when,
+                target=target,
+            )
         return values | {"time/calibration_s": time.perf_counter() - started}
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
@@ -291,23 +256,14 @@ class LocalRuntime:
         return readable(batch, prompts, self.models[lead_role(self.experiment)].tokenizer.decode)
 
     def save(self, folder: Path) -> None:
-        """Save each trained model, see `save_models`; rank 0 writes into `folder`.
-
-        All ranks must call this, because each may have only a shard. Files of other ranks are discarded.
-        """
-        with self.watch.doing("saving the models"), _own_or_scratch(folder) as where:
-            save_models(where, self.models, self.interfaces)
+        """Save each trained model, see `save_on_all_ranks`."""
+        with self.watch.doing("saving the models"):
+            save_on_all_ranks(folder, self.models, self.interfaces)
 
     def check_progress(self) -> None:
-        """Raise an error if no optimizer step was made in the whole run."""
-        if self.counters.optimizer_steps:
-            return
-        why = "every gradient was zero or non-finite (rewards that are all equal teach nothing)"
-        if self.counters.rewards_seen == 0 and "rewards" in self.experiment.graph.producers:
-            why = "every reward was missing (the reward function gave None or failed)"
-        raise RuntimeError(
-            f"no optimizer step was made in {self.experiment.steps} steps: {why}; metrics.jsonl counts *_steps"
-        )
+        """Check that the run made at least one optimizer step, see `Counters.check_progress`."""
+        rewarded = "rewards" in self.experiment.graph.producers
+        self.counters.check_progress(self.experiment.steps, rewarded=rewarded)
 
     def close(self) -> None:
         """Stop asynchronous rollout, and close the interfaces and external samplers."""
@@ -327,75 +283,12 @@ class LocalRuntime:
         return list({id(sampler): sampler for sampler in found}.values())
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
-        """Check that sampler and trainer log-probs agree before the first update, when both use the same policy.
-
-        Checked once per RPC, on the first step whose first mini-batch has trained tokens.
-        """
+        """Check the log-probs of an RPC once, on the first step whose first mini-batch has trained tokens."""
         found = stats.get("first_logprob_diff_max")
         if found is None or rpc.name in self.counters.ratio_checked:
             return
         self.counters.ratio_checked.add(rpc.name)
-        limit = self.experiment.ratio_tolerance
-        if found <= limit:
-            return
-        message = (
-            f"{rpc.name}: before the first update the log-probs of sampler and trainer differ by up to {found:.3g} "
-            f"nats (ratio_tolerance={limit:g}), so the probability ratio is not 1. Look at: other weights in the "
-            "sampler, temperature applied on one side only, dropout, bf16 (up to 0.1 is expected there). "
-            f"interfaces.{rpc.model}.recompute=true takes the difference out of the ratio"
-        )
-        if self.experiment.strict_ratio:
-            raise RuntimeError(message)
-        warnings.warn(message, stacklevel=2)
+        check_ratio(rpc, found, self.experiment.ratio_tolerance, strict=self.experiment.strict_ratio)
 
 
-@contextmanager
-def _own_or_scratch(folder: Path) -> Iterator[Path]:
-    if current().leader:
-        yield folder
-    else:
-        with TemporaryDirectory() as scratch:
-            yield Path(scratch)
-
-
-def call(
-    rpc: RPC, model: Model, interface: ModelInterface, batch: SequenceSample, mb_spec: MicroBatchSpec
-) -> tuple[SequenceSample, dict[str, float]]:
-    """Execute one RPC: pass only the declared inputs and accept only the declared outputs.
-
-    With several ranks, rank 0 alone calls an interface that needs no model, and broadcasts the result.
-
-    Returns:
-        The batch with the outputs merged in, and the metrics (of a train_step).
-
-    Raises:
-        ValueError: the interface returned other keys or other prompts than declared.
-    """
-    make = partial(method_of(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
-    result = make() if interface.needs_engine else current().lead(make)
-    if rpc.method == "train_step":
-        model.advance()
-        return batch, stat_values(result)
-    result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
-    if result.keys != set(rpc.outputs):
-        raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
-    return batch.merge(result), {}
-
-
-def is_stale(batch: SequenceSample, version: int) -> bool:
-    """Return whether any token of the batch was sampled by a policy older than `version`."""
-    return "versions" in batch and bool(((batch["versions"] >= 0) & (batch["versions"] < version)).any())
-
-
-def inputs_of(rpc: RPC, batch: SequenceSample) -> SequenceSample:
-    """Return the inputs of an RPC: only the declared keys, under the interface's names."""
-    known = {theirs: ours for ours, theirs in rpc.rename.items() if theirs in rpc.inputs}
-    return batch.select(rpc.inputs).rename(known)
-
-
-def batch_metrics(batch: SequenceSample) -> dict[str, float]:
-    """Return metrics of a batch of sequences: rewards and lengths, before masking."""
-    return stat_values(sequence_stats(batch))
-
-
-__all__: Sequence[str] = ["LocalRuntime", "call"]
+__all__: Sequence[str] = ["LocalRuntime"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realign.api import Model, Sync
 from realign.engines.files.weights import check_weights, shapes_of
+from realign.errors import ConfigError, RealignError
 from realign.runtime.checkpoint.serialize import hash_of
 
 VERIFIED = 2
@@ -26,7 +27,7 @@ class WeightSync:
         """Compare the weight names and shapes of the loaded roles.
 
         Raises:
-            ValueError: the weights of two roles differ; the message contains the roles and the weight.
+            ConfigError: the weights of two roles have different names or shapes. The message contains the weight.
         """
         self.syncs = syncs
         self._models = models
@@ -35,8 +36,9 @@ class WeightSync:
             own, given = (shapes_of(models[name].machine.weights()) for name in (role, sync.of))  # one after the other
             try:
                 check_weights(role, own, given, sync.weight)
-            except ValueError as error:
-                raise ValueError(f"sync.{role}.of={sync.of}: {error}; both must be of one architecture") from error
+            except (ValueError, RealignError) as error:
+                why = str(error).rstrip(".")
+                raise ConfigError(f"sync.{role}.of={sync.of}: {why}. Choose two models of one architecture.") from error
 
     def after_step(self, step: int) -> dict[str, float]:
         """Run the syncs that are due after this step.
@@ -63,8 +65,8 @@ class WeightSync:
                 taken = _digest(target.machine.weights())
                 if given != taken:
                     raise RuntimeError(
-                        f"sync.{role}: after the copy in step {step} the weights of role {role!r} (sha256 "
-                        f"{taken[:12]}) are not those of {sync.of!r} (sha256 {given[:12]})"
+                        f"sync.{role}: after the copy in step {step}, the weights of {role!r} (sha256 {taken[:12]}) "
+                        f"differ from those of {sync.of!r} (sha256 {given[:12]})."
                     )
             values[f"time/sync_{role}_s"] = time.perf_counter() - started
             values[f"sync/{role}_version"] = float(target.version)

@@ -140,7 +140,7 @@ def test_an_earlier_run_is_not_overwritten_by_accident(here, capsys):
     assert realign_main("experiment=bigram") == 0
     before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
     assert realign_main("experiment=bigram", "seed=1") == 2
-    assert "holds an earlier run" in capsys.readouterr().err
+    assert "contains an earlier run" in capsys.readouterr().err
     assert before == {p: p.stat().st_mtime_ns for p in here.rglob("*")}
     assert realign_main("experiment=bigram", "overwrite=true") == 0
 

@@ -8,9 +8,10 @@ import types
 
 import pytest
 
-from realign.api import ModelInterface
-from realign.config import ConfigError, build
+from realign.api import ModelInterface, SamplerSpec
+from realign.config import ConfigError, build, build_experiment, compose, words
 from realign.config.words import class_of_word, component_bases, snake_case, words_of
+from realign.engines import InProcessSampling
 from tests.config.components import (
     GAE,
     HERE,
@@ -29,6 +30,7 @@ from tests.config.components import (
     Trains,
     Zero,
 )
+from tests.samplers import TableSampling
 
 
 def actor(**values):
@@ -131,3 +133,38 @@ def test_an_unknown_word_is_an_error_that_lists_the_valid_ones(values, message):
 
 def test_a_field_without_a_class_is_laid_over_the_default_of_the_field():
     assert actor(objective={"low": 0.1}) == Actor(objective=Clip(low=0.1, high=0.25))
+
+
+def sampler(*overrides: str) -> SamplerSpec:
+    """The sampler of the actor in a run with these overrides."""
+    return build_experiment(compose(["experiment=grpo_arithmetic", *overrides])).models["actor"].sampler
+
+
+def test_the_words_of_a_contract_are_the_classes_that_its_package_exports(monkeypatch):
+    assert words_of(SamplerSpec) == {"in_process_sampling": InProcessSampling}
+    monkeypatch.setattr(words, "EXPORTERS", {})
+    assert words_of(SamplerSpec) == {"sampler_spec": SamplerSpec}  # its module contains only the base class
+
+
+WORD, SLOTS = "models.actor.sampler=in_process_sampling", "models.actor.sampler.max_slots=4"
+TARGET, BITWISE = "models.actor.sampler._target_=tests.samplers.TableSampling", "models.actor.sampler.bitwise=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([WORD], InProcessSampling()),
+        ([WORD, SLOTS], InProcessSampling(max_slots=4)),
+        ([SLOTS, WORD], InProcessSampling(max_slots=4)),
+        ([SLOTS], InProcessSampling(max_slots=4)),
+        ([TARGET, BITWISE], TableSampling(bitwise=True)),
+        ([BITWISE, TARGET], TableSampling(bitwise=True)),
+    ],
+)
+def test_a_sampler_is_chosen_by_word_or_target_with_fields_in_either_order(overrides, expected):
+    assert sampler(*overrides) == expected
+
+
+def test_an_unknown_sampler_is_an_error_that_lists_the_valid_ones():
+    with pytest.raises(ConfigError, match=r"^models\.actor\.sampler: unknown choice 'fast' \(valid: in_process_samp"):
+        sampler("models.actor.sampler=fast")

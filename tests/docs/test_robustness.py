@@ -59,7 +59,7 @@ def test_every_fault_has_an_outcome_a_loss_and_tests_that_exist(row):
         assert name in names_of(file), f"no tests/{file}::test_{name}"
 
 
-@pytest.mark.parametrize("file", ["runtime/test_faults.py"])
+@pytest.mark.parametrize("file", ["test_failures.py"])
 def test_every_fault_that_is_tested_is_on_the_page(file):
     there = {name for row in FAULTS for found, name in named(row[3]) if found == file}
     assert names_of(file) == there

@@ -8,6 +8,7 @@ import pytest
 from realign.api import RPC, DataflowGraph, ModelInterface, Role, RoleModel
 from realign.cli.launch_table import derived_rows
 from realign.engines import Lora, OptimizerSpec, Share, SharedModel, TopLayers, TransformersModel
+from realign.errors import ConfigError
 from realign.interfaces import dpo
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -101,7 +102,9 @@ def test_different_defaults_for_one_role_are_refused_unless_the_config_defines_i
     asked, other = {"ref": Role(Scores("a"))}, {"critic": Asks({"ref": Role(Scores("b"))})}
     made = DataflowGraph((*graph("ref").rpcs, RPC("t", "critic", "train_step", ("input_ids",))), ("input_ids",))
     interfaces = {"actor": Asks(asked), **other}
-    with pytest.raises(ValueError, match=r"interfaces\.actor and interfaces\.critic .* for role 'ref'; define interf"):
+    with pytest.raises(
+        ConfigError, match=r"^interfaces\.ref: interfaces\.actor and interfaces\.critic declare .* Define interf"
+    ):
         with_default_roles(made, interfaces, {})
     with_default_roles(made, interfaces | {"ref": Scores()}, {})
 

@@ -8,7 +8,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel
-from realign.errors import DataError
+from realign.errors import ConfigError, DataError
 from realign.interfaces.components import Critic, KLPenalty, KLPlace, ValueObjective
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -121,7 +121,7 @@ def test_a_shared_model_answers_but_does_not_train(tmp_path):
 def test_a_role_that_shares_cannot_be_trained_by_the_graph(tmp_path):
     folder = save_tiny(tmp_path / "model")
     models = {"ref": TransformersModel(str(folder)), "actor": SharedModel("ref")}
-    with pytest.raises(ValueError, match=r"'actor_train' trains models.actor, which shares the model of role 'ref'"):
+    with pytest.raises(ConfigError, match=r"'actor_train' trains this model, which shares the model of role 'ref'"):
         load_models(shared(tmp_path, folder, models=models))
 
 
@@ -156,36 +156,42 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
     actor, padded, other = Words("a", "b"), Words("a", "b", "<pad>"), Words("b", "a", "c")
     models = {"actor": Model("actor", None, actor), "ref": Model("ref", None, padded), "rule": Model("rule", None)}
     check_vocabularies(models, "actor")
-    with pytest.raises(ValueError, match=r"models\.reward and models\.actor have .*: token 'a' has id 1 .* and 0 in"):
+    with pytest.raises(ConfigError, match=r"models\.reward: .* Token 'a' has id 1 in .* and 0 in"):
         check_vocabularies(models | {"reward": Model("reward", None, other)}, "actor")
-    with pytest.raises(
-        ValueError, match=r"models\.reward and models\.actor have .*: id 1 is 'c' in one and 'b' in the "
-    ):
+    with pytest.raises(ConfigError, match=r"models\.reward: .* Id 1 is 'c' in models\.reward and 'b' in models\.actor"):
         check_vocabularies(models | {"reward": Model("reward", None, Words("a", "c"))}, "actor")
 
 
 @pytest.mark.parametrize(
     ("head", "interface", "message"),
     [
-        ("causal", PPOCriticInterface(), r"PPOCriticInterface.* needs scores and values .*gives logprobs: set .*head="),
+        (
+            "causal",
+            PPOCriticInterface(),
+            r"PPOCriticInterface.* needs scores and values .*whose head has logprobs. Set .*head=",
+        ),
         ("causal", RewardModelInterface(), "needs scores"),
         (
             "causal",
             PPOActorInterface(critic=Critic.shared, value=ValueObjective(coef=0.1)),
-            r"PPOActorInterface.* needs values of models\.x, .* set models\.x\.head\.value_head, with head=causal$",
+            r"PPOActorInterface.* needs values of models\.x, .* Set models\.x\.head\.value_head, with head=causal\.$",
         ),
-        ("score", ReferenceInterface(), "needs logprobs of models.x, which gives scores and values: .*head=causal"),
+        (
+            "score",
+            ReferenceInterface(),
+            "needs logprobs of models.x, whose head has scores and values. Set .*head=causal",
+        ),
     ],
 )
 def test_a_model_without_the_head_that_its_interface_needs_is_refused(head, interface, message):
     model = Model("x", tiny_engine(model={"head": head}), None)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_outputs("x", model.machine.outputs, interface)
 
 
 @pytest.mark.parametrize(
     ("critic", "role", "cure"),
-    [("none", "ref", r"models\.ref\.optimizer\)$"), ("shared", "critic", r"SharedModel, of: actor\}'$")],
+    [("none", "ref", r"models\.ref\.optimizer\.$"), ("shared", "critic", r"SharedModel, of: actor\}'\.$")],
 )
 def test_an_optimizer_that_no_call_uses_is_refused(tmp_path, critic, role, cure):
     trained = TransformersModel("nowhere", optimizer=OptimizerSpec(lr=1e-2))
@@ -202,7 +208,7 @@ def test_an_optimizer_that_no_call_uses_is_refused(tmp_path, critic, role, cure)
             "reward": Rising(),
         },
     )
-    with pytest.raises(ValueError, match=rf"models\.{role}\.optimizer has no effect: no call .* trains .*{cure}"):
+    with pytest.raises(ConfigError, match=rf"models\.{role}\.optimizer: it has no effect, since no RPC .*{cure}"):
         load_models(first)
 
 

@@ -81,7 +81,7 @@ def test_trap_g4_a_copy_is_the_trained_model_bit_by_bit_and_its_kl_is_zero(folde
 def test_trap_g4_a_copy_that_is_none_is_found(folder, tmp_path, monkeypatch):
     runtime = LocalRuntime(synced(folder, tmp_path, {"ref": Sync("actor")}))
     monkeypatch.setattr(runtime.models["ref"].machine, "load_weights", lambda weights, mix: None)
-    with pytest.raises(RuntimeError, match=r"sync\.ref: after the copy in step 1 the weights of role 'ref' \(sha256 "):
+    with pytest.raises(RuntimeError, match=r"sync\.ref: after the copy in step 1, the weights of 'ref' \(sha256 "):
         runtime.step(1)
 
 
@@ -111,9 +111,7 @@ def test_trap_b7_what_a_reference_has_become_is_in_the_checkpoint_and_not_what_i
 
 
 def test_other_architectures_are_refused_when_they_are_loaded(folder, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"sync\.ref\.of=actor: models\.ref: the given weights do not fit: 'model\.layers\.1\..*"
-    ):
+    with pytest.raises(ConfigError, match=r"sync\.ref\.of=actor: .*'model\.layers\.1\..*"):
         LocalRuntime(synced(folder, tmp_path, {"ref": Sync("actor")}, ref="wide"))
 
 
@@ -122,14 +120,14 @@ def test_other_architectures_are_refused_when_they_are_loaded(folder, tmp_path):
     [
         (
             {"models": {"actor": TransformersModel("a", optimizer=OptimizerSpec(lr=1.0)), "ref": SharedModel("actor")}},
-            r"sync\.ref: models\.ref shares the model of role 'actor' and has no weights of its own",
+            r"sync\.ref: models\.ref shares the model of role 'actor' and has no separate weights",
         ),
         ({"sync": {"reff": Sync("actor")}}, r"sync\.reff: no call of the graph uses role 'reff'; did you mean 'ref'"),
         ({"sync": {"reward": Sync("actor")}}, r"sync\.reward: role 'reward' has no model"),
     ],
 )
 def test_a_sync_that_cannot_be_is_refused_before_anything_is_loaded(folder, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ConfigError, ValueError), match=message):
         synced(folder, tmp_path, **({"sync": {"ref": Sync("actor")}} | changes))
 
 
@@ -138,7 +136,7 @@ def test_calls_that_are_made_ahead_of_the_step_take_no_weights(folder, tmp_path)
     interfaces = {"actor": actor, "ref": GRPOActorInterface(), "reward": CountToken()}
     graph = dataflow(interfaces)
     rpcs = tuple(replace(rpc, model="ref") if rpc.method == "generate" else rpc for rpc in graph.rpcs)
-    with pytest.raises(ValueError, match=r"sync\.ref: with rollout=async its calls are made ahead of the step"):
+    with pytest.raises(ConfigError, match=r"sync\.ref: with rollout=async, calls of 'ref' run while"):
         synced(
             folder,
             tmp_path,

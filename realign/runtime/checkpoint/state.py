@@ -23,8 +23,9 @@ from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.launch import used_interfaces
+from realign.runtime.counters import Counters
 from realign.runtime.experiment import Experiment, Part
-from realign.runtime.step import Counters, LocalRuntime
+from realign.runtime.step import LocalRuntime
 
 
 def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:

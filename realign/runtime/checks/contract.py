@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from realign.api import RPC, DataflowGraph, Keys, ModelInterface, is_component_key
+from realign.errors import GraphError
+from realign.runtime.checks.located import located
 
 
 def check_keys(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -> None:
@@ -13,7 +15,7 @@ def check_keys(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -
     A method for which the interface declares no keys is not checked.
 
     Raises:
-        ValueError: the message contains the RPC, the key and the setting.
+        GraphError: the message contains the RPC, the key and the setting.
     """
     declared = {rpc.name: _keys(rpc, interfaces[rpc.model]) for rpc in graph.rpcs}
     for rpc in graph.rpcs:
@@ -23,10 +25,10 @@ def check_keys(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -
     for rpc in graph.rpcs:
         for key in rpc.inputs:
             if is_component_key(key) and key not in read:
-                raise ValueError(
-                    f"interfaces.{rpc.model}: RPC {rpc.name!r} has input {key!r}, which is computed, but which no "
-                    f"component of {type(interfaces[rpc.model]).__name__} reads under its settings. Remove it from the "
-                    "graph, or set the component that reads it"
+                raise GraphError(
+                    f"interfaces.{rpc.model}: RPC {rpc.name!r} has input {key!r}, but no component of "
+                    f"{type(interfaces[rpc.model]).__name__} reads it under its settings. Remove the input from the "
+                    "graph, or set a component that reads it."
                 )
 
 
@@ -41,10 +43,8 @@ def unread_inputs(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]
 
 
 def _keys(rpc: RPC, interface: ModelInterface) -> Keys:
-    try:
+    with located(f"interfaces.{rpc.model}"):
         return interface.keys(rpc.method)
-    except ValueError as error:
-        raise ValueError(f"interfaces.{rpc.model}: {error}") from error
 
 
 def _own_names(rpc: RPC) -> dict[str, str]:
@@ -66,15 +66,15 @@ def _check_needs(rpc: RPC, keys: Keys, graph: DataflowGraph) -> None:
     for key, setting in keys.needs.items():
         if key in given:
             continue
-        asks = f"interfaces.{rpc.model}.{setting}" if setting else f"interfaces.{rpc.model}"
+        reader = f"interfaces.{rpc.model}.{setting}" if setting else f"interfaces.{rpc.model}"
         if key in graph.producers:
-            cure = f"RPC {graph.producers[key]!r} writes it: add it to the inputs of {rpc.name!r}"
+            cure = f"RPC {graph.producers[key]!r} writes it. Add it to the inputs of {rpc.name!r}."
         elif key in graph.dataset_keys:
-            cure = f"the dataset has it: add it to the inputs of {rpc.name!r}"
+            cure = f"The dataset has it. Add it to the inputs of {rpc.name!r}."
         else:
-            cure = "no call of the graph writes it: add such a call to the graph"
-            cure += f", or change {setting.partition('=')[0]}" if setting else ""
-        raise ValueError(f"{asks} needs key {key!r} in {rpc.method}, but RPC {rpc.name!r} does not read it; {cure}")
+            cure = "No RPC of the graph writes it. Add such an RPC to the graph"
+            cure += f", or change {setting.partition('=')[0]}." if setting else "."
+        raise GraphError(f"{reader} needs key {key!r} in {rpc.method}, but RPC {rpc.name!r} does not read it. {cure}")
 
 
 def _check_writes(rpc: RPC, keys: Keys) -> None:
@@ -82,10 +82,10 @@ def _check_writes(rpc: RPC, keys: Keys) -> None:
     outputs = {own.get(key, key) for key in rpc.outputs}
     if keys.writes is None or keys.writes == outputs:
         return
-    raise ValueError(
+    raise GraphError(
         f"interfaces.{rpc.model} writes {', '.join(sorted(keys.writes))} in {rpc.method} under its settings, but RPC "
-        f"{rpc.name!r} declares {', '.join(sorted(outputs)) or 'no output'}. Declare in the graph what the interface "
-        "writes, or use the `dataflow` of its algorithm, which follows from the settings"
+        f"{rpc.name!r} declares {', '.join(sorted(outputs)) or 'no output'}. Declare the keys that the interface "
+        "writes, or use the `dataflow` function of its algorithm."
     )
 
 

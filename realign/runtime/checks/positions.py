@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from realign.api import Model
 from realign.data import Dataset
+from realign.errors import ConfigError
 
 
 def check_positions(
@@ -30,7 +31,7 @@ def check_positions(
         setting: setting that limits the response length, for messages.
 
     Raises:
-        ValueError: a row does not fit; the message contains the role, the lengths and the setting to change.
+        ConfigError: a row does not fit; the message contains the role, the lengths and the setting to change.
     """
     rows, texts = dataset.longest_sequence, dataset.longest_text
     for role in dict.fromkeys(roles):
@@ -39,14 +40,22 @@ def check_positions(
         if limit is None:
             continue
         if rows + response > limit:
-            room = limit - response
             long = f"a row of {what} has {rows} tokens" + (f" and its response up to {response}" if response else "")
-            if room > 0:
-                cure = f"limit the rows to {room} tokens" + (f", or lower {setting}" if response else "")
-            else:
-                cure = f"no prompt fits before {response} tokens; lower {setting}"
-            raise ValueError(f"models.{role} has {limit} positions, but {long}: {cure}")
-        if texts > limit:
-            raise ValueError(
-                f"models.{role} has {limit} positions, but a text of {what}.pretraining has {texts} tokens: limit them"
+            raise ConfigError(
+                f"models.{role}: its context window has {limit} positions, but {long}. "
+                f"{_cure(rows, response, limit, setting)}"
             )
+        if texts > limit:
+            raise ConfigError(
+                f"models.{role}: its context window has {limit} positions, but a text of {what}.pretraining has "
+                f"{texts} tokens. Limit the texts to {limit} tokens."
+            )
+
+
+def _cure(rows: int, response: int, limit: int, setting: str) -> str:
+    if not response:
+        return f"Limit the rows to {limit} tokens."
+    if response >= limit:
+        return f"Lower {setting}: with {response} tokens no prompt fits."
+    lower = f", or set {setting} to at most {limit - rows}" if rows < limit else ""
+    return f"Limit the rows to {limit - response} tokens{lower}."

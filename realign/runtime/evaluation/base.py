@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from realign.api import DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.data import DataSpec
+from realign.errors import ConfigError, DataError
 from realign.settings import Count, Settings
 
 
@@ -63,10 +64,12 @@ class Evaluator(Settings, ABC):
         """Check that the evaluation works in a run of this graph, whose `models` are the roles with a network.
 
         Raises:
-            ValueError: the message names the cause.
+            ConfigError: the message names the cause.
         """
         if self.role not in (roles := list(models)):
-            raise ValueError(f"evaluation.role {self.role!r} has no model; roles with one: {', '.join(roles)}")
+            raise ConfigError(
+                f"evaluation.role={self.role}: this role has no model. Roles with one: {', '.join(roles)}."
+            )
 
     def metric_names(self) -> frozenset[str] | None:
         """Return the names of the metrics of `measure`; None if they are not known before it is called."""
@@ -88,10 +91,10 @@ class Evaluator(Settings, ABC):
         """Yield the rows of `dataset` in order, `batch_prompts` at a time.
 
         Raises:
-            ValueError: the dataset is empty.
+            DataError: the dataset is empty.
         """
         if not len(dataset):
-            raise ValueError("the evaluation data holds no row")
+            raise DataError("evaluation.data: the dataset has no rows. Choose another file, or relax its filters.")
         for start in range(0, len(dataset), self.batch_prompts):
             rows = range(start, min(start + self.batch_prompts, len(dataset)))
             yield dataset.sample([(0, row) for row in rows])

@@ -55,7 +55,7 @@ class RewardCalibration(Settings):
         if self.samples % (n := self.generation.n):
             raise SettingsError(f"samples={self.samples}: must be a multiple of generation.n={n}")
         if not self.before and not self.after:
-            raise ValueError("calibration.before and calibration.after are both false: set one, or calibration=null")
+            raise SettingsError("before=false and after=false: the calibration never runs. Set one of them to true.")
 
     def due(self, when: str) -> bool:
         """Return whether to calibrate "before" or "after" training."""

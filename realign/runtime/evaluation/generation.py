@@ -48,9 +48,7 @@ class Evaluation(Evaluator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if taken := sorted(self.metrics.keys() & SEQUENCE_METRICS):
-            raise ValueError(
-                f"evaluation.metrics.{taken[0]}: eval/{taken[0]} has a meaning already; choose another name"
-            )
+            raise SettingsError(f"metrics.{taken[0]}: the evaluation already has this metric. Choose another name.")
         self._variants = self._checked_sweep()
 
     @property
@@ -66,23 +64,25 @@ class Evaluation(Evaluator):
     def _checked_sweep(self) -> dict[str, GenerationConfig]:
         """Return the generation settings for each suffix of the metric names."""
         if len(self.sweep) > 1:
-            raise ValueError(f"evaluation.sweep takes one setting, found {', '.join(self.sweep)}")
+            raise SettingsError(f"sweep: it accepts one setting, found {', '.join(self.sweep)}. Remove the others.")
         variants = {"": self.generation}
         for name, values in self.sweep.items():
             known = [field.name for field in dataclasses.fields(GenerationConfig)]
             if name not in known:
-                raise ValueError(f"evaluation.sweep.{name} is no field of generation; there are {', '.join(known)}")
+                raise SettingsError(f"sweep.{name}: unknown field of generation (valid: {', '.join(known)})")
             if self.generation.greedy and name in ("temperature", "top_k", "top_p"):
-                raise ValueError(f"evaluation.sweep.{name} has no effect on evaluation.generation.greedy=true")
+                raise SettingsError(
+                    f"sweep.{name}: it has no effect with generation.greedy=true. Set generation.greedy=false."
+                )
             if not values:
-                raise ValueError(f"evaluation.sweep.{name} has no value to try")
+                raise SettingsError(f"sweep.{name}=[]: it has no values. Add at least one.")
             for value in values:
                 try:
                     variants[f"@{name}={value}"] = dataclasses.replace(self.generation, **{name: value})
                 except SettingsError as error:
-                    raise SettingsError(f"evaluation.sweep.{error}") from error
+                    raise SettingsError(f"sweep.{error}") from error
                 except TypeError as error:
-                    raise ValueError(f"evaluation.sweep.{name} cannot be {value!r}: {error}") from error
+                    raise SettingsError(f"sweep.{name}: {value!r} is not a valid value ({error})") from error
         return variants
 
     def metric_names(self) -> frozenset[str] | None:

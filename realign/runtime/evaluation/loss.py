@@ -26,8 +26,9 @@ from realign.api import (
 )
 from realign.api.model import LOSS_SUM, LossFn, LossWeightFn, PipelinableEngine, StepIf
 from realign.engines.shared_model import SharedEngine
+from realign.errors import ConfigError
+from realign.runtime.calls import call, inputs_of
 from realign.runtime.evaluation.base import Evaluator, LoadedRun
-from realign.runtime.step import call, inputs_of
 
 
 @dataclass
@@ -63,9 +64,9 @@ class LossEvaluation(Evaluator):
         found = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
         if len(found) != 1:
             trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))
-            raise ValueError(
-                f"evaluation.role {self.role!r} has {len(found)} training calls in the graph, but the loss is that of "
-                f"one; trained are: {trained or 'none'}"
+            raise ConfigError(
+                f"evaluation.role={self.role}: {len(found)} RPCs of the graph train this role, but the loss needs "
+                f"exactly one. Trained roles: {trained or 'none'}."
             )
         return found[0]
 

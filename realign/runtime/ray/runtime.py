@@ -26,7 +26,8 @@ from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.overhead import counted_hops
 from realign.runtime.ray.sampler import RemoteSampler
 from realign.runtime.ray.worker import Setup
-from realign.runtime.rollout.asynchronous import MOST_CALLS, sampled_roles
+from realign.runtime.rollout.asynchronous import MOST_CALLS
+from realign.runtime.rollout.background import sampled_roles
 from realign.runtime.rollout.spec import Async
 from realign.runtime.runtime_spec import Ray
 from realign.runtime.step import LocalRuntime, Made

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from realign.api import RPC, GenerationConfig, MicroBatchSpec, Model, PipelinableEngine, SequenceSample
-from realign.api.model import PostHook
-from realign.api.sampler import Sampler, SamplesInBackground
-from realign.engines.shared_model import SharedEngine, SharedModel
+from realign.api import RPC, Model, SequenceSample
+from realign.api.sampler import Sampler
+from realign.engines.shared_model import SharedEngine
 from realign.rewards.pool.failure_count import Tally
 from realign.runtime.experiment import Experiment
+from realign.runtime.rollout.background import SamplingEngine, owner_of
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.refill import Refill
 from realign.runtime.rollout.spec import Async
@@ -232,7 +232,7 @@ class RolloutAhead:
         sampler = self._samplers[owner]
         # A copy of the model in this process is also an engine, which can score.
         copy: Any = sampler
-        engine = copy if isinstance(copy, SharedEngine) else _SamplesOnly(rpc.model, owner, model.machine, sampler)
+        engine = copy if isinstance(copy, SharedEngine) else SamplingEngine(rpc.model, owner, model.machine, sampler)
         with self._tallies[rpc.name].counting():
             return self._make(rpc, replace(model, engine=engine, external_sampler=sampler), batch)
 
@@ -245,54 +245,3 @@ class RolloutAhead:
         found = {name: sum(values.get(name, 0.0) for values in calls) / len(calls) for name in names}
         tokens = sum(values.get("rollout_tokens", 0.0) for values in calls)
         return found | {"rollout_tokens": tokens, "rollout_tokens_per_s": tokens / seconds}
-
-
-class _SamplesOnly(SharedEngine):
-    """Engine of a policy in training for calls of asynchronous rollout, which may only sample."""
-
-    def __init__(self, name: str, of: str, engine: PipelinableEngine, sampler: Sampler) -> None:
-        super().__init__(name, of, engine)
-        self._sampler = sampler
-
-    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Raise an error, because the engine is in use by training."""
-        raise ValueError(
-            f"models.{self.name}: {type(self._sampler).__name__} samples ahead of training and cannot score. Use "
-            "rollout=sync."
-        )
-
-    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`: the sampler samples, not the engine."""
-        return self._sampler.generate(data, config, seed=seed)
-
-
-def background_sampler(experiment: Experiment, rollout: Async, role: str) -> Sampler:
-    """Return a sampler with a copy of the role's model, in this process."""
-    return load_background_sampler(role, experiment.models[role], experiment.seed, recompute=rollout.recompute)
-
-
-def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bool) -> Sampler:
-    """Return a sampler with a copy of the model of `spec`; see `SamplesInBackground`.
-
-    Raises:
-        ValueError: the spec cannot construct a background sampler.
-    """
-    if not isinstance(spec, SamplesInBackground):
-        raise ValueError(
-            f"models.{role}: {type(spec).__name__} has no background_sampler, which rollout=async needs. Use "
-            "rollout=sync, or a model such as realign.engines.TransformersModel."
-        )
-    return spec.background_sampler(role, seed=seed, recompute=recompute)
-
-
-def owner_of(experiment: Experiment, role: str) -> str:
-    """Return the role that owns the weights of `role`: itself, or the role whose model it shares."""
-    spec = experiment.models.get(role)
-    return spec.of if isinstance(spec, SharedModel) else role
-
-
-def sampled_roles(experiment: Experiment) -> tuple[str, ...]:
-    """Return the trained roles that are called on the way to rewards; each needs a background sampler."""
-    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
-    owners = (owner_of(experiment, rpc.model) for rpc in experiment.graph.leading_to("rewards"))
-    return tuple(dict.fromkeys(owner for owner in owners if owner in trained))

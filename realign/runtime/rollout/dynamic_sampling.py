@@ -21,6 +21,7 @@ from torch import Tensor
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
 from realign.api.rewards import total_rewards
+from realign.errors import RunError, SettingsError
 from realign.functional import degenerate_groups, segment_sum
 from realign.settings import Count, Finite, NonNegative, Settings
 
@@ -54,19 +55,17 @@ class DynamicSampling(Settings):
         super().__post_init__()
         low, high = self.min_mean_reward, self.max_mean_reward
         if self.min_reward_std is None and low is None and high is None:
-            raise ValueError(
-                "dynamic_sampling filters nothing: give min_reward_std, min_mean_reward or max_mean_reward, or set "
-                "dynamic_sampling=null"
+            raise SettingsError(
+                "min_reward_std=null: no filter is set. Set min_reward_std, min_mean_reward or max_mean_reward, or "
+                "dynamic_sampling=null."
             )
         if self.min_reward_std is not None and self.min_group_size < 2:
-            raise ValueError(
-                f"dynamic_sampling.min_group_size={self.min_group_size}: rewards of one response have no spread; "
-                "set 2 or more, or min_reward_std=null"
+            raise SettingsError(
+                f"min_group_size={self.min_group_size}: the reward of a single response has no standard deviation. Set "
+                "2 or more, or min_reward_std=null."
             )
         if low is not None and high is not None and not low < high:
-            raise ValueError(
-                f"dynamic_sampling.min_mean_reward={low:g} must be below max_mean_reward={high:g}: no mean is between"
-            )
+            raise SettingsError(f"min_mean_reward={low:g}: must be below max_mean_reward={high:g}")
 
     def passes(self, rewards_G: Tensor) -> bool:
         """Return whether to train on a group with these rewards [G]; missing rewards must be removed before."""
@@ -107,7 +106,7 @@ class DynamicSampling(Settings):
             - `sampled_reward`: mean over all responses with a reward
 
         Raises:
-            RuntimeError: no prompt passed.
+            RunError: no prompt passed.
         """
         kept: list[SequenceSample] = []
         rewards: list[Mean] = []
@@ -124,7 +123,7 @@ class DynamicSampling(Settings):
             rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
         values = stat_values(merge_stats({"sampled_reward": mean} for mean in rewards))
         if not accepted:
-            raise RuntimeError(self.nothing(sampled, len(rewards), values.get("sampled_reward")))
+            raise RunError(self.nothing(sampled, len(rewards), values.get("sampled_reward")))
         values |= {
             "batches": float(len(rewards)),
             "sampled_prompts": float(sampled),
@@ -137,12 +136,12 @@ class DynamicSampling(Settings):
 
     def nothing(self, sampled: int, batches: int, reward: float | None) -> str:
         """Return the error message for a step in which no sampled prompt passed; `reward` is the mean reward."""
-        found = "none of their responses has a reward" if reward is None else f"their mean reward is {reward:.3g}"
-        ended = "max_batches" if batches == self.max_batches else "the end of the dataset"
+        found = "No response has a reward" if reward is None else f"The mean reward is {reward:.3g}"
+        ended = f"max_batches={self.max_batches}" if batches == self.max_batches else "the end of the dataset"
         return (
-            f"dynamic sampling: none of {sampled} prompts in {batches} batches (up to {ended}) passed the filter "
-            f"({self.describe()}); {found}. Look at rewards that are always equal, prompts that are all too easy or "
-            "too hard, or bounds that fit other rewards"
+            f"dynamic_sampling: none of {sampled} prompts in {batches} batches (up to {ended}) passed the filter "
+            f"({self.describe()}). {found}. Check whether the rewards are all equal, the prompts are all too easy or "
+            "too hard, or the bounds do not fit the rewards."
         )
 
     def describe(self) -> str:

@@ -12,6 +12,7 @@ from realign.api import SequenceSample
 from realign.api.lengths import IntArray
 from realign.data import Dataset, batch_indices
 from realign.data.order import epoch_order
+from realign.errors import CheckpointError
 
 
 @dataclass
@@ -87,18 +88,19 @@ class PromptStream:
             cut: whether prompts will be taken one by one, so that `place` need not be the start of a batch.
 
         Raises:
-            ValueError: the dataset has a different number of rows, and so a different order; or no batch of this size
-                starts at the position.
+            CheckpointError: the dataset has a different number of rows, and so a different order; or no batch of this
+                size starts at the position.
         """
         if state["rows"] != len(self.dataset):
-            raise ValueError(
-                f"the dataset has {len(self.dataset)} rows, and had {state['rows']} when the checkpoint was written: "
-                "rows would come twice or never; resume_skip=[data] starts at its beginning"
+            raise CheckpointError(
+                f"data: the dataset has {len(self.dataset)} rows, but the checkpoint was written with {state['rows']}. "
+                "Restore the earlier dataset, or set resume_skip=[data] to start at the first row."
             )
         place = state["drawn"] * state["batch_prompts"] if place is None else place
         if place % self.batch_prompts and not cut:
-            raise ValueError(
-                f"{place} prompts lie behind ({state['drawn']} batches of {state['batch_prompts']}), which is no whole "
-                f"number of batches of {self.batch_prompts}; resume_skip=[data] starts at the beginning of the data"
+            raise CheckpointError(
+                f"batch_prompts={self.batch_prompts}: the checkpoint was written after {place} prompts "
+                f"({state['drawn']} batches of {state['batch_prompts']}), which is not a multiple of it. Set another "
+                "batch_prompts, or resume_skip=[data] to start at the first row."
             )
         self.drawn = -(-place // self.batch_prompts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from realign.api import Mean, SequenceSample, masked_mean, merge_stats, stat_values
 from realign.api.rewards import total_rewards
+from realign.errors import RunError
 from realign.runtime.experiment import Experiment
 from realign.runtime.rollout.staleness import Staleness
 
@@ -41,12 +42,12 @@ class Refill:
         """Return an incomplete batch once `max_batches` batches were sampled and scored for the step; otherwise None.
 
         Raises:
-            RuntimeError: no prompt passed the filter.
+            RunError: no prompt passed the filter.
         """
         if self.may_sample() or len(staleness.ready) < len(staleness.begun):
             return None
         if not staleness.ready:
-            raise RuntimeError(self._sampling.nothing(self._sampled, self._sampling.max_batches, self._mean_reward()))
+            raise RunError(self._sampling.nothing(self._sampled, self._sampling.max_batches, self._mean_reward()))
         return list(staleness.begun)[: self._batch_prompts]
 
     def metrics(self, batch: int) -> dict[str, float]:

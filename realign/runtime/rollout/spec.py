@@ -69,8 +69,8 @@ class Async(RolloutSpec):
         """See `RolloutSpec.describe`."""
         if not self.max_staleness:
             return "by a copy of the policy, in the step that trains on them"
-        then = "are computed anew" if self.recompute else "stay"
+        then = "recomputed" if self.recompute else "kept"
         return (
-            f"ahead of training, begun at most {self.max_staleness} versions before the step; keys and values {then} "
-            "when the weights change"
+            f"ahead of training, started at most {self.max_staleness} versions before the step; KV cache {then} when "
+            "the weights change"
         )

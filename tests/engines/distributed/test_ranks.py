@@ -15,7 +15,7 @@ from realign.engines.distributed.ranks import Ranks, current, is_of_another_rank
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.exports import Saves
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.runtime.launching import free_port
+from tests.torchrun_ranks import free_port
 
 
 def test_one_process_is_its_own_leader_and_needs_nobody() -> None:

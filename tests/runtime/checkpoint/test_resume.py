@@ -80,7 +80,7 @@ def test_trap_d11_resuming_a_complete_run_raises_an_error_of_its_own_class(tmp_p
 def test_auto_starts_where_there_is_nothing_and_replaces_no_models(tmp_path):
     assert resumed(tmp_path, steps=1).series("step") == [0, 1]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(ValueError, match="without a checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="an earlier run without a checkpoint"):
         resumed(tmp_path)
     shutil.rmtree(tmp_path / "run" / "final")  # as after a kill before the first checkpoint
     assert resumed(tmp_path, steps=1).series("step") == [0, 1]
@@ -134,12 +134,12 @@ def test_a_checkpoint_may_be_named_and_its_run_or_another_goes_on(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("nowhere", "is no folder; give auto"), (".", "no checkpoint found"), ("file", "is no folder")],
+    [("nowhere", "does not exist. Set auto"), (".", "no checkpoint"), ("file", "does not exist")],
 )
 def test_a_path_without_a_checkpoint_is_refused(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises((CheckpointError, ValueError), match=message):
+    with pytest.raises((CheckpointError, ConfigError), match=message):
         resumed(tmp_path, resume=path)
 
 
@@ -166,7 +166,7 @@ def test_a_branch_replaces_no_other_run_unasked(tmp_path):
     out = done(tmp_path)
     other = done(tmp_path, output_dir=tmp_path / "other")
     with pytest.raises(
-        ValueError, match=r"holds an earlier run, and a run that starts from .* needs a folder of its own"
+        ConfigError, match=r"contains an earlier run, and resume=.* starts a new one\. Choose another folder"
     ):
         resumed(tmp_path, resume=str(out), output_dir=other)
     resumed(tmp_path, resume=str(out), output_dir=other, overwrite=True)
@@ -256,10 +256,13 @@ def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"resume_skip": ["data"]}, "resume_skip has no effect without resume"),
-        ({"resume_allow": ["data"]}, "resume_allow has no effect without resume"),
-        ({"resume": "auto", "resume_skip": ["dat"]}, r"unknown part 'dat' \(valid: optimizer, data, random, "),
-        ({"resume": "auto", "resume_skip": ["counters"]}, "starts a new run: give its own output_dir"),
+        ({"resume_skip": ["data"]}, r"resume_skip=\[data\]: it has no effect without resume"),
+        ({"resume_allow": ["data"]}, r"resume_allow=\[data\]: it has no effect without resume"),
+        (
+            {"resume": "auto", "resume_skip": ["dat"]},
+            r"resume_skip=\[dat\]: unknown part \(valid: optimizer, data, random, ",
+        ),
+        ({"resume": "auto", "resume_skip": ["counters"]}, r"resume_skip=\[counters\]: it starts a new run"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, settings, message):
@@ -282,7 +285,7 @@ def test_another_environment_gives_a_warning():
 
 def test_another_number_of_rows_is_refused_unless_the_position_is_left_out(tmp_path):
     done(tmp_path)
-    with pytest.raises(ValueError, match="the dataset has 9 rows, and had 8 when"):
+    with pytest.raises(CheckpointError, match="the dataset has 9 rows, but the checkpoint was written with 8"):
         resumed(tmp_path, data=Prompts(9))
     assert resumed(tmp_path, data=Prompts(9), resume_skip=["data"]).series("step") == [0, 1, 2, 3, 4, 5]
 
@@ -349,7 +352,7 @@ def test_another_batch_size_goes_on_at_the_same_row(tmp_path):
     """3 batches of 8 of 10 rows lie behind: 24 rows, or 6 batches of 4. The next prompts are numbers 24 to 27."""
     done(tmp_path, data=Prompts(10), shuffle=False)
     with pytest.raises(
-        ValueError, match=r"24 prompts lie behind \(3 batches of 8\), which is no whole number of batches of 5"
+        CheckpointError, match=r"batch_prompts=5: .* after 24 prompts \(3 batches of 8\), which is not a multiple of it"
     ):
         resumed(tmp_path, data=Prompts(10), shuffle=False, batch_prompts=5, resume_allow=["batch_prompts"])
     allowed = {"batch_prompts": 4, "resume_allow": ["batch_prompts"], "sample_prompts": 4, "shuffle": False}
@@ -464,7 +467,7 @@ def test_parts_of_a_checkpoint_are_left_out_one_by_one(tmp_path):
 def test_weights_alone_start_a_new_run_in_a_folder_of_its_own(tmp_path):
     greedy = {"evaluation": Evaluation(Prompts(4), CountToken(), replace(GENERATION, greedy=True))}
     out = done(tmp_path, **greedy)
-    with pytest.raises(ValueError, match="needs a folder of its own"):
+    with pytest.raises(ConfigError, match="starts a new one"):
         resumed(tmp_path, resume=str(out), resume_skip=list(Part))
     new = {"resume": str(out), "resume_skip": list(Part), "output_dir": tmp_path / "next", **greedy}
     result = resumed(tmp_path, 2, **new)
@@ -511,7 +514,7 @@ def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, mo
         def log(self, step, metrics):
             assert starts[0]() is None
 
-    monkeypatch.setattr("realign.runtime.loop.find_start", found)
+    monkeypatch.setattr("realign.runtime.run_experiment.find_start", found)
     run(experiment(tmp_path, steps=4, resume="auto"), trackers=[Watching(0)])
     assert len(starts) == 1
 
@@ -613,10 +616,10 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr("realign.runtime.checkpoint.atomic_write._fill", full)
-    with pytest.raises(Interrupted, match=r"stopped after step 2 of 3; Checkpoint at step 2 failed .*No space"):
+    with pytest.raises(Interrupted, match=r"stopped after step 2 of 3\. .*Checkpoint at step 2 failed .*No space"):
         run(experiment(tmp_path), trackers=[Stopper(2)])
     with pytest.raises(
-        Interrupted, match="stopped after step 2 of 3; it cannot be gone on with, since checkpoint=null"
+        Interrupted, match=r"stopped after step 2 of 3\. The run cannot be resumed, since checkpoint=null"
     ):
         run(experiment(tmp_path, checkpoint=None, overwrite=True), trackers=[Stopper(2)])
     assert not (tmp_path / "run" / "final").exists()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from realign.api import RPC, DataflowGraph, Keys, ModelInterface
+from realign.errors import GraphError, SettingsError
 from realign.runtime.checks.contract import check_keys, unread_inputs
 
 
@@ -42,20 +43,20 @@ def check(actor: Keys, *inputs: str, ref: Keys | None = None, rename: dict[str, 
         (
             {"ref_logprobs": "kl.place=loss"},
             r"^interfaces\.actor\.kl\.place=loss needs key 'ref_logprobs' in train_step, but RPC 'train' does not read "
-            r"it; RPC 'ref_inf' writes it: add it to the inputs of 'train'$",
+            r"it\. RPC 'ref_inf' writes it\. Add it to the inputs of 'train'\.$",
         ),
-        ({"labels": ""}, r"^interfaces\.actor needs key 'labels' .* the dataset has it: add it to the inputs"),
-        ({"values": "value=x"}, r"no call of the graph writes it: add such a call to the graph, or change value$"),
+        ({"labels": ""}, r"^interfaces\.actor needs key 'labels' .* The dataset has it\. Add it to the inputs"),
+        ({"values": "value=x"}, r"No RPC of the graph writes it\. Add such an RPC to the graph, or change value\.$"),
     ],
 )
 def test_a_key_that_a_setting_needs_and_the_call_lacks_is_refused(needs, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(GraphError, match=message):
         check(Keys(needs=needs), "input_ids")
 
 
 def test_a_key_that_is_computed_for_a_component_and_read_by_none_is_refused():
     with pytest.raises(
-        ValueError, match=r"interfaces\.actor: RPC 'train' has input 'ref_logprobs', .*no component of De"
+        GraphError, match=r"interfaces\.actor: RPC 'train' has input 'ref_logprobs', .*no component of De"
     ):
         check(Keys(needs={"input_ids": ""}), "input_ids", "ref_logprobs")
     check(Keys(needs={"input_ids": ""}, uses=frozenset({"ref_logprobs"})), "input_ids", "ref_logprobs")
@@ -85,14 +86,14 @@ def test_a_key_that_another_call_reads_is_computed_for_that_one():
 def test_keys_are_compared_by_the_names_of_the_interface():
     renamed = {"logprobs": "ref_logprobs"}
     check(Keys(needs={"logprobs": ""}), "ref_logprobs", rename=renamed)
-    with pytest.raises(ValueError, match="needs key 'ref_logprobs'"):
+    with pytest.raises(GraphError, match="needs key 'ref_logprobs'"):
         check(Keys(needs={"ref_logprobs": ""}), "ref_logprobs", rename=renamed)
 
 
 def test_what_a_method_writes_is_what_its_call_declares():
     check(Keys(), "input_ids", ref=Keys(writes=frozenset({"ref_logprobs", "turns"})))
     with pytest.raises(
-        ValueError, match=r"interfaces\.ref writes ref_logprobs in inference .* declares ref_logprobs, tu"
+        GraphError, match=r"interfaces\.ref writes ref_logprobs in inference .* declares ref_logprobs, tu"
     ):
         check(Keys(), "input_ids", ref=Keys(writes=frozenset({"ref_logprobs"})))
 
@@ -100,7 +101,7 @@ def test_what_a_method_writes_is_what_its_call_declares():
 def test_settings_that_rule_out_a_method_are_named_by_their_key():
     class Never(Declared):
         def keys(self, method: str) -> Keys:
-            raise ValueError("epochs=2: this method takes one")
+            raise SettingsError("epochs=2: this method supports one")
 
-    with pytest.raises(ValueError, match=r"^interfaces\.actor: epochs=2: this method takes one$"):
+    with pytest.raises(SettingsError, match=r"^interfaces\.actor: epochs=2: this method supports one$"):
         check_keys(graph("input_ids"), {"actor": Never(), "ref": Declared()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realign.api import MicroBatchSpec
+from realign.errors import ConfigError, DataError
 from realign.runtime import run
 from realign.runtime.step import LocalRuntime
 from tests.runtime.test_step import Prompts, experiment
@@ -12,7 +13,7 @@ from tests.runtime.test_step import Prompts, experiment
 
 def test_trap_d11_a_dataset_smaller_than_a_batch_trains_and_an_empty_one_is_refused(tmp_path):
     assert len(run(experiment(tmp_path, data=Prompts(3))).series("loss")) == 3
-    with pytest.raises(ValueError, match="holds no row"):
+    with pytest.raises(DataError, match=r"^data: the dataset has no rows"):
         run(experiment(tmp_path, data=Prompts(0), overwrite=True))
 
 
@@ -21,12 +22,12 @@ def test_a_token_budget_that_cannot_hold_one_sequence_is_refused_at_once(tmp_pat
         longest_row = 30
 
     with pytest.raises(
-        ValueError, match=r"=35 cannot hold one sequence: the longest row has 30 tokens and a resp.* 6;"
+        ConfigError, match=r"=35: the longest row has 30 tokens and its response up to 6\. Set it to at least 36,"
     ):
         LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(35)))
     LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(36)))
 
 
 def test_missing_dataset_keys_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"reads key 'row' of the dataset, which gives \['prompt_ids'\]"):
+    with pytest.raises(DataError, match=r"reads the key 'row', but the dataset has prompt_ids\."):
         run(experiment(tmp_path, data=Prompts(keys=("prompt_ids",))))

@@ -12,6 +12,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
 from realign.data import Dataset, DataSpec
+from realign.errors import ConfigError
 from realign.interfaces import ppo
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
@@ -183,14 +184,14 @@ def test_a_calibration_that_fails_after_training_costs_no_training(tmp_path):
     [
         ({"samples": 3}, r"samples=3: must be a multiple of generation\.n=2"),
         ({"batch_prompts": 0}, r"batch_prompts=0: must be at least 1"),
-        ({"after": False}, r"calibration\.before and calibration\.after are both false"),
-        ({"policy": "ref"}, r"calibration\.policy 'ref' has no model; roles with one: reward, policy"),
-        ({"role": "policy"}, r"calibration\.role 'policy' must be a role of the graph"),
+        ({"after": False}, r"before=false and after=false: the calibration never runs"),
+        ({"policy": "ref"}, r"calibration\.policy=ref: this role has no model\. Roles with one: reward, policy"),
+        ({"role": "policy"}, r"calibration\.role=policy: it must be a role of the graph"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     settings = {"data": Prompts(5), "after": True, "samples": 64, "generation": SAMPLED} | changes
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         experiment(tmp_path, calibration=RewardCalibration(**settings))
 
 
@@ -199,7 +200,7 @@ def test_a_reward_model_that_nothing_trains_is_calibrated_before_the_run_only(tm
     settings["interfaces"] = {"actor": ppo.PPOActorInterface(generation=SAMPLED), "reward": RewardModelInterface()}
     settings["graph"] = ppo.dataflow(settings["interfaces"])
     by_actor = {"data": Prompts(5), "policy": "actor", "samples": 64, "generation": SAMPLED}
-    with pytest.raises(ValueError, match=r"calibration\.after has no effect: nothing trains 'reward'"):
+    with pytest.raises(ConfigError, match=r"calibration\.after=true: no RPC trains role 'reward'"):
         experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, after=True))
     e = experiment(tmp_path, **settings, calibration=RewardCalibration(**by_actor, before=True))
     history = run(e).history
@@ -213,7 +214,7 @@ def test_prompts_that_no_micro_batch_can_hold_are_refused_before_training(tmp_pa
 
     calibration = RewardCalibration(Long(5), after=True, samples=64, generation=SAMPLED)
     with pytest.raises(
-        ValueError, match=r"=34 cannot hold one sequence: the longest row has 30 tokens and a response up to 5"
+        ConfigError, match=r"=34: the longest row has 30 tokens and its response up to 5\. Set it to at least 35"
     ):
         run(experiment(tmp_path, calibration=calibration, microbatch=MicroBatchSpec(34)))
 

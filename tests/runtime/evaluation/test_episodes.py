@@ -10,6 +10,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelFacts, Sync
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.errors import ConfigError, RealignError
 from realign.interfaces.components import Truncation
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
@@ -149,42 +150,46 @@ def test_dynamic_sampling_converses_until_the_batch_is_full(tmp_path):
 
 def test_the_length_of_a_whole_episode_is_compared_with_budget_and_positions(tmp_path):
     long = {"agent": episodes(max_episode_tokens=39), "actor": GRPOActorInterface(generation=TURN)}
-    with pytest.raises(ValueError, match=r"models\.agent has 40 positions, but .* up to 39: .* lower max_episode_tok"):
+    with pytest.raises(
+        ConfigError, match=r"window has 40 positions, but .* up to 39\. .* set max_episode_tokens to at most 38"
+    ):
         LocalRuntime(experiment(tmp_path, interfaces=long))
-    with pytest.raises(ValueError, match=r"a response may have max_episode_tokens=20 tokens, .*or lower max_episode_"):
+    with pytest.raises(ConfigError, match=r"up to 20 tokens \(max_episode_tokens\)\. .*or lower max_episode_"):
         LocalRuntime(experiment(tmp_path, microbatch=MicroBatchSpec(20)))
     measured = EpisodeEvaluation(Rows(5), episodes=episodes(max_episode_tokens=39))
-    with pytest.raises(ValueError, match=r"a row of evaluation\.data has 2 tokens and its response up to 39"):
+    with pytest.raises(ConfigError, match=r"a row of evaluation\.data has 2 tokens and its response up to 39"):
         LocalRuntime(experiment(tmp_path, evaluation=measured))
 
 
 def test_an_environment_that_is_not_there_is_refused_at_the_start(tmp_path):
     gone = {"agent": episodes(), "actor": GRPOActorInterface(generation=TURN)}
     gone["agent"].environment = "tests.runtime.evaluation.test_episodes:Threees"
-    with pytest.raises(ValueError, match=r"interfaces\.agent: environment .* has no 'Threees'; .*mean 'Threes'"):
+    with pytest.raises((ValueError, RealignError), match=r"environment .* has no 'Threees'; .*mean 'Threes'"):
         LocalRuntime(experiment(tmp_path, interfaces=gone))
 
 
 def test_a_copy_that_stays_as_it_is_may_not_sample(tmp_path):
     copied = {"actor": Small(), "agent": Small()}
-    with pytest.raises(ValueError, match=r"models\.agent\.path='somewhere' is a copy that nothing updates, "):
+    with pytest.raises(ConfigError, match=r"models\.agent\.path='somewhere': .*this copy is never updated"):
         LocalRuntime(experiment(tmp_path, models=copied))
     LocalRuntime(experiment(tmp_path, models=copied, sync={"agent": Sync("actor")}))
 
 
 def test_a_sampler_under_which_probability_ratios_would_be_wrong_is_refused(tmp_path):
     greedy = {"actor": GRPOActorInterface(generation=TURN), "agent": episodes(generation=replace(TURN, greedy=True))}
-    with pytest.raises(ValueError, match=r"interfaces\.agent samples with greedy=True, .* ratios of RPC 'actor_train'"):
+    with pytest.raises(
+        ConfigError, match=r"interfaces\.agent samples with greedy=True, .* ratios of RPC 'actor_train'"
+    ):
         experiment(tmp_path, interfaces=greedy)
 
 
 def test_what_the_learner_is_told_of_episodes_must_agree_with_them(tmp_path):
     other = {"actor": GRPOActorInterface(generation=replace(TURN, n=4)), "agent": episodes()}
-    with pytest.raises(ValueError, match=r"interfaces\.agent\.generation\.n=6 .*interfaces\.actor\.generation\.n=4"):
+    with pytest.raises(ConfigError, match=r"interfaces\.agent\.generation\.n=6: .*interfaces\.actor\.generation\.n=4"):
         LocalRuntime(experiment(tmp_path, interfaces=other))
     late = Truncation(overlong_buffer=2)
     per_turn = {"actor": GRPOActorInterface(generation=TURN, truncation=late), "agent": episodes()}
-    with pytest.raises(ValueError, match=r"responses of 3 tokens .*up to 20 \(interfaces\.agent\.max_ep"):
+    with pytest.raises(ConfigError, match=r"responses of 3 tokens .*up to 20 \(interfaces\.agent\.max_ep"):
         LocalRuntime(experiment(tmp_path, interfaces=per_turn))
     whole = GRPOActorInterface(generation=replace(TURN, max_new_tokens=20), truncation=late)
     LocalRuntime(experiment(tmp_path, interfaces={"actor": whole, "agent": episodes()}))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, ModelInterface
+from realign.errors import SettingsError
 from realign.runtime import Evaluation
 from tests.config_parts import Bigram, CountThrees, Prompts
 
@@ -60,15 +61,15 @@ def test_all_judges_are_opened_and_closed_with_the_run():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sweep": {"n": [1], "top_k": [1]}}, r"sweep takes one setting, found n, top_k"),
-        ({"sweep": {"temprature": [1]}}, r"sweep\.temprature is no field of generation; there are n, "),
-        ({"sweep": {"temperature": [1.0]}}, r"sweep\.temperature has no effect on evaluation\.generation\.greedy=true"),
-        ({"sweep": {"n": [0]}}, r"evaluation\.sweep\.n=0: must be at least 1"),
-        ({"sweep": {"n": []}}, r"sweep\.n has no value to try"),
-        ({"sweep": {"n": ["many"]}}, r"evaluation\.sweep\.n='many': must be a whole number at least 1"),
-        ({"metrics": {"reward": Length()}}, r"eval/reward has a meaning already"),
+        ({"sweep": {"n": [1], "top_k": [1]}}, r"^sweep: it accepts one setting, found n, top_k"),
+        ({"sweep": {"temprature": [1]}}, r"^sweep\.temprature: unknown field of generation \(valid: n, "),
+        ({"sweep": {"temperature": [1.0]}}, r"^sweep\.temperature: it has no effect with generation\.greedy=true"),
+        ({"sweep": {"n": [0]}}, r"^sweep\.n=0: must be at least 1"),
+        ({"sweep": {"n": []}}, r"^sweep\.n=\[\]: it has no values"),
+        ({"sweep": {"n": ["many"]}}, r"^sweep\.n='many': must be a whole number at least 1"),
+        ({"metrics": {"reward": Length()}}, r"^metrics\.reward: the evaluation already has this metric"),
     ],
 )
 def test_what_has_no_meaning_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingsError, match=message):
         Evaluation(Prompts(5), CountThrees(), **settings)

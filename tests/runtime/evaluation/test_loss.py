@@ -10,6 +10,7 @@ import torch
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.data import Dataset, DataSpec
+from realign.errors import ConfigError
 from realign.interfaces import dpo, ppo, reward_model, sft
 from realign.interfaces.components import (
     Critic,
@@ -172,7 +173,7 @@ def test_rows_are_passed_once_whatever_the_training_makes_of_them(tmp_path):
 
 @pytest.mark.parametrize("role", ["ref", "nobody"])
 def test_a_role_that_is_not_trained_is_refused(tmp_path, role):
-    with pytest.raises(ValueError, match=rf"evaluation\.role '{role}' has"):
+    with pytest.raises(ConfigError, match=rf"evaluation\.role={role}: "):
         experiment(tmp_path, "dpo", evaluation=LossEvaluation(Judged(4), role=role))
 
 

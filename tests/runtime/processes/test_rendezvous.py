@@ -15,8 +15,8 @@ from realign.cli import commands as cli
 from realign.runtime.checkpoint.folder import list_checkpoints
 from tests.config_parts import write_experiment
 from tests.runtime.checkpoint.test_state import untimed
-from tests.runtime.launching import Ranks, torchrun
 from tests.runtime.processes.test_signals import ARGS, STEPS, assert_same_as_whole
+from tests.torchrun_ranks import Ranks, torchrun
 
 FAULTY = """\
 import os
@@ -89,7 +89,7 @@ def test_a_run_goes_from_one_process_to_two_and_back_bit_for_bit_and_a_signal_to
     assert codes == [143, 143], said
     older, newest = list_checkpoints(Path("run/checkpoints"))
     assert older.step == 3
-    assert "".join(said).count(f"stopped after step {newest.step} of {STEPS}; go on with resume=auto") == 1
+    assert "".join(said).count(f"stopped after step {newest.step} of {STEPS}. Continue with resume=auto.") == 1
     assert untimed(Path("run/metrics.jsonl"))[-1]["step"] == newest.step < STEPS
     assert not Path("run/final").exists()
     assert cli.main([*ARGS, "output_dir=run", "resume=auto"]) == 0

@@ -111,7 +111,7 @@ def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number
     _, err = process.communicate(timeout=120)
     assert process.returncode == code, err
     (checkpoint,) = list_checkpoints(Path("run/checkpoints"))
-    assert err.splitlines()[-1] == f"stopped after step {checkpoint.step} of {STEPS}; go on with resume=auto"
+    assert err.splitlines()[-1] == f"stopped after step {checkpoint.step} of {STEPS}. Continue with resume=auto."
     assert "once more to end at once" in err
     assert untimed(Path("run/metrics.jsonl"))[-1]["step"] == checkpoint.step < STEPS
     assert not Path("run/final").exists()
@@ -176,7 +176,7 @@ def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline(
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
-    assert err.splitlines()[-1] == "stopped after step 2 of 3; go on with resume=auto"
+    assert err.splitlines()[-1] == "stopped after step 2 of 3. Continue with resume=auto."
     assert "blocked its event loop for more than 7 s" in out
     assert "time.sleep(3600)" in out
     assert untimed(Path("run/metrics.jsonl"))[-1]["missing_rewards"] == 1.0

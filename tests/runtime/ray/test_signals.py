@@ -57,4 +57,4 @@ def test_sigterm_lets_the_step_end_writes_a_checkpoint_and_leaves_no_process(tmp
     assert psutil.wait_procs(of_the_run, timeout=20)[1] == []
     steps = len(metrics.read_text().splitlines()) - 1  # and one line before training
     assert [c.step for c in list_checkpoints(tmp_path / "out" / "checkpoints")][-1] == steps
-    assert f"stopped after step {steps} of 10000; go on with resume=auto" in said.read_text()
+    assert f"stopped after step {steps} of 10000. Continue with resume=auto." in said.read_text()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from realign.api import GenerationConfig, ModelInterface
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.errors import RunError
 from realign.interfaces.components import GAE
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -276,7 +277,7 @@ def test_a_filter_that_nothing_passes_ends_the_run(tmp_path, policy):
     reward = CountToken()
     sampling = DynamicSampling(min_reward_std=None, min_mean_reward=1e9, max_batches=2)
     run_, _ = recording(tmp_path, policy, 1, reward=reward, dynamic_sampling=sampling)
-    with pytest.raises(RuntimeError, match="none of 8 prompts in 2 batches"):
+    with pytest.raises(RunError, match="none of 8 prompts in 2 batches"):
         run(run_)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, SequenceSample
+from realign.errors import ConfigError, RunError, SettingsError
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
@@ -121,14 +122,14 @@ def test_the_end_of_the_dataset_ends_the_search_with_what_there_is():
 
 @pytest.mark.parametrize(
     ("rewards", "found"),
-    [([0.5, 0.5], "their mean reward is 0.5"), ([nan, nan], "none of their responses has a reward")],
+    [([0.5, 0.5], "The mean reward is 0.5"), ([nan, nan], "No response has a reward")],
 )
 def test_a_step_without_any_prompt_that_passes_says_what_it_saw(rewards, found):
     with pytest.raises(
-        RuntimeError, match=rf"none of 2 prompts in 2 batches .*max_batches.*std of rewards > 0\); {found}"
+        RunError, match=rf"none of 2 prompts in 2 batches .*max_batches=2.*std of rewards > 0\)\. {found}"
     ):
         fill(DynamicSampling(max_batches=2), 2, judged(rewards), judged(rewards, first=1))
-    with pytest.raises(RuntimeError, match=r"none of 1 prompts in 1 batches \(up to the end of the dataset\)"):
+    with pytest.raises(RunError, match=r"none of 1 prompts in 1 batches \(up to the end of the dataset\)"):
         fill(DynamicSampling(), 2, judged(rewards))
 
 
@@ -139,13 +140,13 @@ def test_a_step_without_any_prompt_that_passes_says_what_it_saw(rewards, found):
         ({"min_group_size": 0}, r"min_group_size=0: must be at least 1"),
         ({"max_batches": 0}, r"max_batches=0: must be at least 1"),
         ({"generation_prompts": 0}, r"generation_prompts=0: must be at least 1"),
-        ({"min_reward_std": None}, "dynamic_sampling filters nothing"),
-        ({"min_group_size": 1}, "rewards of one response have no spread"),
-        ({"min_mean_reward": 1.0, "max_mean_reward": 1.0}, r"min_mean_reward=1 must be below max_mean_reward=1"),
+        ({"min_reward_std": None}, "min_reward_std=null: no filter is set"),
+        ({"min_group_size": 1}, "min_group_size=1: the reward of a single response"),
+        ({"min_mean_reward": 1.0, "max_mean_reward": 1.0}, r"min_mean_reward=1: must be below max_mean_reward=1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingsError, match=message):
         DynamicSampling(**settings)
 
 
@@ -221,7 +222,7 @@ def test_batches_of_one_step_have_random_numbers_of_their_own(tmp_path):
     parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": judge}
     sampling = DynamicSampling(min_reward_std=None, min_mean_reward=2.0, max_batches=2)
     runtime = LocalRuntime(dynamic(tmp_path, interfaces=parts, data=Alike(40), dynamic_sampling=sampling))
-    with pytest.raises(RuntimeError, match="passed the filter"):
+    with pytest.raises(RunError, match="passed the filter"):
         runtime.step(1)
     (_, first), (_, second) = judge.seen
     assert first != second
@@ -287,7 +288,7 @@ def test_what_cannot_be_filtered_is_refused_before_anything_is_loaded(tmp_path):
     alone = GenerationConfig(n=1, max_new_tokens=6, fixed_length=True)
     parts = {"actor": PPOActorInterface(generation=alone), "reward": FirstWords()}
     with pytest.raises(
-        ValueError, match=r"actor\.generation\.n=1 responses per prompt can never reach .*min_group_size=2"
+        ConfigError, match=r"actor\.generation\.n=1: groups of this size cannot reach .*min_group_size=2\."
     ):
         dynamic(tmp_path, interfaces=parts)
     mean = DynamicSampling(min_reward_std=None, max_mean_reward=1.0, min_group_size=1)
@@ -302,14 +303,14 @@ def test_what_cannot_be_filtered_is_refused_before_anything_is_loaded(tmp_path):
 
     train = RPC("train", "critic", "train_step", ("prompt_ids",))
     others = {"interfaces": {**parts, "critic": Trains()}, "models": {"actor": BigramModel(), "critic": BigramModel()}}
-    with pytest.raises(ValueError, match="key 'rewards', which no RPC of the graph writes"):
+    with pytest.raises(ConfigError, match="no RPC of the graph writes the key 'rewards'"):
         dynamic(tmp_path, graph=graph_of(train), **others)
     generate, *rest = dataflow(parts).rpcs
     late = replace(generate, after=("train",))
-    with pytest.raises(ValueError, match="repeats the calls that lead to 'rewards', and RPC 'train' trains"):
+    with pytest.raises(ConfigError, match="repeats the RPCs that lead to 'rewards', and RPC 'train' among them trains"):
         dynamic(tmp_path, graph=graph_of(train, late, *rest), **others)
 
 
 def test_more_prompts_than_rows_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"batch_prompts=8, but the dataset has 7 rows, and under dynamic_sampling"):
+    with pytest.raises(ConfigError, match=r"batch_prompts=8: the dataset has 7 rows, and dynamic_sampling uses"):
         LocalRuntime(dynamic(tmp_path, data=Prompts(7)))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from realign.api import SequenceSample
 from realign.data import batch_indices
+from realign.errors import CheckpointError
 from realign.runtime.rollout.prompts import PromptStream
 
 
@@ -89,7 +90,7 @@ def test_trap_g1_a_stream_goes_on_at_the_same_row_in_any_batch_size_that_begins_
     assert (state["epoch"], state["index"]) == divmod(drawn * batch, n)
     second = PromptStream(Rows(n), other, seed=3, shuffle=True)
     if drawn * batch % other:
-        with pytest.raises(ValueError, match="no whole number of batches"):
+        with pytest.raises(CheckpointError, match="is not a multiple of it"):
             second.load_state_dict(state)
         return
     second.load_state_dict(state)
@@ -104,10 +105,10 @@ def test_prompts_that_are_taken_one_by_one_go_on_anywhere():
         stream = PromptStream(Rows(9), batch, 0, True)
         stream.load_state_dict(state, place, cut=True)
         assert stream.drawn == drawn  # none of which is drawn again
-    with pytest.raises(ValueError, match=r"11 prompts lie behind .* no whole number of batches of 4"):
+    with pytest.raises(CheckpointError, match=r"^batch_prompts=4: .* after 11 prompts \(3 batches of 4\)"):
         PromptStream(Rows(9), 4, 0, True).load_state_dict(state, 11)
 
 
 def test_another_number_of_rows_has_another_order():
-    with pytest.raises(ValueError, match="the dataset has 5 rows, and had 4 when"):
+    with pytest.raises(CheckpointError, match="the dataset has 5 rows, but the checkpoint was written with 4"):
         PromptStream(Rows(5), 2, 0, True).load_state_dict(PromptStream(Rows(4), 2, 0, True).state_dict())

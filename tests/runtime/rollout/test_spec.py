@@ -43,8 +43,8 @@ def test_only_async_samples_ahead_and_the_launch_table_tells_how() -> None:
     assert Sync().describe() == "in the step that trains on them"
     assert Async(0).describe() == "by a copy of the policy, in the step that trains on them"
     assert "at most 2 versions" in Async(2).describe()
-    assert "keys and values are computed anew" in Async(2).describe()
-    assert "keys and values stay" in Async(2, OnUpdate.keep).describe()
+    assert "KV cache recomputed when the weights change" in Async(2).describe()
+    assert "KV cache kept when the weights change" in Async(2, OnUpdate.keep).describe()
 
 
 def test_the_base_class_is_no_choice() -> None:

@@ -22,7 +22,7 @@ from realign.data import PreferenceData, PromptData, SupervisedData, TextData, T
 from realign.data.pretraining import WithPretraining
 from realign.engines import Causal, OptimizerSpec, TransformersModel
 from realign.engines.training.engine import TransformersEngine
-from realign.errors import DataError, RunError
+from realign.errors import ConfigError, DataError, RunError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
@@ -90,7 +90,7 @@ def test_a_model_that_only_ends_gives_responses_of_one_token_and_a_run_that_says
     assert values["reward"] == 0.0
     assert set(batch["input_ids"][batch["loss_mask"]].tolist()) == {EOS}
     assert values["zero_gradient_steps"] == values["skipped_steps"] > 0
-    with pytest.raises(RuntimeError, match="no optimizer step was made in 2 steps: every gradient was zero"):
+    with pytest.raises(RunError, match=r"the run made no optimizer step\. Every gradient was zero"):
         run(experiment(tmp_path, path))
 
 
@@ -138,15 +138,15 @@ def test_a_prompt_that_leaves_no_room_is_refused_at_the_start(tmp_path):
     data = PromptData(rows(tmp_path / "rows.jsonl", [*PROMPTS, "1" * 120]))
     generation = GenerationConfig(n=2, max_new_tokens=16)
     message = (
-        "models.actor has 128 positions, but a row of data has 120 tokens and its response up to 16: limit the rows to "
-        "112 tokens, or lower generation.max_new_tokens"
+        "models.actor: its context window has 128 positions, but a row of data has 120 tokens and its response up to "
+        "16. Limit the rows to 112 tokens, or set generation.max_new_tokens to at most 8."
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         LocalRuntime(experiment(tmp_path, path, data=data, generation=generation))
     data.max_prompt_tokens = 112
     assert len(LocalRuntime(experiment(tmp_path, path, data=data, generation=generation)).dataset) == 4
     generation = GenerationConfig(n=2, max_new_tokens=128)
-    with pytest.raises(ValueError, match="no prompt fits before 128 tokens; lower"):
+    with pytest.raises(ConfigError, match="with 128 tokens no prompt fits"):
         LocalRuntime(experiment(tmp_path, path, generation=generation))
 
 
@@ -158,13 +158,13 @@ def test_held_out_rows_that_leave_no_room_are_refused_at_the_start(tmp_path, tok
     if tokens == 110:
         answered = GenerationConfig(greedy=True, max_new_tokens=16)
         evaluation: Evaluator = Evaluation(PromptData(held_out), judge, answered, sweep={"max_new_tokens": [30]})
-        message = "but a row of evaluation.data has 110 tokens and its response up to 30: limit the rows to 98 tokens"
+        message = "but a row of evaluation.data has 110 tokens and its response up to 30. Limit the rows to 98 tokens"
     else:
         evaluation = LossEvaluation(SupervisedData(held_out))
-        message = "but a row of evaluation.data has 132 tokens: limit the rows to 128 tokens"
+        message = "but a row of evaluation.data has 132 tokens. Limit the rows to 128 tokens"
     parts = {"graph": sft_dataflow(), "interfaces": {"actor": SFTInterface()}} if tokens == 130 else {}
     data = SupervisedData(rows(tmp_path / "rows.jsonl", response="1")) if parts else None
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         LocalRuntime(experiment(tmp_path, path, evaluation=evaluation, **parts, **({"data": data} if data else {})))
 
 
@@ -172,7 +172,7 @@ def test_demonstrations_longer_than_the_model_are_refused_at_the_start(tmp_path)
     path = model_folder(tmp_path / "model")
     file = rows(tmp_path / "rows.jsonl", ["1" * 120], response="2" * 10)
     parts = {"graph": sft_dataflow(), "interfaces": {"actor": SFTInterface()}, "batch_prompts": 1}
-    with pytest.raises(ValueError, match=r"models\.actor has 128 positions, but a row of data has 131 tokens: limit"):
+    with pytest.raises(ConfigError, match=r"window has 128 positions, but a row of data has 131 tokens\. Limit"):
         LocalRuntime(experiment(tmp_path, path, data=SupervisedData(file), **parts))
 
 
@@ -182,14 +182,14 @@ def test_the_longest_sequence_is_that_of_one_response_and_texts_are_looked_at_to
     assert PreferenceData(file).load(tokenizer).longest_sequence == 10 + 8 + 1
     both = WithPretraining(PromptData(file), TextData(file, block_tokens=150, append_eos=False))
     path = model_folder(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"a text of data\.pretraining has 150 tokens"):
+    with pytest.raises(ConfigError, match=r"a text of data\.pretraining has 150 tokens"):
         LocalRuntime(experiment(tmp_path, path, data=both))
 
 
 def test_groups_of_equal_rewards_make_no_step_and_a_run_of_nothing_else_fails(tmp_path):
     path = model_folder(tmp_path / "model")
     reward = RuleRewardInterface(function=f"{__file__}:constant", workers=0)
-    with pytest.raises(RuntimeError, match=r"rewards that are all equal teach nothing"):
+    with pytest.raises(RunError, match="Check whether all rewards are equal"):
         run(experiment(tmp_path, path, reward=reward))
     found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r.get("zero_gradient_steps") for r in found[1:]] == [1.0, 1.0]
@@ -335,14 +335,14 @@ def test_a_run_folder_that_cannot_be_written_is_named_before_anything_is_loaded(
 
     monkeypatch.setattr(TransformersModel, "load", load)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"output_dir '.*/file/run': '.*/file' is not a folder; choose another"):
+    with pytest.raises(OSError, match=r"output_dir='.*/file/run': '.*/file' is not a folder\. Choose another"):
         run(experiment(tmp_path, path, output_dir=tmp_path / "file" / "run"))
 
     def no_file(*args, **more):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", no_file)
-    with pytest.raises(OSError, match=r"output_dir '.*/run': cannot write to '.*' \(Read-only file system\)"):
+    with pytest.raises(OSError, match=r"output_dir='.*/run': cannot write to '.*' \(Read-only file system\)"):
         run(experiment(tmp_path, path))
     assert not (tmp_path / "run").exists()
 

@@ -10,6 +10,7 @@ import torch
 
 from realign.api import Model, ModelSpec, SamplerSpec, SequenceSample
 from realign.engines import InProcessSampling, SharedModel
+from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime import models as loading
@@ -160,7 +161,7 @@ class SimpleExperiment:
 
 
 def test_a_model_that_cannot_sample_in_the_background_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"models.actor: Served has no background_sampler, which rollout=async needs"):
+    with pytest.raises(ConfigError, match=r"models.actor: Served has no background_sampler, which rollout=async needs"):
         LocalRuntime(experiment(tmp_path, external=False, rollout=Async(max_staleness=1)))
 
 
@@ -169,21 +170,21 @@ def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
         size = 2
 
     monkeypatch.setattr(loading, "current", Two)
-    with pytest.raises(ValueError, match=r"models.actor.sampler=TableSampling: external samplers .* torchrun"):
+    with pytest.raises(ConfigError, match=r"models.actor.sampler=TableSampling: external samplers .* torchrun"):
         loading.open_sampler(Served(), Model("actor", BigramEngine()))
 
 
 def test_what_samples_ahead_outside_the_engine_cannot_score(tmp_path):
     from realign.api import MicroBatchSpec
-    from realign.runtime.rollout.asynchronous import _SamplesOnly
+    from realign.runtime.rollout.background import SamplingEngine
 
     sampler = TableSampling(bitwise=True).open("actor", BigramEngine(), None)
-    engine = _SamplesOnly("actor", "actor", TrainsOnly(), sampler)
+    engine = SamplingEngine("actor", "actor", TrainsOnly(), sampler)
     data = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[1]]]})
     assert torch.equal(
         engine.generate(data, GENERATION, seed=0)["input_ids"],
         BigramEngine().generate(data, GENERATION, seed=0)["input_ids"],
     )
-    with pytest.raises(ValueError, match="TableSampler samples ahead of training and cannot score"):
+    with pytest.raises(ConfigError, match="with rollout=async, TableSampler can sample but not score"):
         engine.forward(data, MicroBatchSpec(), lambda output, part: part)
     sampler.close()

@@ -1,0 +1,56 @@
+"""Load the datasets of a run, and check that their rows fit the models that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from realign.api import Model
+from realign.data import Dataset
+from realign.runtime.checks.dataset import check_budget, check_dataset
+from realign.runtime.checks.positions import check_positions
+from realign.runtime.experiment import Experiment
+from realign.runtime.models import lead_role
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The datasets of a run."""
+
+    training: Dataset
+    held_out: Dataset | None
+    """Rows of the evaluation; None without one."""
+    calibration: Dataset | None
+    """Prompts of the calibration; None without one."""
+
+
+def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datasets:
+    """Load and check all datasets of a run with the tokenizers of its models.
+
+    Raises:
+        RealignError: a dataset cannot be read, or does not fit the graph, the token budget or a model.
+    """
+    training = experiment.data.load(models[lead_role(experiment)].tokenizer)
+    check_dataset(training, experiment)
+    readers = [rpc.model for rpc in experiment.graph.rpcs]
+    length, setting = experiment.longest_response, experiment.length_setting
+    check_positions(training, length, models, readers, "data", setting=setting)
+    calibration_data = _calibration_data(experiment, models)
+    return Datasets(training, _held_out(experiment, models), calibration_data)
+
+
+def _held_out(experiment: Experiment, models: Mapping[str, Model]) -> Dataset | None:
+    if (evaluation := experiment.evaluation) is None:
+        return None
+    found = evaluation.data.load(models[evaluation.role].tokenizer)
+    check_positions(found, evaluation.longest_response, models, [evaluation.role], "evaluation.data")
+    return found
+
+
+def _calibration_data(experiment: Experiment, models: Mapping[str, Model]) -> Dataset | None:
+    if (calibration := experiment.calibration) is None:
+        return None
+    found, response = calibration.data.load(models[calibration.policy].tokenizer), calibration.generation.max_new_tokens
+    check_budget(found, response, experiment)
+    check_positions(found, response, models, (calibration.policy, calibration.role), "calibration.data")
+    return found

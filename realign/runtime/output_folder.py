@@ -1,0 +1,50 @@
+"""Files of an earlier run in the output folder: protect them, or remove them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from realign.engines.files.folders import check_run_folder
+from realign.errors import ConfigError
+from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
+
+
+def check_output_folder(experiment: Experiment) -> None:
+    """Check that `output_dir` contains no run that must not be overwritten.
+
+    Raises:
+        ConfigError: it contains such a run. A link in the folder raises the error of `check_run_folder`.
+    """
+    out, resume = experiment.output_dir, experiment.resume
+    check_run_folder(out)
+    record = out / "metrics.jsonl"
+    started = record.exists() and record.stat().st_size > 0  # a run with an empty record failed before its first line
+    if experiment.overwrite or not started:
+        return
+    found = f"output_dir={str(out)!r}: the folder contains an earlier run"
+    resumable = any((out / CHECKPOINTS).glob("*step_*"))
+    if resume is None:
+        continue_it = "Continue that run with resume=auto, choose" if resumable else "Choose"
+        raise ConfigError(f"{found}. {continue_it} another folder, or set overwrite=true.")
+    if resume == AUTO and not resumable and _model_folders(out):
+        raise ConfigError(
+            f"{found} without a checkpoint, and resume=auto would replace its models. Choose another folder, or set "
+            "overwrite=true."
+        )
+    if resume != AUTO and (Part.counters in experiment.resume_skip or not experiment.owns(Path(resume))):
+        raise ConfigError(f"{found}, and resume={resume!r} starts a new one. Choose another folder.")
+
+
+def clear_output_folder(out: Path) -> None:
+    """Remove the files of an earlier run from an output folder, so that they do not mix with those of a new run."""
+    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"):
+        (out / name).unlink(missing_ok=True)
+    for folder in (*_model_folders(out), out / "tensorboard", out / CHECKPOINTS):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+
+
+def _model_folders(out: Path) -> list[Path]:
+    """Return the folders with saved models."""
+    return [folder for folder in (out / "final", out / "best", *out.glob("step_*")) if folder.is_dir()]

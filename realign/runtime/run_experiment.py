@@ -1,0 +1,128 @@
+"""`run`: load an experiment and train it, and continue from the last checkpoint after a worker died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+
+from rich.console import Console
+
+from realign.engines.distributed.ranks import Ranks, current
+from realign.errors import CheckpointError, ConfigError
+from realign.runtime.backend import cluster_for, open_runtime
+from realign.runtime.checkpoint.recovery import Attempts
+from realign.runtime.checkpoint.resume import Start, find_start
+from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.experiment import Experiment
+from realign.runtime.loop import RunResult, Training
+from realign.runtime.metrics.live_display import Tracker
+from realign.runtime.output_folder import check_output_folder
+from realign.runtime.processes.lock import alone_in
+from realign.runtime.processes.operations import Watch
+from realign.runtime.processes.watchdog import watchdog_for
+from realign.runtime.processes.worker_failures import WorkerLost
+
+
+def run(
+    experiment: Experiment,
+    *,
+    console: Console | None = None,
+    trackers: Iterable[Tracker] = (),
+    watch: Watch | None = None,
+) -> RunResult:
+    """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
+
+    In the main thread, Ctrl-C and SIGTERM stop the run after the current step, once a checkpoint is written.
+
+    In a torch.distributed group every rank calls this with the same experiment. Rank 0 writes the files. Rank 0 also
+    decides everything that depends on a clock, a disk or a signal. With runtime=ray, a run whose worker died
+    continues from its last checkpoint.
+
+    Args:
+        experiment: the settings of the run.
+        console: where progress is shown; None shows nothing.
+        trackers: additional receivers of the metrics; the caller closes them.
+        watch: receives the current operation, and any error before resources are closed.
+
+    Returns:
+        The metrics of all steps, the output folder and held-out samples.
+
+    Raises:
+        RealignError: the experiment, its data or the checkpoint is invalid, another run is active in the same folder,
+            or the run cannot continue. The message contains the cause.
+        Interrupted: a signal stopped the run; the message contains the last step.
+    """
+    ranks, watch, trackers = current(), watch or watchdog_for(experiment.runtime), tuple(trackers)
+    _check_ranks(experiment, ranks)
+    ranks.lead(partial(check_output_folder, experiment))
+    attempts = Attempts(experiment)
+    while True:
+        try:
+            # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster too
+            # `telling` reports errors before resources are closed
+            with cluster_for(experiment), watch.started(), ExitStack() as stack, watch.telling():
+                training = _opened(attempts.experiment, ranks, watch, console, trackers, stack)
+                attempts.began()
+                return training.run()
+        except WorkerLost as lost:
+            attempts.recover(lost)
+
+
+def _opened(
+    experiment: Experiment,
+    ranks: Ranks,
+    watch: Watch,
+    console: Console | None,
+    trackers: Iterable[Tracker],
+    stack: ExitStack,
+) -> Training:
+    """Lock the output folder, load the run and restore it; `stack` closes it."""
+
+    def hold() -> None:
+        stack.enter_context(alone_in(experiment.output_dir))
+
+    if is_there := ranks.lead(experiment.output_dir.is_dir):
+        ranks.lead(hold)
+    start = find_start(experiment)
+    _check_start(start, ranks)
+    seed_random(experiment.seed)
+    runtime = open_runtime(experiment)
+    stack.callback(runtime.close)
+    runtime.watch = watch
+    ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
+    if not is_there:
+        ranks.lead(hold)
+    return Training(runtime, start, console, trackers, stack)
+
+
+def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
+    """Check that the settings work under torchrun.
+
+    Raises:
+        ConfigError: several processes do not support a setting.
+    """
+    if ranks.size == 1:
+        return
+    if experiment.runtime.starts_workers:
+        raise ConfigError("runtime=ray: it starts its own processes. Start the run without torchrun.")
+    if experiment.rollout.ahead:
+        raise ConfigError("rollout=async: it does not work under torchrun. Set rollout=sync, or runtime=ray.")
+
+
+def _check_start(start: Start | None, ranks: Ranks) -> None:
+    """Check that all ranks found the same checkpoint.
+
+    Raises:
+        CheckpointError: they found different ones.
+    """
+    found = ranks.gather(None if start is None else str(start.checkpoint.path))
+    for rank, path in enumerate(found):
+        if path != found[0]:
+            raise CheckpointError(
+                f"resume: rank 0 found checkpoint {found[0]}, but rank {rank} found {path}. Put output_dir and the "
+                "path in resume on a disk that all machines share."
+            )
+
+
+__all__ = ["run"]
