@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.mutation.mutants import Mutant, mutants, required_parameters, sample
-from benchmarks.mutation.runner import PRELOADED, Job, Outcome, Runner, digest
+from benchmarks.mutation.records import Measured, Results
+from benchmarks.mutation.runner import PRELOADED, Job, Outcome, Runner
 from benchmarks.mutation.selection import Project
 from benchmarks.report import arguments, facts, table
 
@@ -46,8 +48,8 @@ DEFAULTS = {
     "seed": "0",
     "workers": "2",
     "minutes": "60",
-    "slowest": "30",
-    "budget": "120",
+    "slowest": "20",
+    "budget": "60",
     "folder": "",
     "files": "",
     "only": "",
@@ -82,97 +84,6 @@ class Target:
             if not words or any(word in file for word in words):
                 found[file] = mutants(file, path.read_text(encoding="utf-8"), required)
         return found
-
-
-class Measured:
-    """Seconds of each test file without a mutant, kept between runs while the files are the same."""
-
-    def __init__(self, target: Target, path: Path, bounds: Mapping[str, float]) -> None:
-        """Read what an earlier run has measured.
-
-        Args:
-            target: the project.
-            path: file of the measurements.
-            bounds: test files, with the seconds after which each is left out.
-        """
-        self.root, self.path, self.bounds = target.root, path, bounds
-        helpers = (each for each in (target.root / "tests").rglob("*.py") if not each.name.startswith("test_"))
-        self.shared = digest(*sorted((target.root / target.package).rglob("*.py")), *sorted(helpers))
-        self.found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-
-    def version(self, test: str) -> str:
-        """Return a hash of all that the result of a test file depends on."""
-        return f"{self.shared} {digest(self.root / test)}"
-
-    def missing(self) -> list[str]:
-        """Return the test files to measure."""
-        return [test for test in self.bounds if not self._known(test)]
-
-    def note(self, job: Job, outcome: Outcome) -> None:
-        """Store the measurement of a test file."""
-        found = {"version": self.version(job.name), "result": outcome.result, "failed": outcome.failed}
-        self.found[job.name] = {**found, "seconds": round(outcome.seconds, 2), "log": outcome.log}
-        self.path.write_text(json.dumps(self.found))
-
-    def usable(self, test: str) -> bool:
-        """Return whether a test file passes in time."""
-        return self.found[test]["result"] == "passed" and self.found[test]["seconds"] <= self.bounds[test]
-
-    def seconds(self, test: str) -> float:
-        """Return the seconds of a test file."""
-        return float(self.found[test]["seconds"])
-
-    def left_out(self) -> dict[str, str]:
-        """Return the test files that are not usable, with the reason."""
-        return {
-            test: "fails without a mutant" if self.found[test]["result"] == "failed" else f"takes more than {bound:g} s"
-            for test, bound in self.bounds.items()
-            if not self.usable(test)
-        }
-
-    def _known(self, test: str) -> bool:
-        found = self.found.get(test)
-        if found is None or found["version"] != self.version(test):
-            return False
-        late = found["result"] == "timeout" and found["seconds"] >= self.bounds[test]
-        return found["result"] == "passed" or late
-
-
-class Results:
-    """Results of mutants, kept in a file of JSON lines."""
-
-    def __init__(self, root: Path, path: Path) -> None:
-        self.root, self.path = root, path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.found: dict[str, dict[str, Any]] = {each["id"]: each for each in map(json.loads, lines)}
-
-    def add(self, mutant: Mutant, tests: Sequence[str], outcome: Outcome) -> None:
-        """Store the result of a mutant."""
-        record = {
-            "id": mutant.id,
-            "result": {"passed": "survived", "failed": "killed"}.get(outcome.result, outcome.result),
-            "file": mutant.file,
-            "where": mutant.where,
-            "change": mutant.change,
-            "failed": outcome.failed,
-            "seconds": round(outcome.seconds, 2),
-            "tests": list(tests),
-            "file_version": digest(self.root / mutant.file),
-            "tests_version": self._version(tests),
-        }
-        self.found[mutant.id] = record
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def is_current(self, mutant: Mutant, tests: Sequence[str]) -> bool:
-        """Return whether a stored result is that of the current files."""
-        record = self.found.get(mutant.id)
-        if record is None or record["file_version"] != digest(self.root / mutant.file):
-            return False
-        return record["result"] != "survived" or record["tests_version"] == self._version(tests)
-
-    def _version(self, tests: Sequence[str]) -> str:
-        return digest(*(self.root / test for test in tests))
 
 
 def chosen(found: dict[str, list[Mutant]], words: dict[str, str]) -> list[Mutant]:
@@ -307,7 +218,7 @@ def test_mutants(target: Target, words: dict[str, str], folder: Path) -> dict[st
     slowest, mirrors = float(words["slowest"]), set(map(project.mirror, tests_of))
     tests = sorted({test for each in tests_of.values() for test in each})
     bounds = {test: slowest * (MIRROR if test in mirrors else 1) for test in tests}
-    measured = Measured(target, folder / "tests.json", bounds)
+    measured = Measured(target.root, target.package, folder / "tests.json", bounds)
     results = Results(target.root, folder / "results.jsonl")
     with tempfile.TemporaryDirectory() as copies:
         runner = Runner(target.root, target.package, Path(copies), int(words["workers"]), target.preloaded)
@@ -343,4 +254,5 @@ def main(given: Sequence[str] | None = None, target: Target | None = None) -> in
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the workers too
     sys.exit(main())

@@ -140,7 +140,7 @@ class Runner:
             self._write(worker.copy / job.mutated[0], job.mutated[1])
         receiving, sending = self.context.Pipe(duplex=False)
         worker.job, worker.results, worker.outcome, worker.started = job, receiving, Outcome(), time.monotonic()
-        process = self.context.Process(target=run_tests, args=(worker.folder, self.package, job.tests, sending))
+        process = self.context.Process(target=run_tests, args=(worker.folder, self.package, job, sending))
         process.start()
         sending.close()
         worker.process = process
@@ -217,9 +217,11 @@ class FirstFailure:
             self.test = report.nodeid
 
 
-def run_tests(folder: Path, package: str, tests: Sequence[str], results: Connection) -> None:
-    """Run test files in this process, one after the other until one fails, and send the result."""
+def run_tests(folder: Path, package: str, job: Job, results: Connection) -> None:
+    """Run the test files of a job in this process, one after the other until one fails, and send the result."""
     os.setsid()
+    processor_s = int(job.limit) + 10  # ends an endless loop also after the parent has been killed
+    resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     copy = folder / "project"
     with (folder / "log").open("wb") as log:
@@ -230,7 +232,7 @@ def run_tests(folder: Path, package: str, tests: Sequence[str], results: Connect
 
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={copy}", f"--basetemp={folder / 'tmp'}"]
     result = ("passed", "")
-    for test in tests:
+    for test in job.tests:
         first = FirstFailure()
         code = pytest.main([*options, test], plugins=[first])
         if code not in (OK, NO_TESTS):

@@ -198,6 +198,18 @@ def test_the_test_files_that_import_a_component_are_found():
     assert "tests/interfaces/test_dpo.py" not in found
 
 
+def test_a_mutant_runs_its_mirror_then_the_fastest_tests_within_the_budget(tmp_path):
+    seconds = {"tests/a.py": 9.0, "tests/b.py": 2.0, "tests/c.py": 1.0, "tests/d.py": 30.0, "tests/e.py": 0.1}
+    results = {test: "failed" if test == "tests/e.py" else "passed" for test in seconds}
+    found = {test: {"version": "", "result": results[test], "seconds": seconds[test]} for test in seconds}
+    (tmp_path / "tests.json").write_text(json.dumps(found))
+    measured = mutation.Measured(tmp_path, "toy", tmp_path / "tests.json", dict.fromkeys(seconds, 20.0))
+    expected = ["tests/a.py", "tests/c.py", "tests/b.py"]
+    assert mutation.affordable(list(seconds), "tests/a.py", measured, budget=3) == expected
+    assert mutation.affordable(list(seconds), "tests/a.py", measured, budget=2) == expected[:2]
+    assert measured.left_out() == {"tests/d.py": "takes more than 20 s", "tests/e.py": "fails without a mutant"}
+
+
 def test_an_interval_contains_the_score():
     assert mutation.interval(90, 100) == [0.8256, 0.9448]
     assert mutation.interval(0, 0) == [0.0, 1.0]
