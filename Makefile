@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf torture scale fuzz test lint types contracts check clean
+.PHONY: bench demo rlhf torture scale fuzz mutation test lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ $(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt
 
 fuzz: $(VENV)/.atheris
 	@$(BIN)/python -m benchmarks.fuzz seed=$(SEED) $(ARGS)
+
+mutation: export OMP_NUM_THREADS = 1
+mutation: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.mutation seed=$(SEED) $(ARGS)
 
 # The models of the tests are so small that a second thread costs more than it saves.
 test: export OMP_NUM_THREADS = 1
