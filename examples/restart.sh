@@ -11,13 +11,15 @@ experiment=${1:?usage: restart.sh EXPERIMENT OUTPUT_DIR [OVERRIDE ...]}
 output_dir=${2:?usage: restart.sh EXPERIMENT OUTPUT_DIR [OVERRIDE ...]}
 shift 2
 
+unrecorded=0 # failures that left no last_failure.json
 while true; do
     realign experiment="$experiment" output_dir="$output_dir" resume=auto "$@"
     code=$?
     [ "$code" -eq 75 ] || exit "$code"
     count=$(sed -n 's/.*"count": *\([0-9][0-9]*\).*/\1/p' "$output_dir/last_failure.json" 2>/dev/null)
-    if [ "${count:-1}" -ge 3 ]; then
-        echo "$count consecutive failures at the same step, see $output_dir/last_failure.json; no further restart" >&2
+    [ -n "$count" ] || count=$((++unrecorded))
+    if [ "$count" -ge 3 ]; then
+        echo "$count consecutive failures without progress, see $output_dir/last_failure.json; no further restart" >&2
         exit "$code"
     fi
     echo "exit code 75: restart in ${RESTART_DELAY_S:-30} s" >&2

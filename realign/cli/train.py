@@ -15,13 +15,14 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from realign.cli.errors import described, guarded
+from realign.cli.errors import described, exit_code, guarded
 from realign.config.errors import ConfigError
+from realign.errors import ExitCode
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -127,9 +128,24 @@ def alone(config: ExperimentConfig, debug: bool) -> int:
 
         experiment = build(config)
         check_output_folder(experiment)
-        run(experiment, console=_console(experiment))
+        with _end_recorded(experiment):
+            run(experiment, console=_console(experiment))
 
     return guarded(make, debug)
+
+
+@contextmanager
+def _end_recorded(experiment: Experiment) -> Iterator[None]:
+    """Write or remove `last_failure.json` when the run ends. A configuration error is no failure of the run."""
+    from realign.runtime.checkpoint.last_failure import record_end
+
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, ConfigError):
+            record_end(experiment.output_dir, exit_code(error), str(error))
+        raise
+    record_end(experiment.output_dir, ExitCode.success)
 
 
 def is_one_of_many() -> bool:
@@ -185,8 +201,9 @@ def _take_part(meeting: Meeting, config: ExperimentConfig) -> None:
     from realign.runtime import run
 
     experiment = build(config)
-    console = _console(experiment) if meeting.ranks.leader else None
-    with meeting.joined(experiment.runtime.call_minutes):
+    leads = meeting.ranks.leader
+    console = _console(experiment) if leads else None
+    with meeting.joined(experiment.runtime.call_minutes), _end_recorded(experiment) if leads else nullcontext():
         run(experiment, console=console, watch=meeting.watch)
 
 

@@ -105,7 +105,7 @@ def test_a_slurm_job_is_not_requeued_after_the_third_failure_at_the_same_step(ex
     assert execute("slurm/train.sbatch", (75, 2)).requeues == ["requeue 42"]
     result = execute("slurm/train.sbatch", (75, 3))
     assert (result.code, len(result.requeues)) == (75, 1)
-    assert "3 consecutive failures at the same step" in result.errors
+    assert "3 consecutive failures without progress" in result.errors
 
 
 def test_a_slurm_job_is_requeued_after_preemption_whatever_failed_before(execute):
@@ -121,7 +121,13 @@ def test_the_loop_restarts_a_run_until_it_succeeds(execute):
 def test_the_loop_stops_after_the_third_failure_at_the_same_step(execute):
     result = execute("restart.sh", (75, 1), (75, 2), (75, 3))
     assert (result.code, len(result.calls)) == (75, 3)
-    assert "3 consecutive failures at the same step" in result.errors
+    assert "3 consecutive failures without progress" in result.errors
+
+
+def test_the_scripts_stop_after_the_third_failure_without_a_record(execute, monkeypatch):
+    assert len(execute("restart.sh", (75, None), (75, None), (75, None)).calls) == 3
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert execute("slurm/train.sbatch", (75, None)).requeues == []
 
 
 def test_the_loop_stops_at_sigterm(execute):
