@@ -279,7 +279,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_and_no_step(tmp_path, ful
             pass
 
     with pytest.warns(
-        UserWarning, match=r"metrics\.jsonl cannot be written from byte \d+ on \(No space left on device\)"
+        UserWarning, match=r"metrics\.jsonl cannot be written after byte \d+ \(No space left on device\)"
     ):
         result = run(experiment(tmp_path, path, **settings), trackers=[Fills()])
     for name in ("metrics", "samples"):
