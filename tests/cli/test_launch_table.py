@@ -7,6 +7,7 @@ import pytest
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface, Plan, SamplerSpec
 from realign.cli.launch_table import derived_rows
 from realign.engines import InProcessSampling, OptimizerSpec, SharedModel, TransformersModel, Value
+from realign.errors import ConfigError
 from realign.runtime import DynamicSampling, Evaluation, Experiment
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
 from tests.samplers import TableSampling
@@ -114,7 +115,9 @@ def test_trap_b2_roles_with_different_temperatures_are_refused():
         "interfaces.actor.generation.temperature": 1.0,
         "interfaces.judge.temperature": 1.0,
     }
-    with pytest.raises(ValueError, match=r"interfaces\.actor\.generation\.temperature=1, but interfaces\.judge\.temp"):
+    with pytest.raises(
+        ConfigError, match=r"^interfaces\.judge\.temperature=0\.7: it differs from interfaces\.actor\.gen"
+    ):
         experiment(interfaces={"actor": Actor(), "judge": Judge(temperature=0.7)})
 
 

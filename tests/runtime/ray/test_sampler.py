@@ -7,6 +7,7 @@ import pytest
 
 from realign.api import GenerationConfig
 from realign.engines.sampling.background_sampler import StreamingEngine
+from realign.errors import ConfigError
 from realign.runtime.ray.host import Host
 from realign.runtime.ray.sampler import RemoteSampler
 from realign.runtime.rollout.background import load_background_sampler
@@ -65,5 +66,5 @@ def test_a_call_goes_to_the_worker_that_has_the_fewest():
 
 
 def test_a_spec_without_a_background_sampler_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"models.actor: Served has no background_sampler"):
+    with pytest.raises(ConfigError, match=r"models.actor: Served has no background_sampler"):
         load_background_sampler("actor", Served(), 0, recompute=True)
