@@ -25,6 +25,7 @@ from realign.config import ConfigError, build_experiment, compose, resolved_conf
 from realign.config.composition import check_launch, config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
+from realign.errors import DataError
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.worker import answer
 from realign.rewards.text import visible
@@ -298,7 +299,7 @@ def test_weights_in_a_pickle_are_refused(tmp_path):
     folder = save_tiny(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     torch.save({"trap": Trap()}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"safetensors"):
+    with pytest.raises(DataError, match=r"safetensors"):
         TransformersModel(path=str(folder)).load("actor", seed=0)
     assert "unpickled" not in security_traps.MADE
 
@@ -309,7 +310,7 @@ def test_code_beside_the_weights_is_not_run_unless_it_is_named(tmp_path):
     config |= {"model_type": "trap", "auto_map": {"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.Trap"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "trap.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    with pytest.raises(ValueError, match=r"custom code .*; trust_remote_code=true of this role runs it"):
+    with pytest.raises(DataError, match=r"custom code .* Set trust_remote_code=true of this role to run it\."):
         TransformersModel(path=str(folder)).load("actor", seed=0)
     assert not (tmp_path / "ran").exists()
     assert TransformersModel("x").trust_remote_code is False
