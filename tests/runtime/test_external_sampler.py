@@ -10,6 +10,7 @@ import torch
 
 from realign.api import Model, ModelSpec, SamplerSpec, SequenceSample
 from realign.engines import InProcessSampling, SharedModel
+from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime import models as loading
@@ -145,7 +146,7 @@ def test_a_sampler_is_closed_when_the_other_models_cannot_be_loaded(tmp_path, op
     graph = replace(
         plain.graph, rpcs=(*plain.graph.rpcs, replace(plain.graph.rpcs[0], name="x", model="other", outputs=()))
     )
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ConfigError, match="nobody"):
         load_models(SimpleExperiment(plain, graph, {"other": broken}))
     assert "closed" in opened[0].stopped
 
