@@ -150,7 +150,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "models.actor.optimizer.lr=-1e-6"],
-        "models.actor.optimizer.lr=-1e-06: must be at least 0",
+        "models.actor.optimizer.lr=-1e-06: must be at least 0 and finite",
     ),
     (
         [*GRPO, "interfaces.actor.generation.temperature=0"],

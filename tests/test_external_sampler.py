@@ -146,7 +146,7 @@ def test_a_sampler_is_closed_when_the_other_models_cannot_be_loaded(tmp_path, op
     graph = replace(
         plain.graph, rpcs=(*plain.graph.rpcs, replace(plain.graph.rpcs[0], name="x", model="other", outputs=()))
     )
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ConfigError, match="nobody"):
         load_models(SimpleExperiment(plain, graph, {"other": broken}))
     assert "closed" in opened[0].stopped
 

@@ -300,7 +300,7 @@ def test_weights_in_a_pickle_are_refused(tmp_path):
     folder = save_tiny(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     torch.save({"trap": Trap()}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"safetensors"):
+    with pytest.raises(DataError, match=r"safetensors"):
         TransformersModel(path=str(folder)).load("actor", seed=0)
     assert "unpickled" not in security_traps.MADE
 
@@ -311,7 +311,7 @@ def test_code_beside_the_weights_is_not_run_unless_it_is_named(tmp_path):
     config |= {"model_type": "trap", "auto_map": {"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.Trap"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "trap.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    with pytest.raises(ValueError, match=r"custom code .*; trust_remote_code=true of this role runs it"):
+    with pytest.raises(DataError, match=r"custom code .* Set trust_remote_code=true of this role to run it\."):
         TransformersModel(path=str(folder)).load("actor", seed=0)
     assert not (tmp_path / "ran").exists()
     assert TransformersModel("x").trust_remote_code is False

@@ -9,6 +9,7 @@ from realign.cli import commands as cli
 from realign.cli.chat import chat_of
 from realign.config.errors import ConfigError
 from realign.data import Template
+from realign.errors import DataError
 from tests.data.text_tokenizer import TURNS
 from tests.samplers import TableSampling
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -36,7 +37,7 @@ def test_settings_become_fields(folder):
 def test_an_answer_ends_where_the_model_has_no_more_positions(folder):
     unlimited = answers([folder], ["a"])  # 256 tokens are the default, 128 positions there
     assert unlimited == answers([folder, "generation.max_new_tokens=127"], ["a"])
-    with pytest.raises(ValueError, match="but the model has 128 positions"):
+    with pytest.raises(DataError, match=r"exceeds the context window of the model \(128\)"):
         answers([folder, "generation.max_new_tokens=200", "generation.fixed_length=true"], ["a"])
 
 

@@ -128,12 +128,12 @@ def test_a_role_that_shares_cannot_be_trained_by_the_graph(tmp_path):
 @pytest.mark.parametrize("of", ["ref", "critic", "actr"])
 def test_only_a_role_with_a_model_of_its_own_is_shared(tmp_path, of):
     models = {"actor": TransformersModel("x"), "ref": SharedModel(of), "critic": SharedModel("actor")}
-    with pytest.raises(ValueError, match=rf"models\.ref\.of must be a role with .* \(actor\), found '{of}'"):
+    with pytest.raises(ConfigError, match=rf"models\.ref\.of='{of}': must be a role with its own model. .*: actor\."):
         shared(tmp_path, "x", models=models)
 
 
 def test_a_model_that_takes_no_part_cannot_be_shared():
-    with pytest.raises(ValueError, match=r"models\.ref shares the model of role 'actor', which takes no part"):
+    with pytest.raises(ConfigError, match=r"models\.ref\.of='actor': no RPC uses this role"):
         SharedModel("actor").load("ref", seed=0)
 
 
