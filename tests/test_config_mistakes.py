@@ -164,7 +164,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "microbatch.max_tokens_per_microbatch=-1"],
-        "microbatch.max_tokens_per_microbatch must be at least 1, found -1",
+        "microbatch.max_tokens_per_microbatch=-1: must be at least 1, or null",
     ),
     (
         [*GRPO, "data.max_prompt_tokens=0"],

@@ -255,7 +255,7 @@ class Model:
             ValueError: the role has none.
         """
         if self.engine is None:
-            raise ValueError(f"role {self.name!r} has no model: give it one under models.{self.name}")
+            raise ValueError(f"role {self.name!r} has no model. Set models.{self.name}")
         return self.engine
 
     @property

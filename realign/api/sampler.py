@@ -304,7 +304,7 @@ class SamplerSpec(Settings):
 
     def capabilities(self) -> Capabilities:
         """Return the guarantees of the sampler, for the launch table."""
-        raise NotImplementedError(f"{type(self).__name__} has no capabilities")
+        raise NotImplementedError(f"{type(self).__name__} does not implement capabilities")
 
     def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
         """Construct the sampler with the weights of `source` as version 0.
@@ -317,7 +317,7 @@ class SamplerSpec(Settings):
         Raises:
             ValueError: the sampler cannot be constructed. The message names the key.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no open")
+        raise NotImplementedError(f"{type(self).__name__} does not implement open")
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats, Sync
 from realign.api.dataflow import nearest
+from realign.errors import ConfigError, GraphError
 
 GEN = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=("input_ids", "logprobs"))
 REWARD = RPC("reward_inf", "reward", "inference", inputs=("input_ids",), outputs=("rewards",))
@@ -149,7 +150,10 @@ def test_two_train_steps_of_a_model_stay_as_declared() -> None:
             lambda: graph(sync={"reff": Sync("actor")}),
             r"sync.reff: no RPC of the graph uses role 'reff'; did you mean 'ref'\? \(valid: ref, reward\)",
         ),
-        (lambda: graph(sync={"actor": Sync("actor")}), "sync.actor: role 'actor' is trained, and the sync would overwrite its"),
+        (
+            lambda: graph(sync={"actor": Sync("actor")}),
+            "sync.actor: role 'actor' is trained, and the sync would overwrite its",
+        ),
         (
             lambda: graph(sync={"ref": Sync("reward")}),
             r"sync.ref.of=reward: no RPC of the graph trains this role \(valid: actor\)",
@@ -263,7 +267,11 @@ def test_roles_that_can_do_their_work_pass() -> None:
             ["actor", "ref"],
             r"RPC 'actor_gen' calls generate, which Scorer does not implement. It implements \['inference'\]",
         ),
-        ({**ROLES, "ref": Policy}, ["actor", "ref"], r"inference, which Policy .* It implements \['generate', 'train_step'\]"),
+        (
+            {**ROLES, "ref": Policy},
+            ["actor", "ref"],
+            r"inference, which Policy .* It implements \['generate', 'train_step'\]",
+        ),
     ],
 )
 def test_trap_g6_a_role_that_cannot_is_refused_before_anything_loads(

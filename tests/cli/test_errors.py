@@ -47,7 +47,7 @@ def test_a_warning_is_one_line_told_once_and_keeps_its_place_with_debug():
 
 def test_what_realign_or_the_disk_says_is_one_line_and_a_bug_is_none():
     assert user_message(ValueError("never raised")) is None
-    assert user_message(caught_from(mistake)) == "n_microbatches must be at least 1, found 0"
+    assert user_message(caught_from(mistake)) == "n_microbatches=0: must be at least 1"
     by_torch = caught_from(bug)
     assert isinstance(by_torch, RuntimeError)
     assert user_message(by_torch) is None
@@ -68,7 +68,7 @@ def test_where_there_is_no_slurm_one_line_says_so(monkeypatch):
 
 
 def test_an_error_has_a_text_and_an_exit_code():
-    one_line = "n_microbatches must be at least 1, found 0"
+    one_line = "n_microbatches=0: must be at least 1"
     assert described(caught_from(mistake), debug=False) == (f"error: {one_line}", USER_ERROR)
     assert described(caught_from(stopped), debug=False) == ("stopped after step 3", 143)
     assert described(KeyboardInterrupt(), debug=True) == ("interrupted", 130)
@@ -84,7 +84,7 @@ def test_a_guarded_action_says_its_mistake_and_hands_on_its_bug(capsys):
     assert guarded(lambda: 5, debug=False) == 5
     assert guarded(mistake, debug=False) == 2
     assert guarded(stopped, debug=False) == 143
-    assert capsys.readouterr().err == "error: n_microbatches must be at least 1, found 0\nstopped after step 3\n"
+    assert capsys.readouterr().err == "error: n_microbatches=0: must be at least 1\nstopped after step 3\n"
     with pytest.raises(RuntimeError):
         guarded(bug, debug=False)
     with pytest.raises(ValueError, match="n_microbatches"):

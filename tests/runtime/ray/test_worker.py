@@ -11,7 +11,7 @@ from realign.runtime.ray import worker
 
 def test_an_error_on_purpose_is_sent_as_it_is_and_a_bug_as_its_traceback():
     ours = worker._answer(lambda: MicroBatchSpec(n_microbatches=0)).failure
-    assert str(pickle.loads(ours.error)) == "n_microbatches must be at least 1, found 0"
+    assert str(pickle.loads(ours.error)) == "n_microbatches=0: must be at least 1"
     bug = worker._answer(lambda: torch.ones(2) @ torch.ones(3)).failure
     assert (bug.kind, bug.error) == ("RuntimeError", None)
     assert "torch.ones(2) @ torch.ones(3)" in bug.traceback
