@@ -252,8 +252,8 @@ class DataflowGraph:
             if not implements(interface, rpc.method):
                 has = [m for m in METHODS if implements(interface, m)]
                 raise GraphError(
-                    f"RPC {rpc.name!r} calls {rpc.method}, which {interface.__name__} does not implement. It implements "
-                    f"{has}"
+                    f"RPC {rpc.name!r} calls {rpc.method}, which {interface.__name__} does not implement. It "
+                    f"implements {has}"
                 )
             if interface.needs_engine and rpc.model not in models:
                 hint = nearest(rpc.model, models)

@@ -147,15 +147,18 @@ class PPOActorInterface(ModelInterface):
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
         if self.value is not None and self.critic is not Critic.shared:
-            raise SettingsError(f"value: a loss of values needs critic=shared, found critic={self.critic.value}")
+            raise SettingsError(f"value: has no effect with critic={self.critic.value}. Set critic=shared")
         if self.critic is not Critic.none and not self.advantage.gives_returns:
             name = type(self.advantage).__name__
-            why = f"advantage={name} computes no returns for it to learn. Use advantage=gae, or critic=none"
+            why = f"advantage={name} computes no returns to train a critic. Set advantage=gae or critic=none"
             raise SettingsError(f"critic={self.critic.value}: {why}")
         if self.critic_warmup_steps and self.critic is not Critic.own:
-            raise SettingsError(f"critic_warmup_steps={self.critic_warmup_steps}: needs critic=own")
+            raise SettingsError(
+                f"critic_warmup_steps={self.critic_warmup_steps}: has no effect with critic={self.critic.value}. Set "
+                "critic=own"
+            )
         if self.credit_per_minibatch and self.critic is Critic.own:
-            why = "critic=own estimates advantages once, for actor and critic. Use critic=shared or critic=none"
+            why = "critic=own estimates advantages once per batch. Set critic=shared or critic=none"
             raise SettingsError(f"credit_per_minibatch=true: {why}")
 
     def keys(self, method: str) -> Keys:

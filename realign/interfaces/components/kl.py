@@ -60,7 +60,9 @@ class KLPenalty(Settings):
         if self.target is not None and self.place is KLPlace.none:
             raise SettingsError(f"target={self.target:g}: no penalty is applied. Set place=reward or place=loss")
         if self.target is not None and self.coef == 0:
-            raise SettingsError("coef=0: the controller of kl.target multiplies the coefficient. Start above 0")
+            raise SettingsError(
+                "coef=0: the adaptive controller (target) multiplies coef, which would stay 0. Set coef above 0"
+            )
 
     @property
     def applied(self) -> bool:
