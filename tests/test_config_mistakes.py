@@ -235,7 +235,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*PPO, "interfaces.actor.value.coef=0.1"],
-        "interfaces.actor.value: a loss of values needs critic=shared, found critic=own",
+        "interfaces.actor.value: has no effect with critic=own. Set critic=shared",
     ),
     (
         [
@@ -498,8 +498,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "interfaces.actor.critic=own"],
         (
-            "interfaces.actor.critic=own: advantage=GroupRelative computes no returns for it to learn. Use "
-            "advantage=gae, or critic=none"
+            "interfaces.actor.critic=own: advantage=GroupRelative computes no returns to train a critic. Set "
+            "advantage=gae or critic=none"
         ),
     ),
     (
