@@ -137,7 +137,7 @@ def test_moments_are_kept_with_the_weights_and_refused_where_they_would_be_ignor
     other = PPOCriticInterface(normalization=ValueNormalization(ValueScale.exponential))
     other.adopt(saved)
     assert other.state_dict() == saved
-    with pytest.raises(ConfigError, match="normalization.scale=none: .* Set normalization.scale="):
+    with pytest.raises(ConfigError, match=r"normalization.scale=none: .* Set normalization.scale="):
         PPOCriticInterface().adopt(saved)
     PPOCriticInterface().adopt({})
 

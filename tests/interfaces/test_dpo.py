@@ -109,7 +109,7 @@ def test_pairs_with_equal_labels_do_not_count():
 
 def test_an_odd_number_of_responses_is_refused_by_id():
     data = one_pair().take_sequences([0])
-    with pytest.raises(DataError, match="id 'a' has 1 responses. Pairs need an even number"):
+    with pytest.raises(DataError, match=r"id 'a' has 1 responses. Pairs need an even number"):
         DPOInterface().train_step(Model("actor", BigramEngine()), data, MicroBatchSpec())
 
 

@@ -24,7 +24,7 @@ from realign.interfaces.components import (
 )
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
-from realign.testing import BigramEngine, random_batch, train_once
+from realign.testing import BigramEngine, check_train_step, random_batch, train_once
 
 RAW = Normalization(Scope.none, Scope.none)
 
@@ -214,6 +214,36 @@ def test_trap_b1_the_difference_to_the_sampler_is_that_before_the_first_update()
     stats = stat_values(interface.train_step(model, data, MicroBatchSpec()))
     assert stats["first_logprob_diff_max"] < 1e-6
     assert stats["logprob_diff_max"] > 0.01
+
+
+class Likelihood(PPOActorInterface):
+    """Overrides the whole loss, and returns no metrics."""
+
+    def loss(self, output, minibatch):
+        mask_T = minibatch["loss_mask"]
+        logprobs_T = output.logprobs(temperature=self.generation.temperature, where_T=mask_T)
+        return self.aggregation.total(-logprobs_T, mask_T, minibatch.cu_seqlens()), {}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_trap_b1_an_overridden_loss_reports_the_same_first_difference(recomputed):
+    keys = ["input_ids", "loss_mask", "logprobs", "rewards", *(["prox_logprobs"] if recomputed else [])]
+    data, spec = random_batch(3).select(keys), MicroBatchSpec(n_microbatches=3)
+    own = train_once(Likelihood(epochs=2, n_minibatches=2), data, spec).metrics
+    plain = train_once(PPOActorInterface(epochs=2, n_minibatches=2), data, spec).metrics
+    assert own["first_logprob_diff_max"] == plain["first_logprob_diff_max"] > 0
+    assert "logprob_diff_max" not in own
+
+
+def test_trap_b1_an_overridden_loss_has_ratio_one_before_the_first_update():
+    interface = Likelihood(generation=GenerationConfig(n=4, max_new_tokens=5, temperature=0.7), epochs=2)
+    model = Model("actor", BigramEngine(lr=0.0))
+    data = rollout(interface, model, lambda ids: (ids == 3).sum())
+    assert stat_values(interface.train_step(model, data, MicroBatchSpec()))["first_logprob_diff_max"] < 1e-6
+
+
+def test_the_ratio_check_of_an_overridden_loss_passes_the_conformance_kit():
+    check_train_step(Likelihood(), ["input_ids", "loss_mask", "logprobs", "rewards"])
 
 
 def test_recomputed_log_probs_are_what_ratios_and_kl_are_taken_against():

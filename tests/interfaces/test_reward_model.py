@@ -312,7 +312,7 @@ def test_settings_without_meaning_are_refused(setting, message):
 
 def test_an_odd_number_of_responses_is_refused_only_where_neighbours_are_pairs():
     odd = pairs_by_hand().take_sequences([0, 1, 2])
-    with pytest.raises(DataError, match="id 'b' has 1 responses. Pairs need an even number"):
+    with pytest.raises(DataError, match=r"id 'b' has 1 responses. Pairs need an even number"):
         RewardModelInterface().train_step(Model("reward", BigramEngine()), odd, ONE)
     for kind in (RewardLoss.best_of_n, RewardLoss.scalar_rating):
         stats = RewardModelInterface(kind=kind).train_step(Model("reward", BigramEngine()), odd, ONE)
