@@ -69,10 +69,10 @@ class KeepsWeights(TableSampler):
     ("kind", "message"),
     [
         (NoVersions, "generate returns keys"),
-        (ByOrder, "generate does not repeat itself"),
+        (ByOrder, "equal calls of generate differ"),
         (NeverPauses, "an unfinished response cannot be cancelled|paused"),
-        (ForgetsVersion, "version does not follow update"),
-        (KeepsWeights, "an update changes no log-prob"),
+        (ForgetsVersion, "version is not 1 after an update to version 1"),
+        (KeepsWeights, "an update does not change the log-probs"),
     ],
 )
 def test_a_sampler_that_breaks_the_contract_is_found(kind, message):
