@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realign.api import Mean, stat_values
-from realign.errors import SettingsError
+from realign.errors import RunError, SettingsError
 from realign.functional import KLEstimator, identity, kl_estimate, segment_sum
 from realign.interfaces.components import KLControl, KLPenalty, KLPlace
 from realign.testing import random_batch
@@ -103,6 +103,19 @@ def test_a_fixed_coefficient_stays_and_an_unapplied_one_is_not_reported():
     assert stat_values(control.update(per_sequence(5.0, 10), identity)) == {"kl_coef": pytest.approx(0.3)}
     assert control.coef == 0.3
     assert KLControl(KLPenalty(coef=0.3)).update({}, identity) == {}
+
+
+def test_a_batch_too_large_for_the_horizon_raises_an_error_that_names_it():
+    control = KLControl(KLPenalty("reward", 0.1, target=1.0, horizon=20))
+    control.update(per_sequence(5.0, 99), identity)
+    with pytest.raises(SettingsError, match=r"kl\.horizon=20: must be above 20 for a batch of 100 trained sequences"):
+        control.update(per_sequence(5.0, 100), identity)
+
+
+def test_a_kl_that_is_not_finite_ends_the_run():
+    control = KLControl(KLPenalty("reward", 0.1, target=1.0))
+    with pytest.raises(RunError, match=r"KL to the reference policy is nan"):
+        control.update(per_sequence(math.nan, 4), identity)
 
 
 def test_the_coefficient_is_restored_and_settings_are_not_changed():
