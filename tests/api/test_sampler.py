@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, Model, Request, SequenceSample
-from realign.api.sampler import (
-    Completion,
-    FutureHandle,
-    SamplerSpec,
-    Tokens,
-    generate_by_requests,
-    requests_of,
-    sample_of,
-    samples_externally,
-)
+from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests, requests_of, sample_of
+from realign.api.sampler_spec import SamplerSpec, samples_externally
 from realign.engines import InProcessSampling, TransformersModel
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.samplers import TableSampler, TableSampling

@@ -91,7 +91,7 @@ class _Call:
 
 
 class StreamingHandle:
-    """Handle of one response of a `StreamingEngine`. Implements `realign.api.sampler.Handle`."""
+    """Handle of one response of a `StreamingEngine`. Implements `realign.api.requests.Handle`."""
 
     def __init__(self, request: Request, engine: StreamingEngine, call: _Call) -> None:
         """Wrap a call that has exactly one sequence."""

@@ -21,7 +21,8 @@ import torch
 
 from realign.api import RPC, GenerationConfig, MicroBatchSpec, Model, PipelinableEngine, SequenceSample
 from realign.api.model import PostHook
-from realign.api.sampler import Sampler, SamplesInBackground
+from realign.api.sampler import Sampler
+from realign.api.sampler_spec import SamplesInBackground
 from realign.engines.shared_model import SharedEngine, SharedModel
 from realign.rewards.pool.failure_count import Tally
 from realign.runtime.experiment import Experiment
