@@ -29,9 +29,9 @@ NEEDS = {"dapo": [f"{BUFFER}=2"]}
 ALGORITHMS = sorted(list_algorithms())
 INHERENT = {
     # ReMax subtracts the score of the greedy response, which the experiment's penalty on cut samples does not reach
-    ("areal_ppo", "remax"): "would change the scores of samples and not",
+    ("areal_ppo", "remax"): "change the scores of samples but not",
     # an environment samples and scores in one call, so no greedy response of its own is scored
-    ("grpo_environment", "remax"): "rewards whole conversations, so there is no reward of a greedy response",
+    ("grpo_environment", "remax"): "rewards whole conversations, so greedy responses have no reward",
 }
 """Pairs of an experiment and a preset that exclude each other -> the reason that the error names."""
 

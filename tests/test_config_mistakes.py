@@ -162,7 +162,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "microbatch.max_tokens_per_microbatch=-1"],
-        "microbatch.max_tokens_per_microbatch must be at least 1, found -1",
+        "microbatch.max_tokens_per_microbatch=-1: must be at least 1, or null",
     ),
     (
         [*GRPO, "data.max_prompt_tokens=0"],
@@ -232,7 +232,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*PPO, "interfaces.actor.value.coef=0.1"],
-        "interfaces.actor.value: a loss of values needs critic=shared, found critic=own",
+        "interfaces.actor.value: has no effect with critic=own. Set critic=shared",
     ),
     (
         [
@@ -495,8 +495,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "interfaces.actor.critic=own"],
         (
-            "interfaces.actor.critic=own: advantage=GroupRelative computes no returns for it to learn. Use "
-            "advantage=gae, or critic=none"
+            "interfaces.actor.critic=own: advantage=GroupRelative computes no returns to train a critic. Set "
+            "advantage=gae or critic=none"
         ),
     ),
     (

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Annotated
 
 from realign.api.interface import METHODS, ModelInterface, implements
+from realign.errors import GraphError
 from realign.settings import Count, Range, Settings
 
 
@@ -29,7 +30,7 @@ class RPC:
         after: names of calls that must run before this one, in addition to the producers of `inputs`.
 
     Raises:
-        ValueError: the method is unknown, a train_step has outputs, or a rename uses an undeclared or duplicate name.
+        GraphError: the method is unknown, a train_step has outputs, or a rename uses an undeclared or duplicate name.
             The message names the RPC.
     """
 
@@ -45,13 +46,17 @@ class RPC:
         for name in ("inputs", "outputs", "after"):
             found = getattr(self, name)
             if isinstance(found, str):
-                raise ValueError(f"RPC {self.name!r}: {name} must be a tuple of names, found the text {found!r}")
+                raise GraphError(
+                    f"RPC {self.name!r}: {name} must be a tuple of names, found {found!r}. Write ({found!r},)"
+                )
             if twice := _repeated(found):
-                raise ValueError(f"RPC {self.name!r}: {name} hold {twice!r} twice")
+                raise GraphError(f"RPC {self.name!r}: {name} contains {twice!r} twice. List each name once")
         if self.method not in METHODS:
-            raise ValueError(f"RPC {self.name!r}: unknown method {self.method!r}{nearest(self.method, METHODS)}")
+            raise GraphError(f"RPC {self.name!r}: unknown method {self.method!r}{nearest(self.method, METHODS)}")
         if self.method == "train_step" and self.outputs:
-            raise ValueError(f"RPC {self.name!r}: a train_step gives metrics, no keys; found {', '.join(self.outputs)}")
+            raise GraphError(
+                f"RPC {self.name!r}: a train_step returns metrics and no keys. Remove outputs {', '.join(self.outputs)}"
+            )
         self._check_rename()
 
     def _check_rename(self) -> None:
@@ -59,17 +64,18 @@ class RPC:
         declared = (*self.outputs, *self.inputs)
         for key in self.rename.values():
             if key not in declared:
-                raise ValueError(
-                    f"RPC {self.name!r} renames to {key!r}, which it does not declare{nearest(key, declared)}"
+                raise GraphError(
+                    f"RPC {self.name!r}: rename contains {key!r}, which is not one of its inputs or outputs"
+                    f"{nearest(key, declared)}"
                 )
         if twice := _repeated(self.rename.values()):
-            raise ValueError(f"RPC {self.name!r} renames two names to {twice!r}")
+            raise GraphError(f"RPC {self.name!r}: rename maps two names to {twice!r}. Rename only one of them")
         ours = {graph: interface for interface, graph in self.rename.items()}
         for keys in (self.inputs, self.outputs):
             if twice := _repeated(ours.get(key, key) for key in keys):
-                raise ValueError(
-                    f"RPC {self.name!r}: after the rename {dict(self.rename)} the interface would know two of "
-                    f"{', '.join(keys)} as {twice!r}"
+                raise GraphError(
+                    f"RPC {self.name!r}: rename={dict(self.rename)} gives two of the keys {', '.join(keys)} the same "
+                    f"name {twice!r} in the interface. Rename both"
                 )
 
 
@@ -86,7 +92,7 @@ class Sync(Settings):
         every_steps: interval in steps; the first update is after this many steps.
 
     Raises:
-        ValueError: an attribute is out of range. The message names it.
+        SettingsError: an attribute is out of range. The message names it.
     """
 
     of: str
@@ -110,7 +116,7 @@ class DataflowGraph:
         sync: for each role, the update of its weights at the end of a step.
 
     Raises:
-        ValueError: a key has no producer or two, or the RPCs form a cycle. The message names the RPC and suggests the
+        GraphError: a key has no producer or two, or the RPCs form a cycle. The message names the RPC and suggests the
             nearest key. Also raised if a sync updates a trained role, or uses a role that is not in the graph. The
             message then names the role.
     """
@@ -123,13 +129,13 @@ class DataflowGraph:
     def __post_init__(self) -> None:
         names = [r.name for r in self.rpcs]
         if twice := _repeated(names):
-            raise ValueError(f"two RPCs are named {twice!r}; names must be distinct")
+            raise GraphError(f"Duplicate RPC name {twice!r}. Names must be unique")
         known = {*self.dataset_keys, *(k for r in self.rpcs for k in r.outputs)}
         for rpc in self.rpcs:
             self._check_rpc(rpc, names, known)
         for key in self.results:
             if key not in known:
-                raise ValueError(f"results keep key {key!r}, which nothing produces{nearest(key, known)}")
+                raise GraphError(f"results: no RPC or dataset produces key {key!r}{nearest(key, known)}")
         _ = self.order  # raises on a cycle
         self._check_sync()
 
@@ -138,24 +144,34 @@ class DataflowGraph:
         others = {rpc.model for rpc in self.rpcs} - trained
         for role, sync in self.sync.items():
             if role in trained:
-                raise ValueError(f"sync.{role}: role {role!r} is trained, and would lose what it learned")
+                raise GraphError(
+                    f"sync.{role}: role {role!r} is trained, and the sync would overwrite its weights. Remove it"
+                )
             if role not in others:
-                raise ValueError(f"sync.{role}: no call of the graph uses role {role!r}{nearest(role, others)}")
+                raise GraphError(f"sync.{role}: no RPC of the graph uses role {role!r}{nearest(role, others)}")
             if sync.of not in trained:
-                raise ValueError(f"sync.{role}.of: no call of the graph trains {sync.of!r}{nearest(sync.of, trained)}")
+                raise GraphError(
+                    f"sync.{role}.of={sync.of}: no RPC of the graph trains this role{nearest(sync.of, trained)}"
+                )
 
     def _check_rpc(self, rpc: RPC, names: list[str], known: set[str]) -> None:
         for key in rpc.outputs:
             others = [f"RPC {r.name!r}" for r in self.rpcs if key in r.outputs and r.name != rpc.name]
             others += ["the dataset"] if key in self.dataset_keys else []
             if others:
-                raise ValueError(f"key {key!r} is produced twice: by RPC {rpc.name!r} and by {others[0]}")
+                raise GraphError(
+                    f"key {key!r} is produced twice: by RPC {rpc.name!r} and by {others[0]}. Rename one of them"
+                )
         for key in rpc.inputs:
             if key not in known:
-                raise ValueError(f"RPC {rpc.name!r} reads key {key!r}, which nothing produces{nearest(key, known)}")
+                raise GraphError(
+                    f"RPC {rpc.name!r} reads key {key!r}, which no RPC or dataset produces{nearest(key, known)}"
+                )
         for name in rpc.after:
             if name not in names:
-                raise ValueError(f"RPC {rpc.name!r} comes after {name!r}, which is not an RPC{nearest(name, names)}")
+                raise GraphError(
+                    f"RPC {rpc.name!r}: after contains {name!r}, which is not an RPC{nearest(name, names)}"
+                )
 
     @cached_property
     def producers(self) -> dict[str, str]:
@@ -190,7 +206,9 @@ class DataflowGraph:
         try:
             sorter.prepare()
         except graphlib.CycleError as error:
-            raise ValueError(f"the RPCs wait for each other in a circle: {' -> '.join(error.args[1])}") from None
+            raise GraphError(
+                f"The RPCs form a cycle: {' -> '.join(error.args[1])}. Remove one of these dependencies"
+            ) from None
         rank = {rpc.name: i for i, rpc in enumerate(self.rpcs)}
         ready: list[str] = []
         out: list[RPC] = []
@@ -223,118 +241,26 @@ class DataflowGraph:
             models: roles that have a model.
 
         Raises:
-            ValueError: a role has no interface or model, or does not implement a method. The message names the RPC.
+            GraphError: a role has no interface or model, or does not implement a method. The message names the RPC.
         """
         models = set(models)
         for rpc in self.rpcs:
             if rpc.model not in interfaces:
                 hint = nearest(rpc.model, interfaces)
-                raise ValueError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no interface{hint}")
+                raise GraphError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no interface{hint}")
             interface = interfaces[rpc.model]
             if not implements(interface, rpc.method):
                 has = [m for m in METHODS if implements(interface, m)]
-                raise ValueError(
-                    f"RPC {rpc.name!r} calls {rpc.method}, which {interface.__name__} does not implement; it has {has}"
+                raise GraphError(
+                    f"RPC {rpc.name!r} calls {rpc.method}, which {interface.__name__} does not implement. It "
+                    f"implements {has}"
                 )
             if interface.needs_engine and rpc.model not in models:
                 hint = nearest(rpc.model, models)
-                raise ValueError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no model{hint}")
+                raise GraphError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no model{hint}")
         for role in self.sync:
             if role not in models:
-                raise ValueError(f"sync.{role}: role {role!r} has no model{nearest(role, models)}")
-
-
-SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
-"""Keys that sampling writes."""
-
-
-def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
-    """Build the graph of an actor that samples responses and trains on their rewards, from the interfaces.
-
-    The keys that the actor needs (`ModelInterface.keys`) determine the calls:
-
-    | needed key | call |
-    |---|---|
-    | `ref_logprobs`, `teacher_logprobs`, ... | the role `ref`, `teacher`, ... computes log-probs of the responses |
-    | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
-    | `values` | the role `critic` estimates values |
-    | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
-    | `baseline_rewards` | the role `baseline` samples a greedy response, and the role `reward` scores it |
-    | `ptx_...` | the dataset provides pretraining text |
-
-    A role other than `actor` whose `generate` writes `rewards` (a conversation with an environment) replaces the
-    actor's sampling and the role `reward`. The graph uses `dense_rewards` if the rewarding role writes them.
-
-    Raises:
-        ValueError: there is no actor, or it needs a greedy baseline although a role rewards whole conversations.
-    """
-    if "actor" not in interfaces:
-        raise ValueError(
-            f"interfaces.actor is missing: the graph trains the role 'actor'{nearest('actor', interfaces)}"
-        )
-    train = interfaces["actor"].keys("train_step")
-    needs = dict(train.needs)
-    if "advantages" in needs:  # then `credit` is a separate call with its own needs
-        needs = {**interfaces["actor"].keys("credit").needs, **needs}
-    rpcs, rewards = _sampling_calls(interfaces)
-    scored = ("input_ids", "loss_mask")
-    keys = [*scored, "logprobs", "truncated", *rewards]
-    if "baseline_rewards" in needs:
-        if rpcs[0].model != "actor":
-            raise ValueError(
-                f"interfaces.actor.{needs['baseline_rewards']}: role {rpcs[0].model!r} rewards whole "
-                "conversations, so there is no reward of a greedy response. Set reward.baseline=none"
-            )
-        rpcs += _baseline_calls()
-        keys.append("baseline_rewards")
-    scorers = {key.removesuffix("_logprobs"): key for key in needs if key.endswith("_logprobs")}
-    scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
-    for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
-        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, (key,), rename={"logprobs": key}))
-        keys.append(key)
-    if "values" in needs:
-        rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
-        keys += ["values", "bootstrap_values"]
-    training, masked = keys, {}
-    if "advantages" in needs:
-        masked = {"loss_mask": "train_mask"}
-        credited = ("advantages", "returns", "train_mask")
-        rpcs.append(RPC("actor_credit", "actor", "credit", tuple(keys), credited, rename=masked))
-        training = [key for key in keys if key != "loss_mask"] + [*credited]
-        learned = ("input_ids", "train_mask", "values", "returns")
-        rpcs.append(RPC("critic_train", "critic", "train_step", learned, rename=masked))
-    text = [key for key in needs if key.startswith("ptx_")]
-    training = [*training, *text, *(key for key in ("versions",) if key in train.uses)]
-    rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
-    read = {key for rpc in rpcs for key in rpc.inputs}
-    results = dict.fromkeys(["versions", "truncated", *(key for key in rpcs[0].outputs if key not in read)])
-    return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row", *text), results=tuple(results))
-
-
-def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC], list[str]]:
-    """Return the calls that sample and reward, and the keys of the rewards."""
-    for role, interface in interfaces.items():
-        samples = role != "actor" and implements(type(interface), "generate")
-        written = interface.keys("generate").writes or frozenset() if samples else frozenset()
-        if "rewards" in written:
-            outputs = (*SAMPLED, *sorted(written - set(SAMPLED)))
-            rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
-            return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
-    dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
-    scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
-    return [
-        RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),
-        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=tuple(scores)),
-    ], scores
-
-
-def _baseline_calls() -> list[RPC]:
-    greedy = {"input_ids": "greedy_input_ids", "prompt_mask": "greedy_prompt_mask"}
-    response, rename = tuple(greedy.values()), greedy | {"rewards": "baseline_rewards"}
-    return [
-        RPC("baseline_gen", "baseline", "generate", ("prompt_ids",), response, rename=greedy),
-        RPC("baseline_inf", "reward", "inference", (*response, "row"), ("baseline_rewards",), rename=rename),
-    ]
+                raise GraphError(f"sync.{role}: role {role!r} has no model{nearest(role, models)}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

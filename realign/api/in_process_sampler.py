@@ -136,7 +136,7 @@ class InProcessSampler:
         """
         started = time.monotonic()
         if not self._turn.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise TimeoutError(f"another call still samples after {timeout_s:g} s")
+            raise TimeoutError(f"another call of the sampler did not finish within {timeout_s:g} s")
         try:
             if handle.done:
                 return

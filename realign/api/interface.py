@@ -125,19 +125,19 @@ class ModelInterface(Settings):
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample sequences from the model."""
-        raise NotImplementedError(f"{type(self).__name__} has no generate")
+        raise NotImplementedError(f"{type(self).__name__} does not implement generate")
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Compute log-probs, values or rewards of the sequences."""
-        raise NotImplementedError(f"{type(self).__name__} has no inference")
+        raise NotImplementedError(f"{type(self).__name__} does not implement inference")
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Train the model on the batch, with any number of optimizer steps, and return metrics."""
-        raise NotImplementedError(f"{type(self).__name__} has no train_step")
+        raise NotImplementedError(f"{type(self).__name__} does not implement train_step")
 
     def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Estimate advantages and returns for several trained models, without a forward pass."""
-        raise NotImplementedError(f"{type(self).__name__} has no credit")
+        raise NotImplementedError(f"{type(self).__name__} does not implement credit")
 
     def keys(self, method: str) -> Keys:
         """Return the keys that `method` reads and writes. The runtime checks them before it loads models.
@@ -178,7 +178,7 @@ class ModelInterface(Settings):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, but got {sorted(state)}")
+            raise ValueError(f"{type(self).__name__} has no state, but the checkpoint contains {sorted(state)}")
 
     def adopt(self, saved: Mapping[str, Any]) -> None:
         """Restore interface state that belongs to the role's initial weights; called once after loading.

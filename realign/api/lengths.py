@@ -38,9 +38,9 @@ class Lengths:
                 raise ValueError(f"Lengths.{name} must not be negative, found {array.min()} at {array.argmin()}")
             object.__setattr__(self, name, _read_only(array.copy() if array.flags.writeable else array))
         if (n := _total(self.counts)) != len(self.flat):
-            raise ValueError(f"Lengths: counts sum to {n} sequences, but {len(self.flat)} are given")
+            raise ValueError(f"Lengths: counts sum to {n} sequences, but flat has {len(self.flat)}")
         if (rows := _total(self.flat)) > _MOST:
-            raise ValueError(f"Lengths: flat sums to {rows} rows, more than can be counted")
+            raise ValueError(f"Lengths: flat sums to {rows} rows, which exceeds int64")
 
     def __reduce__(self) -> tuple[type[Lengths], tuple[IntArray, IntArray]]:
         return Lengths, (self.counts, self.flat)  # rebuilds it, since a copied array would be writable

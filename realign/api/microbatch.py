@@ -11,6 +11,8 @@ import numpy as np
 
 from realign.api.lengths import IntArray, Lengths, as_integers
 from realign.api.packing import concatenate, pick, some
+from realign.errors import SettingsError
+from realign.settings import Count, Settings
 
 
 class Cuttable(Protocol):
@@ -36,7 +38,7 @@ Sample = TypeVar("Sample", bound=Cuttable)
 
 
 @dataclass
-class MicroBatchSpec:
+class MicroBatchSpec(Settings):
     """Size limits of a micro-batch. They trade memory for speed, and do not change loss, gradient or metrics.
 
     Attributes:
@@ -47,20 +49,15 @@ class MicroBatchSpec:
             sequences of a group.
         trace_ids: prompts whose per-token values the engine returns with the metrics (`realign.api.trace`); none if
             empty.
+
+    Raises:
+        SettingsError: an attribute is out of range. The message names it.
     """
 
-    max_tokens_per_microbatch: int | None = None
-    n_microbatches: int = 1
+    max_tokens_per_microbatch: Count | None = None
+    n_microbatches: Count = 1
     whole_groups: bool = field(default=False, repr=False)
     trace_ids: tuple[Hashable, ...] = field(default=(), repr=False)
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens_per_microbatch", "n_microbatches"):
-            found = getattr(self, name)
-            if found is None and name == "max_tokens_per_microbatch":
-                continue
-            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-                raise ValueError(f"{name} must be at least 1, found {found!r}")
 
 
 def plan_microbatches(
@@ -91,8 +88,8 @@ def plan_microbatches(
         micro-batch is empty. A batch without sequences has no micro-batches.
 
     Raises:
-        ValueError: one sequence exceeds the budget, or one group does with `whole_groups`. Also raised if `prefixes`
-            does not have one entry per prompt, or an entry exceeds the prompt's shortest sequence.
+        SettingsError: one sequence exceeds the budget, or one group does with `whole_groups`.
+        ValueError: `prefixes` does not have one entry per prompt, or an entry exceeds the prompt's shortest sequence.
     """
     limit = spec.max_tokens_per_microbatch
     if not len(lengths.flat):
@@ -123,7 +120,7 @@ def plan_microbatches(
 def _checked(prefixes: IntArray, lengths: Lengths) -> IntArray:
     once = as_integers("prefixes", prefixes)
     if len(once) != len(lengths.counts):
-        raise ValueError(f"prefixes must be one for each of {len(lengths.counts)} prompts, found {len(once)}")
+        raise ValueError(f"prefixes has {len(once)} entries, expected one for each of {len(lengths.counts)} prompts")
     if (once < 0).any() or (once[lengths.prompt_of_sequence] > lengths.flat).any():
         raise ValueError(f"prefixes must be from 0 to the shortest sequence of each prompt, found {once.tolist()[:10]}")
     return once
@@ -133,9 +130,10 @@ def _check_longest(lengths: Lengths, limit: int | None, ids: Sequence[Hashable] 
     s = int(lengths.flat.argmax())
     if limit is not None and lengths.flat[s] > limit:
         prompt = int(lengths.prompt_of_sequence[s])
-        raise ValueError(
-            f"sequence {s - int(lengths.sequence_starts[prompt])} of {_owner(prompt, ids)} has {int(lengths.flat[s])} "
-            f"tokens, more than max_tokens_per_microbatch={limit}; raise the budget or shorten the data"
+        number = s - int(lengths.sequence_starts[prompt])
+        raise SettingsError(
+            f"microbatch.max_tokens_per_microbatch={limit}: sequence {number} of {_owner(prompt, ids)} has "
+            f"{int(lengths.flat[s])} tokens. Raise the budget or shorten the data"
         )
 
 
@@ -143,10 +141,10 @@ def _check_groups(lengths: Lengths, once: IntArray, limit: int | None, ids: Sequ
     loads = _loads(lengths, once)
     prompt = int(loads.argmax())
     if limit is not None and loads[prompt] > limit:
-        raise ValueError(
-            f"the {int(lengths.counts[prompt])} sequences of {_owner(prompt, ids)} have "
-            f"{int(loads[prompt])} tokens, more than max_tokens_per_microbatch={limit}, and must stay "
-            "together since the loss compares them; raise the budget or shorten the data"
+        raise SettingsError(
+            f"microbatch.max_tokens_per_microbatch={limit}: the {int(lengths.counts[prompt])} sequences of "
+            f"{_owner(prompt, ids)} have {int(loads[prompt])} tokens, and the loss needs them in one micro-batch. "
+            "Raise the budget or shorten the data"
         )
 
 
@@ -257,7 +255,7 @@ class MicroBatches(Cut[Sample]):
             ValueError: a part has other ids, lacks a key, or has another number of sequences than its micro-batch.
         """
         if len(parts) != len(self.parts):
-            raise ValueError(f"restore got {len(parts)} parts of {len(self.parts)} micro-batches")
+            raise ValueError(f"restore got {len(parts)} parts for {len(self.parts)} micro-batches")
         names = list(dict.fromkeys(name for part in parts for name in part.data))
         for part, asked in zip(parts, self.parts, strict=True):
             self._check_part(part, asked, names)
@@ -279,12 +277,12 @@ class MicroBatches(Cut[Sample]):
 
     def _check_part(self, part: Sample, asked: Sample, names: Sequence[str]) -> None:
         if part.ids != asked.ids:
-            raise ValueError(f"restore got a part of ids {some(part.ids)} for the micro-batch of ids {some(asked.ids)}")
+            raise ValueError(f"restore got ids {some(part.ids)} for the micro-batch with ids {some(asked.ids)}")
         for name in names:
             if name not in part.data:
-                raise ValueError(f"key {name!r} is absent for ids {some(part.ids)}, but present for others")
+                raise ValueError(f"key {name!r} is missing for ids {some(part.ids)}, but present for others")
             if not part.lengths[name].same_sequences(asked.lengths[self.key]):
                 raise ValueError(
-                    f"key {name!r} has {len(part.lengths[name].flat)} sequences for the "
-                    f"{len(asked.lengths[self.key].flat)} of the micro-batch with ids {some(asked.ids)}"
+                    f"key {name!r} has {len(part.lengths[name].flat)} sequences, expected "
+                    f"{len(asked.lengths[self.key].flat)} for the micro-batch with ids {some(asked.ids)}"
                 )

@@ -1,8 +1,4 @@
-"""The engine contract (`PipelinableEngine`, `ModelOutput`), the model of a role, and how a spec loads it.
-
-Shapes: T packed tokens, S sequences, V vocabulary. Interfaces are independent of devices, processes, files and the
-config. Engines are independent of algorithms.
-"""
+"""The model of a role (`Model`), and the spec that loads it (`ModelSpec`)."""
 
 from __future__ import annotations
 
@@ -10,208 +6,23 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from realign.api.engine import (
+    LOSS_SUM,
+    Forward,
+    LossFn,
+    LossWeightFn,
+    ModelOutput,
+    PipelinableEngine,
+    PostHook,
+    StepIf,
+    measured,
+)
 from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import InProcessSampler
-from realign.api.microbatch import MicroBatchSpec
-from realign.api.sample import SequenceSample
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
-from realign.api.stats import LossStats, Stats, Sum, merge_stats
-
-
-class ModelOutput(Protocol):
-    """Outputs of one packed forward pass. Only `logits` allocates a tensor of shape [T, V]."""
-
-    def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
-        """Return log p(token t | tokens before t) at `temperature`: [T] fp32.
-
-        The result is 0 at first tokens and where `where_T` is False.
-        """
-        ...
-
-    def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log-probs of the tokens and the entropy (nats) of their distributions: ([T], [T]) fp32."""
-        ...
-
-    @property
-    def logits(self) -> Tensor:
-        """[T, V] fp32: logits after token t, which predict token t + 1. Needs T x V memory."""
-        ...
-
-    def values(self) -> Tensor:
-        """Return the value of the state before token t, from a scalar head: [T] fp32; 0 at first tokens."""
-        ...
-
-    def scores(self) -> Tensor:
-        """Return the output of a scalar head at the last token of each sequence: [S] fp32; 0 if it is empty."""
-        ...
-
-
-PostHook: TypeAlias = Callable[[ModelOutput, SequenceSample], SequenceSample]
-LossFn: TypeAlias = Callable[[ModelOutput, SequenceSample], tuple[Tensor, LossStats]]
-LossWeightFn: TypeAlias = Callable[[SequenceSample], Tensor]
-StepIf: TypeAlias = Callable[[Stats], bool]
-Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
-"""The type of `PipelinableEngine.forward`."""
-
-
-class PipelinableEngine(Protocol):
-    """Runs one network: cuts batches, packs them, moves them to devices and shards them. Contains no algorithm.
-
-    Inherit from it. The members at the end have defaults for single-process engines.
-    """
-
-    @property
-    def trainable(self) -> bool:
-        """Whether callers may call `train_batch`, which requires an optimizer."""
-        ...
-
-    @property
-    def outputs(self) -> frozenset[str]:
-        """Outputs of its `ModelOutput`: "logprobs" of a language model, "values" and "scores" of a scalar head."""
-        ...
-
-    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run without gradients, and return the keys that `post_hook` added, in the order of `data`."""
-        ...
-
-    def train_batch(
-        self,
-        data: SequenceSample,
-        mb_spec: MicroBatchSpec,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        step_if: StepIf | None = None,
-    ) -> Stats:
-        """Take one optimizer step on all of `data`.
-
-        `loss_fn` returns a sum. The engine divides it by `loss_weight_fn(data)`, summed over data-parallel ranks
-        before the first backward pass. The engine may call `loss_fn` for several micro-batches concurrently, in
-        threads, so its calls must not write shared state.
-
-        The engine skips the step if the weight or the gradient is 0, or if the loss or the gradient is not finite. It
-        also skips the step if `step_if` returns False (`vetoed_steps`). `step_if` receives the metrics of the whole
-        batch over all ranks. A skipped step changes no weight, optimizer state or schedule.
-
-        Returns:
-            The merged metrics of `loss_fn` and those of the engine: `loss`, `grad_norm`, `lr`, `skipped_steps`, ...
-        """
-        ...
-
-    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Sample `config.n` responses for each prompt of key `prompt_ids`, one call at a time.
-
-        `Model.sampler` calls this; interfaces call `Model.sampler`. The random numbers of a response depend only on
-        (seed, id, response index).
-
-        Returns:
-            A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S]
-            bool.
-        """
-        ...
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """Sum over data-parallel ranks. With one process, return `x`."""
-        ...
-
-    def start_step(self, version: int) -> None:
-        """Set the number of completed training steps (rollout batches), which schedules counted in them follow."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write a Hugging Face folder: safetensors, config and tokenizer."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that training changes (weights, optimizer moments, counts) as plain values and tensors."""
-        ...
-
-    def fixed_weights(self) -> dict[str, Any]:
-        """Return the weights that training does not change, which `state_dict` omits; empty if all weights train."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Restore what `state_dict` returned. With `weights_only`, leave the optimizer unchanged."""
-        ...
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all weights of the network by name, unsharded and without duplicates.
-
-        The names of a value head's weights start with "value_head.". The tensors may be views, which training
-        changes.
-        """
-        ...
-
-    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Set each weight to (1 - mix) * old + mix * new. The default of 1 copies bitwise.
-
-        Raises:
-            ValueError: names or shapes differ from those of `weights()`, or `mix` is not in (0, 1].
-        """
-        ...
-
-    @property
-    def positions(self) -> int | None:
-        """Context window in tokens; None if it is unlimited or unknown."""
-        return None
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of parts into which the engine's processes cut a batch."""
-        return 1
-
-    @property
-    def data_rank(self) -> int:
-        """Index of the part of a batch that this process computes, from 0."""
-        return 0
-
-    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run `forward` on the prompts of this process. With one process, these are the whole batch."""
-        return self.forward(part, mb_spec, post_hook)
-
-    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Run `generate` for the prompts of this process. With one process, these are the whole batch."""
-        return self.generate(part, config, seed=seed)
-
-    def reference(self, layers: int | None = None) -> Forward:
-        """Return a `forward` that always uses the current weights, unaffected by later training.
-
-        Args:
-            layers: number of top layers to copy; None copies all layers that are trained.
-
-        Raises:
-            ValueError: the engine cannot keep its initial weights in addition to the trained ones.
-        """
-        raise ValueError(f"{type(self).__name__} has no reference branch")
-
-    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """Return the metrics of `loss_fn` on `data`, and its sum as metric `LOSS_SUM`, without gradients."""
-        return measured(self.forward, data, mb_spec, loss_fn)
-
-
-LOSS_SUM = "sum of the loss"
-"""The metric that `PipelinableEngine.measure` adds to those of the loss function."""
-
-
-def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-    """Run `loss_fn` on `data` with `forward`, and return its metrics and its sum as metric `LOSS_SUM`."""
-    losses: list[Tensor] = []
-    metrics: list[Any] = []  # plain (sum, count) pairs are merged too
-
-    def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-        loss, stats = loss_fn(output, mb)
-        losses.append(loss.double())
-        metrics.append(stats)
-        return mb.with_sequences(measured=torch.ones(mb.n_sequences, device=loss.device))  # a hook adds a key
-
-    forward(data, mb_spec, post_hook)
-    return {**merge_stats(metrics), LOSS_SUM: Sum(torch.stack(losses).sum() if losses else torch.zeros(()))}
 
 
 @dataclass
@@ -255,7 +66,7 @@ class Model:
             ValueError: the role has none.
         """
         if self.engine is None:
-            raise ValueError(f"role {self.name!r} has no model: give it one under models.{self.name}")
+            raise ValueError(f"role {self.name!r} has no model. Set models.{self.name}")
         return self.engine
 
     @property

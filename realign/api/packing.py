@@ -11,7 +11,7 @@ from torch import Tensor
 
 from realign.api.lengths import Lengths, Rows
 
-_FORM = "one list per prompt, holding one tensor or list per sequence"
+_FORM = "one list per prompt, with one tensor or list per sequence"
 Nested: TypeAlias = Sequence[Sequence[Tensor | Sequence[int] | Sequence[float]]]
 
 

@@ -8,7 +8,6 @@ so each prompt keeps all of its sequences.
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realign.api.lengths import IntArray, Lengths, Rows, as_integers
+from realign.api.lengths import IntArray, Lengths, Rows
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.packing import Nested, concatenate, describe, pack, pick, some
+from realign.api.validation import check_packed, checked_ids, checked_indices, checked_objects
 
 TOKENS = "input_ids"
 
@@ -46,20 +46,20 @@ class SequenceSample:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", _ids(self.ids))
+        object.__setattr__(self, "ids", checked_ids(self.ids))
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
-        metadata = {key: _objects(key, values) for key, values in self.metadata.items()}
+        metadata = {key: checked_objects(key, values) for key, values in self.metadata.items()}
         object.__setattr__(self, "metadata", MappingProxyType(metadata))
         if odd := [key for key in (*self.data, *self.lengths, *self.metadata) if not isinstance(key, str)]:
-            raise ValueError(f"a key must be text, found {odd[0]!r}")
+            raise ValueError(f"keys must be text, found {odd[0]!r}")
         if self.data.keys() != self.lengths.keys():
             raise ValueError(f"keys with data {sorted(self.data)} and keys with lengths {sorted(self.lengths)} differ")
         if both := self.data.keys() & self.metadata.keys():
-            raise ValueError(f"key {min(both)!r} stands in data and in metadata")
+            raise ValueError(f"key {min(both)!r} is in both data and metadata. Rename one of them")
         distinct: list[Lengths] = []  # keys with equal lengths share one object, so that selecting rows indexes once
         lengths = {}
         for key, cut in self.lengths.items():
-            self._check_key(key, cut)
+            check_packed(key, self.data[key], cut, self.ids)
             lengths[key] = next((known for known in distinct if known == cut), cut)
             if lengths[key] is cut:
                 distinct.append(cut)
@@ -67,23 +67,6 @@ class SequenceSample:
         for key, objects in self.metadata.items():
             if len(objects) != len(self.ids):
                 raise ValueError(f"metadata {key!r} has {len(objects)} entries for {len(self.ids)} ids")
-
-    def _check_key(self, key: str, lengths: Lengths) -> None:
-        x = self.data[key]
-        if not isinstance(x, Tensor) or not x.ndim:
-            found = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"key {key!r} must be a packed tensor, found {found}")
-        if not isinstance(lengths, Lengths):
-            raise ValueError(f"key {key!r} must be cut by Lengths, found {type(lengths).__name__}")
-        if len(lengths.counts) != len(self.ids):
-            raise ValueError(
-                f"key {key!r} has lengths of {len(lengths.counts)} prompts, expected {len(self.ids)} (ids)"
-            )
-        if (rows := len(x)) != lengths.total:
-            ends = lengths.starts[lengths.sequence_starts[1:]]
-            first = int(np.searchsorted(ends, rows, side="right")) if rows < lengths.total else len(self.ids) - 1
-            where = f"; id {self.ids[first]!r} should end at row {int(ends[first])}" if self.ids else ""
-            raise ValueError(f"key {key!r} has {rows} rows, expected {lengths.total} by its lengths{where}")
 
     def __reduce__(self) -> tuple[type[SequenceSample], tuple[Any, ...]]:
         # Pickling a view would include its whole storage.
@@ -103,7 +86,7 @@ class SequenceSample:
             tuple(ids),
             {key: x for key, (x, _) in packed.items()},
             {key: lengths for key, (_, lengths) in packed.items()},
-            {key: _objects(key, objects) for key, objects in (metadata or {}).items()},
+            {key: checked_objects(key, objects) for key, objects in (metadata or {}).items()},
         )
 
     @classmethod
@@ -119,9 +102,10 @@ class SequenceSample:
         keys = set().union(*(s.keys for s in samples))
         for s in samples:
             if missing := keys - s.keys:
-                raise ValueError(f"key {min(missing)!r} is absent for ids {some(s.ids)}, but present for others")
+                raise ValueError(f"key {min(missing)!r} is missing for ids {some(s.ids)}, but present for others")
             if mixed := s.data.keys() ^ first.data.keys():
-                raise ValueError(f"key {min(mixed)!r} is metadata for some of ids {some(first.ids + s.ids)} only")
+                ids = some(first.ids + s.ids)
+                raise ValueError(f"key {min(mixed)!r} is metadata for some of the ids {ids} and a tensor for others")
         joined: dict[tuple[int, ...], Lengths] = {}  # keys that share lengths share the joined ones
         lengths = {}
         for k in first.data:
@@ -146,7 +130,7 @@ class SequenceSample:
             ValueError: a value does not have these lengths. For nested values, the message names the id.
         """
         if (like is None) == (lengths is None):
-            raise ValueError("with_data needs exactly one of `like` (a key) and `lengths`")
+            raise ValueError("with_data: pass either `like` (a key) or `lengths`")
         cut = lengths if lengths is not None else self.lengths[self._known(like or "")]
         packed = {k: v if isinstance(v, Tensor) else self._pack(k, v, cut) for k, v in data.items()}
         return replace(self, data={**self.data, **packed}, lengths={**self.lengths, **dict.fromkeys(data, cut)})
@@ -161,7 +145,7 @@ class SequenceSample:
 
     def with_metadata(self, **metadata: Sequence[Any]) -> SequenceSample:
         """Add keys with one Python object per prompt."""
-        return replace(self, metadata={**self.metadata, **{k: _objects(k, v) for k, v in metadata.items()}})
+        return replace(self, metadata={**self.metadata, **{k: checked_objects(k, v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
         x, found = pack(key, self.ids, nested)
@@ -188,11 +172,11 @@ class SequenceSample:
 
     def _known(self, key: str) -> str:
         if key in self.metadata:
-            raise ValueError(f"key {key!r} is metadata (objects, no packed tensor); read it from `.metadata`")
+            raise ValueError(f"key {key!r} is metadata, not a packed tensor. Read it from `.metadata`")
         if key not in self.data:
             near = difflib.get_close_matches(key, self.data, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"no packed key {key!r}; there are {sorted(self.data)}{hint}")
+            raise ValueError(f"no packed key {key!r}{hint} (keys: {', '.join(sorted(self.data)) or 'none'})")
         return key
 
     def __len__(self) -> int:
@@ -207,7 +191,7 @@ class SequenceSample:
         """Return the boundaries of the sequences of `key`: int32 [S + 1] with a leading 0, on the device of `key`."""
         starts = self.lengths[self._known(key)].starts
         if starts[-1] > np.iinfo(np.int32).max:
-            raise ValueError(f"key {key!r} has {starts[-1]} rows, more than int32 cu_seqlens can count; cut the batch")
+            raise ValueError(f"key {key!r} has {starts[-1]} rows, which exceeds int32 cu_seqlens. Use a smaller batch")
         return torch.from_numpy(starts.astype(np.int32)).to(self.data[key].device)
 
     def group_index(self, key: str = TOKENS) -> Tensor:
@@ -249,7 +233,9 @@ class SequenceSample:
                 self._known(old)
         new = {k: names.get(k, k) for k in (*self.data, *self.metadata)}
         if len(set(new.values())) != len(new):
-            raise ValueError(f"rename {dict(names)} would give two keys one name; there are {sorted(self.keys)}")
+            raise ValueError(
+                f"rename {dict(names)} gives two keys the same name (keys: {', '.join(sorted(self.keys))})"
+            )
         return replace(
             self,
             data={new[k]: v for k, v in self.data.items()},
@@ -261,10 +247,10 @@ class SequenceSample:
         """Combine the keys of two samples, which must have the same ids in the same order."""
         if self.ids != other.ids:
             raise ValueError(
-                f"merge needs the same ids in the same order; found {some(self.ids)} and {some(other.ids)}"
+                f"merge needs the same ids in the same order. Found {some(self.ids)} and {some(other.ids)}"
             )
         if both := self.keys & other.keys:
-            raise ValueError(f"merge: key {min(both)!r} stands in both samples")
+            raise ValueError(f"merge: key {min(both)!r} is in both samples. Rename or drop one of them")
         return replace(
             self,
             data={**self.data, **other.data},
@@ -274,7 +260,7 @@ class SequenceSample:
 
     def take(self, prompts: Sequence[int] | IntArray) -> SequenceSample:
         """Select the prompts at these positions, in this order, each with all of its sequences."""
-        chosen = _indices("take: prompts", prompts, len(self.ids))
+        chosen = checked_indices("take: prompts", prompts, len(self.ids))
         return self._take(chosen, lambda key: self.lengths[key].sequences_of(chosen))
 
     def take_sequences(self, sequences: Sequence[int] | IntArray, key: str = TOKENS) -> SequenceSample:
@@ -288,9 +274,9 @@ class SequenceSample:
                 sequences.
         """
         main = self.lengths[self._known(key)]
-        chosen = _indices("take_sequences: sequences", sequences, len(main.flat))
+        chosen = checked_indices("take_sequences: sequences", sequences, len(main.flat))
         if (np.diff(chosen) <= 0).any():
-            raise ValueError(f"take_sequences: sequences must ascend and be distinct, found {chosen.tolist()[:10]}")
+            raise ValueError(f"take_sequences: indices must be strictly ascending, found {chosen.tolist()[:10]}")
         prompts, counts = np.unique(main.prompt_of_sequence[chosen], return_counts=True)
         cut = prompts[counts < main.counts[prompts]]
 
@@ -300,8 +286,8 @@ class SequenceSample:
                 return chosen, counts
             if len(odd := cut[lengths.counts[cut] != 1]):
                 raise ValueError(
-                    f"key {name!r}, id {self.ids[odd[0]]!r}: {int(lengths.counts[odd[0]])} sequences cannot be cut "
-                    f"along with the {int(main.counts[odd[0]])} of {key!r}"
+                    f"key {name!r}, id {self.ids[odd[0]]!r}: {int(lengths.counts[odd[0]])} sequences cannot be split "
+                    f"like the {int(main.counts[odd[0]])} of {key!r}"
                 )
             return lengths.sequences_of(prompts)
 
@@ -343,7 +329,7 @@ class SequenceSample:
     def chunks(self, n: int) -> list[SequenceSample]:
         """Split into `n` contiguous chunks of prompts whose sizes differ by at most one."""
         if not isinstance(n, int | np.integer) or isinstance(n, bool) or not 1 <= n <= len(self.ids):
-            raise ValueError(f"cannot cut {len(self.ids)} prompts into {n} parts")
+            raise ValueError(f"cannot split {len(self.ids)} prompts into {n} parts")
         size, larger = divmod(len(self.ids), n)
         ends = [i * size + min(i, larger) for i in range(n + 1)]
         return [self._between(start, stop) for start, stop in pairwise(ends)]
@@ -375,32 +361,7 @@ class SequenceSample:
         return self.to("meta")
 
 
-def _ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
-    ids = tuple(ids)
-    try:
-        if len(set(ids)) == len(ids):
-            return ids
-    except TypeError as error:
-        raise ValueError(f"ids must be hashable, such as text or numbers ({error}); found {some(ids)}") from error
-    repeated, times = Counter(ids).most_common(1)[0]
-    raise ValueError(f"id {repeated!r} stands {times} times; ids must be distinct")
-
-
-def _objects(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the metadata of a key as a tuple with one object per prompt."""
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise ValueError(f"metadata {key!r} must be a list with one object per prompt, found {type(values).__name__}")
-    return tuple(values)
-
-
-def _indices(name: str, values: object, n: int) -> IntArray:
-    chosen = as_integers(name, values)
-    if chosen.size and (chosen.min() < 0 or chosen.max() >= n):
-        raise ValueError(f"{name} must be indices from 0 to {n - 1}, found {chosen.min()} to {chosen.max()}")
-    return chosen
-
-
 def part_sizes(n: int, parts: int) -> str:
     """Format the chunk sizes of `SequenceSample.chunks` for messages: "4", or "2 or 3"."""
-    smallest, rest = divmod(n, parts)
-    return f"{smallest} or {smallest + 1}" if rest else str(smallest)
+    smallest, larger = divmod(n, parts)
+    return f"{smallest} or {smallest + 1}" if larger else str(smallest)

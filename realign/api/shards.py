@@ -28,9 +28,9 @@ def shard(data: SequenceSample, n: int, key: str) -> Shards:
         ValueError: `n` is below 1, or there is no such packed key.
     """
     if n < 1:
-        raise ValueError(f"a batch is cut over at least 1 rank, found {n}")
+        raise ValueError(f"n={n}: a batch needs at least 1 rank")
     if key not in data.lengths:
-        raise ValueError(f"no packed key {key!r} to cut by; there are {sorted(data.lengths)}")
+        raise ValueError(f"no packed key {key!r} to shard by (keys: {', '.join(sorted(data.lengths)) or 'none'})")
     plan = _plan(data.lengths[key].per_prompt, n)
     return Shards(data, key, plan, tuple(data.take(prompts) for prompts in plan))
 
@@ -69,10 +69,10 @@ class Shards(Cut[SequenceSample]):
             ValueError: a result has other prompts than its part, or lacks a key of the other results.
         """
         if len(parts) != len(self.parts):
-            raise ValueError(f"restore got {len(parts)} results of {len(self.parts)} ranks")
+            raise ValueError(f"restore got {len(parts)} results for {len(self.parts)} ranks")
         for rank, (found, asked) in enumerate(zip(parts, self.parts, strict=True)):
             if found.ids != asked.ids:
-                raise ValueError(f"restore got ids {some(found.ids)} of rank {rank}, whose part has {some(asked.ids)}")
+                raise ValueError(f"restore got ids {some(found.ids)} for rank {rank}, whose part has {some(asked.ids)}")
         known = next((part for part in parts if part.keys), parts[0])
         pairs = zip(parts, self.parts, strict=True)
         full = [_nothing_like(known, a.ids) if not (a.keys or len(b.lengths[self.key].flat)) else a for a, b in pairs]

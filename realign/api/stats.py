@@ -182,7 +182,7 @@ def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
         return Trace(*fields)
     for x in fields:
         if x.numel() != 1:
-            raise ValueError(f"metric {name!r} must be of single numbers, found a tensor of shape {list(x.shape)}")
+            raise ValueError(f"metric {name!r} must contain single numbers, found a tensor of shape {list(x.shape)}")
     return kind(*(_wide(x.reshape(())) for x in fields))
 
 
@@ -208,4 +208,6 @@ def _merge(name: str, a: Stat, b: Stat) -> Stat:
         return Trace(*(torch.cat([p, q]) for p, q in zip(a, b, strict=True)))
     if isinstance(a, Correlation) and isinstance(b, Correlation):
         return Correlation(*(p + q for p, q in zip(a, b, strict=True)))
-    raise ValueError(f"metric {name!r} is a {type(a).__name__} in one part and a {type(b).__name__} in another")
+    raise ValueError(
+        f"metric {name!r} is {type(a).__name__} in one micro-batch and {type(b).__name__} in another. Use one kind"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from realign.api import Plan, part_sizes
-from realign.api.sampler import ConfiguresSampler
+from realign.api.sampler_spec import ConfiguresSampler
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment
 from realign.runtime.checks.contract import unread_inputs

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
-from realign.api.sampler import Sampler, SamplerSpec
+from realign.api.sampler import Sampler
+from realign.api.sampler_spec import SamplerSpec
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
 from realign.engines.files.folders import check_path, read_states
@@ -209,7 +210,7 @@ class TransformersModel(Settings, ModelSpec):
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
-        """See `realign.api.sampler.SamplesInBackground`; uses a copy of the model without its moving average."""
+        """See `realign.api.sampler_spec.SamplesInBackground`; uses a copy of the model without its moving average."""
         from realign.engines.sampling.background_sampler import StreamingEngine
 
         engine = self.for_sampling().load(name, seed=seed).machine

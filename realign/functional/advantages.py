@@ -42,7 +42,7 @@ def token_rewards(
     check_shapes(mask_T, mask_T=mask_T, kl_T=kl_T)
     check_shapes(cu_seqlens[1:], scores_S=scores_S)
     if kl_T is None and kl_coef != 0:
-        raise ValueError(f"kl_coef is {kl_coef} but kl_T is None")
+        raise ValueError(f"kl_coef={kl_coef} needs kl_T, found None")
     scores_S = at_least_fp32(scores_S)
     rewards_T = scores_S.new_zeros(len(mask_T))
     if kl_T is not None:

@@ -71,9 +71,11 @@ def aggregation_weight(
     check_shapes(mask_T, mask_T=mask_T)
     mode = AggregationMode(mode)
     if (constant is not None) != (mode is AggregationMode.constant):
-        raise ValueError(f"aggregation {mode.value!r} with constant={constant}: give a constant to 'constant' only")
+        raise ValueError(
+            f"mode={mode.value} with constant={constant}: mode=constant needs a constant, and other modes need None"
+        )
     if constant is not None and not constant > 0:
-        raise ValueError(f"constant is a number of tokens per sequence and must be positive, found {constant}")
+        raise ValueError(f"constant (tokens per sequence) must be positive, found {constant}")
     if mode is AggregationMode.token_mean:
         return mask_T.sum(dtype=torch.float32)
     sequences = (segment_sum(mask_T, cu_seqlens) > 0).sum(dtype=torch.float32)

@@ -130,7 +130,7 @@ class AdaptiveKLController:
     def __post_init__(self) -> None:
         for name in ("target", "horizon"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of an adaptive KL controller must be positive, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
         self.value = self.init
 
     def update(self, kl: float, n_steps: int) -> None:
@@ -145,11 +145,11 @@ class AdaptiveKLController:
                 become 0 or negative.
         """
         if not math.isfinite(kl):
-            raise ValueError(f"the KL given to the adaptive controller must be finite, found {kl}")
+            raise ValueError(f"kl must be finite, found {kl}")
         if self.clip * n_steps >= self.horizon:
             raise ValueError(
-                f"the horizon of the adaptive KL controller must be above {self.clip:g} x {n_steps} sequences of an "
-                f"update, or the coefficient could become 0 or negative; found {self.horizon:g}"
+                f"horizon must be above clip * n_steps = {self.clip:g} * {n_steps}, or the coefficient could become 0 "
+                f"or negative. Found {self.horizon:g}"
             )
         error = min(max(kl / self.target - 1, -self.clip), self.clip)
         self.value *= 1 + error * n_steps / self.horizon

@@ -100,7 +100,7 @@ def exact_kl(
     if len(hidden_NH) != len(ref_hidden_NH) or len(head.weight_VH) != len(ref_head.weight_VH):
         raise ValueError(
             f"policy has {len(hidden_NH)} tokens over {len(head.weight_VH)} words, "
-            f"reference {len(ref_hidden_NH)} over {len(ref_head.weight_VH)}: they must be the same"
+            f"reference {len(ref_hidden_NH)} over {len(ref_head.weight_VH)}. Both must be equal"
         )
     return _ExactKL.apply(
         hidden_NH,

@@ -49,9 +49,9 @@ class RunningMoments:
     def __post_init__(self) -> None:
         self.kind = MomentsKind(self.kind)
         if not 0 <= self.beta < 1:
-            raise ValueError(f"beta of running moments must be in [0, 1), found {self.beta}")
+            raise ValueError(f"beta must be in [0, 1), found {self.beta}")
         if not self.eps >= 0:
-            raise ValueError(f"eps of running moments must not be negative, found {self.eps}")
+            raise ValueError(f"eps must be at least 0, found {self.eps}")
         self._mean, self._variance, self._weight = 0.0, 1.0, 0.0
 
     @property
@@ -87,7 +87,7 @@ class RunningMoments:
         batch = batch_moments(x_N.detach()[mask_N].double(), reduce)
         count, mean, deviation = batch.count_U.item(), batch.mean_U.item(), batch.deviation_U.item()
         if not math.isfinite(deviation):
-            raise ValueError("running moments were given a value that is not finite")
+            raise ValueError("running moments need finite values. Exclude others with the mask")
         if count == 0:
             return
         if self.kind is MomentsKind.cumulative:
@@ -120,7 +120,7 @@ class RunningMoments:
             ValueError: the saved moments are of the other kind, whose weights are incompatible.
         """
         if state["kind"] != self.kind.value:
-            raise ValueError(f"saved running moments are {state['kind']}, and cannot go on as {self.kind.value}")
+            raise ValueError(f"the saved running moments have kind {state['kind']}, expected {self.kind.value}")
         self._mean, self._variance = float(state["mean"]), float(state["variance"])
         self._weight, self.count = float(state["weight"]), float(state["count"])
 

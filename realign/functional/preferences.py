@@ -206,7 +206,7 @@ def dpo_loss(
     difference_P = at_least_fp32(chosen_P) - at_least_fp32(rejected_P)
     if DPOLoss(kind) is DPOLoss.ipo:
         if label_smoothing:
-            raise ValueError(f"label_smoothing={label_smoothing:g} belongs to the sigmoid loss, but the loss is ipo")
+            raise ValueError(f"label_smoothing={label_smoothing:g} has no effect on the ipo loss. Use 0")
         return (difference_P - 1 / (2 * beta)).square()
     logits_P = beta * difference_P
     return -(1 - label_smoothing) * F.logsigmoid(logits_P) - label_smoothing * F.logsigmoid(-logits_P)

@@ -30,7 +30,7 @@ def overlong_penalty(lengths_S: Tensor, max_tokens: int, buffer: int, penalty: f
     if not 1 <= buffer <= max_tokens:
         raise ValueError(f"buffer must be from 1 to max_tokens={max_tokens}, found {buffer}")
     if not penalty >= 0:
-        raise ValueError(f"penalty is subtracted and must not be negative, found {penalty}")
+        raise ValueError(f"penalty must be at least 0 (it is subtracted), found {penalty}")
     room_S = (max_tokens - buffer - lengths_S).clamp(-buffer, 0)
     return room_S.float() * (penalty / buffer)
 
@@ -58,7 +58,7 @@ def keep_best(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor, k: int) -> Te
         raise ValueError(f"k must be at least 1, found {k}")
     valid = valid_S.nonzero()[:, 0]
     if bool(rewards_S[valid].isnan().any()):
-        raise ValueError("a valid reward is NaN and cannot be ranked; take it out of valid_S")
+        raise ValueError("a valid reward is NaN and cannot be ranked. Exclude it from valid_S")
     ranked = valid[rewards_S[valid].sort(descending=True, stable=True).indices]
     ranked = ranked[group_S[ranked].sort(stable=True).indices]  # grouped, in descending order of reward
     _, size_G = group_S[ranked].unique_consecutive(return_counts=True)

@@ -32,6 +32,7 @@ from realign.api import (
     Stats,
     merge_stats,
 )
+from realign.errors import ConfigError, SettingsError
 from realign.functional import MomentsKind, RunningMoments
 from realign.interfaces.components import Aggregation, TokenMean, ValueObjective, trained, value_stats
 from realign.interfaces.components.value_loss import VALUE_PANELS, number
@@ -63,9 +64,13 @@ class ValueNormalization(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scale is not ValueScale.exponential and self.beta != ValueNormalization.beta:
-            raise ValueError(f"normalization.beta={self.beta:g} has no effect with scale={self.scale.value}")
+            raise SettingsError(
+                f"beta={self.beta:g}: has no effect with scale={self.scale.value}. Set scale=exponential"
+            )
         if self.scale is ValueScale.none and self.eps != ValueNormalization.eps:
-            raise ValueError(f"normalization.eps={self.eps:g} has no effect with scale=none")
+            raise SettingsError(
+                f"eps={self.eps:g}: has no effect with scale=none. Set scale=exponential or scale=cumulative"
+            )
 
     def moments(self) -> RunningMoments | None:
         """Create the running moments: mean 0 and standard deviation 1 until the first training step."""
@@ -95,9 +100,9 @@ class PPOCriticInterface(ModelInterface):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.objective.coef != 1:
-            raise ValueError(
-                f"objective.coef={self.objective.coef:g} weighs the loss of values against a policy's; a critic of its "
-                "own has no other loss: use its optimizer's lr"
+            raise SettingsError(
+                f"objective.coef={self.objective.coef:g}: a separate critic has only this loss, so the coefficient "
+                "would only scale its learning rate. Set optimizer.lr of its model instead"
             )
         self.moments = self.normalization.moments()
 
@@ -182,14 +187,15 @@ class PPOCriticInterface(ModelInterface):
         """Restore the running moments saved with the weights.
 
         Raises:
-            ValueError: the weights were trained with moments, and `normalization.scale` is none.
+            ConfigError: `normalization.scale` differs from the run that saved the weights.
         """
         if "moments" not in saved:
             return
-        if self.moments is None:
-            raise ValueError(
-                "the critic's weights were trained with running normalisation, so its outputs are no values; set "
-                "normalization.scale as it was then"
+        own, kind = self.normalization.scale.value, saved["moments"]["kind"]
+        if self.moments is None or own != kind:
+            raise ConfigError(
+                f"normalization.scale={own}: the critic's weights were trained with normalization.scale={kind}. Set "
+                f"normalization.scale={kind}"
             )
         self.moments.load_state_dict(saved["moments"])
 
@@ -197,7 +203,7 @@ class PPOCriticInterface(ModelInterface):
         """See `ModelInterface.describe`."""
         return {
             "loss": f"{self.objective.describe()}, {self.aggregation.describe()}",
-            "value normalisation": self.normalization.scale.value,
+            "value normalization": self.normalization.scale.value,
         }
 
 

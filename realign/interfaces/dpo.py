@@ -32,6 +32,7 @@ from realign.api import (
     Stats,
     masked_mean,
 )
+from realign.errors import SettingsError
 from realign.functional import DPOLoss, dpo_loss, nll_loss, segment_sum
 from realign.interfaces.components.pairs import check_pairs, pairs_of, train_on_groups
 from realign.interfaces.reference import ReferenceInterface
@@ -60,7 +61,9 @@ class DPOInterface(ModelInterface):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.label_smoothing and self.kind is DPOLoss.ipo:
-            raise ValueError(f"label_smoothing={self.label_smoothing:g} belongs to kind=sigmoid, but kind is ipo")
+            raise SettingsError(
+                f"label_smoothing={self.label_smoothing:g}: has no effect with kind=ipo. Set kind=sigmoid"
+            )
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""

@@ -36,7 +36,7 @@ from realign.api import (
 )
 from realign.api.environment import Environment, Response
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
-from realign.errors import SettingsError
+from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Fraction, Positive
 
 
@@ -84,7 +84,8 @@ class EnvironmentInterface(ModelInterface):
                 "length of one turn"
             )
         if not self.chat and (self.template_options or self.role != "tool"):
-            raise ValueError("role and template_options belong to chat=true, and have no effect without it")
+            name, value = ("role", self.role) if self.role != "tool" else ("template_options", self.template_options)
+            raise SettingsError(f"{name}={value}: has no effect with chat=false. Set chat=true")
         self._make: Callable[[], Environment] | None = None
         self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
         self._failures = Failures(self.environment, self.max_failed_fraction)
@@ -93,7 +94,7 @@ class EnvironmentInterface(ModelInterface):
         """Load the environment class.
 
         Raises:
-            ValueError: the class does not exist, or is not an environment.
+            ConfigError: the class does not exist, or is not an environment.
         """
         self._opened()
 
@@ -147,9 +148,9 @@ class EnvironmentInterface(ModelInterface):
         self._failures.check([e.failure for e in episodes if e.failure], len(episodes))
         if not any(e.turn_ends or e.failure for e in episodes):
             warnings.warn(
-                f"environment {self.environment}: no episode had a turn: what reset says leaves no room for one of "
-                f"generation.max_new_tokens={self.generation.max_new_tokens} within "
-                f"max_episode_tokens={self.max_episode_tokens}",
+                f"max_episode_tokens={self.max_episode_tokens}: no episode of environment {self.environment} had a "
+                f"turn, since a first observation and generation.max_new_tokens={self.generation.max_new_tokens} "
+                "exceed it. Training continues without these episodes. Raise max_episode_tokens",
                 stacklevel=2,
             )
         return packed(data, episodes, dense=self.dense)
@@ -246,15 +247,16 @@ def with_environment(graph: DataflowGraph, *, dense: bool = False) -> DataflowGr
         dense: whether the environment rewards each turn.
 
     Raises:
-        ValueError: the graph has not exactly one call that samples and one that writes `rewards`, or a call needs
-            another reward.
+        GraphError: the graph does not have exactly one call that samples and one that writes `rewards`, or a call
+            needs another reward.
     """
     sampling = [rpc for rpc in graph.rpcs if rpc.method == "generate"]
     rewarding = [rpc for rpc in graph.rpcs if "rewards" in rpc.outputs]
     if len(sampling) != 1 or len(rewarding) != 1:
-        raise ValueError(
-            "an environment replaces one call that samples and one that writes rewards; the graph has "
-            f"{len(sampling)} and {len(rewarding)}: {', '.join(r.name for r in (*sampling, *rewarding)) or 'none'}"
+        raise GraphError(
+            f"The graph has {len(sampling)} RPCs that sample and {len(rewarding)} that write rewards "
+            f"({', '.join(r.name for r in (*sampling, *rewarding)) or 'none'}). An environment replaces exactly one of "
+            "each"
         )
     outputs = written(dense)
     agent = RPC("agent_gen", "agent", "generate", inputs=("prompt_ids", "row"), outputs=outputs)

@@ -11,8 +11,10 @@ component can be replaced separately:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from realign.api import (
     SequenceSample,
     Stats,
     TokenValues,
+    masked_max,
     masked_mean,
     merge_stats,
     rl_graph,
@@ -147,15 +150,18 @@ class PPOActorInterface(ModelInterface):
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
         if self.value is not None and self.critic is not Critic.shared:
-            raise SettingsError(f"value: a loss of values needs critic=shared, found critic={self.critic.value}")
+            raise SettingsError(f"value: has no effect with critic={self.critic.value}. Set critic=shared")
         if self.critic is not Critic.none and not self.advantage.gives_returns:
             name = type(self.advantage).__name__
-            why = f"advantage={name} computes no returns for it to learn. Use advantage=gae, or critic=none"
+            why = f"advantage={name} computes no returns to train a critic. Set advantage=gae or critic=none"
             raise SettingsError(f"critic={self.critic.value}: {why}")
         if self.critic_warmup_steps and self.critic is not Critic.own:
-            raise SettingsError(f"critic_warmup_steps={self.critic_warmup_steps}: needs critic=own")
+            raise SettingsError(
+                f"critic_warmup_steps={self.critic_warmup_steps}: has no effect with critic={self.critic.value}. Set "
+                "critic=own"
+            )
         if self.credit_per_minibatch and self.critic is Critic.own:
-            why = "critic=own estimates advantages once, for actor and critic. Use critic=shared or critic=none"
+            why = "critic=own estimates advantages once per batch. Set critic=shared or critic=none"
             raise SettingsError(f"credit_per_minibatch=true: {why}")
 
     def keys(self, method: str) -> Keys:
@@ -223,7 +229,6 @@ class PPOActorInterface(ModelInterface):
         """See `ModelInterface`."""
         kept = [] if self.keep_best is None else [f"the best {self.keep_best} of {self.generation.n} per prompt"]
         kept += [f"those of at least {self.min_response_tokens} tokens"] if self.min_response_tokens else []
-        overridden = type(self).loss is not PPOActorInterface.loss
         return {
             "scores": self.reward.describe(),
             "truncated responses": self.truncation.describe(),
@@ -238,7 +243,7 @@ class PPOActorInterface(ModelInterface):
             "pretraining loss": f"coefficient {self.ptx_coef:g}" if self.ptx_coef else "",
             "loss aggregation": self.aggregation.describe(),
             "early stop": self.early_stop.describe(),
-            "not used by the overridden loss": LOSS_SETTINGS if overridden else "",
+            "not used by the overridden loss": _settings_not_used_by(type(self).loss),
         }
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
@@ -263,9 +268,6 @@ class PPOActorInterface(ModelInterface):
         if model.version < self.critic_warmup_steps:
             return stats
         steps, further = self._optimize(model, data, mb_spec)
-        # Before the first update the current policy is the behavior policy, so the difference must be 0 up to rounding.
-        if "logprob_diff_max" in steps[0]:
-            further.append({"first_logprob_diff_max": steps[0]["logprob_diff_max"]})
         merged = merge_stats([stats, *steps, *further])
         return merged | self.kl_control.update(merged, model.machine.reduce)
 
@@ -321,7 +323,8 @@ class PPOActorInterface(ModelInterface):
             part = self.objective.prepare(part, reduce)
             if self.ptx_coef:
                 part = mix_pretraining(part, self.ptx_coef, self.loss_weight, reduce)
-            steps.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight, step_if))
+            loss = self.loss if steps else self.first_loss
+            steps.append(model.machine.train_batch(part, mb_spec, loss, self.loss_weight, step_if))
             if not allowed:
                 break
         if self.early_stop.bounded:
@@ -354,6 +357,20 @@ class PPOActorInterface(ModelInterface):
             text_loss, text_stats = pretraining_loss(output, minibatch)
             loss, stats = loss + text_loss, stats | text_stats
         return loss, stats | {f"token/{name}": TokenValues(x_T.detach()) for name, x_T in trace.items()}
+
+    def first_loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:
+        """Return `loss` for the first mini-batch of a step, with the metric that checks the ratio.
+
+        Before the first update the current policy is the behavior policy, so `first_logprob_diff_max` must be 0 up to
+        rounding. It is computed here if an overridden `loss` does not return `logprob_diff_max`.
+        """
+        loss, stats = self.loss(output, minibatch)
+        if (difference := stats.get("logprob_diff_max")) is None:
+            mask_T = minibatch["loss_mask"]
+            with torch.no_grad():
+                logprobs_T = output.logprobs(temperature=self.generation.temperature, where_T=mask_T)
+            difference = masked_max((logprobs_T - old_logprobs(minibatch)).abs(), mask_T)
+        return loss, {**stats, "first_logprob_diff_max": difference}
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """Return the divisor of the loss, after all filters and the correction."""
@@ -389,7 +406,27 @@ class PPOActorInterface(ModelInterface):
 
 CREDITED = ("advantages", "returns", "loss_mask")
 """Keys that `credit` writes."""
-LOSS_SETTINGS = "objective, correction, kl (place=loss), entropy_coef, value, ptx_coef, aggregation"
+LOSS_SETTINGS = {
+    "objective": "objective",
+    "correction": "correction",
+    "kl_control": "kl (place=loss)",
+    "entropy_coef": "entropy_coef",
+    "value": "value",
+    "ptx_coef": "ptx_coef",
+    "aggregation": "aggregation",
+}
+"""The attributes that `PPOActorInterface.loss` reads, with the names of their settings."""
+
+
+def _settings_not_used_by(loss: Callable[..., Any]) -> str:
+    """Return the settings that a subclass's `loss` does not name; none if it calls the `loss` of its base class."""
+    function = inspect.unwrap(loss)
+    if loss is PPOActorInterface.loss or not isinstance(function, FunctionType):
+        return ""
+    names = set(function.__code__.co_names)
+    if "super" in names:
+        return ""
+    return ", ".join(setting for attribute, setting in LOSS_SETTINGS.items() if attribute not in names)
 
 
 def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:

@@ -64,13 +64,17 @@ class RAFTActorInterface(SFTInterface):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.keep_best is None) == (self.keep_share is None):
-            raise ValueError(
-                f"keep_best={self.keep_best} with keep_share={self.keep_share}: give one, and set the other to null"
+            raise SettingsError(
+                f"keep_best={self.keep_best}: exactly one of keep_best and keep_share must be set "
+                f"(keep_share={self.keep_share}). Set the other to null"
             )
         if self.keep_best is not None and self.keep_best > self.generation.n:
             raise SettingsError(f"keep_best={self.keep_best}: must be at most generation.n={self.generation.n}")
         if self.skip_equal_rewards and self.generation.n == 1:
-            raise SettingsError("skip_equal_rewards=True: needs a generation.n of 2 or more")
+            raise SettingsError(
+                "skip_equal_rewards=true: one response per prompt has no other to differ from. Set generation.n to 2 "
+                "or more"
+            )
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""

@@ -36,6 +36,7 @@ from realign.api import (
     correlation,
     masked_mean,
 )
+from realign.errors import RunError, SettingsError
 from realign.functional import (
     Reduce,
     best_of_n_loss,
@@ -92,9 +93,12 @@ class RewardModelInterface(ModelInterface):
         super().__post_init__()
         for name in ("use_margin", "from_divergence"):
             if getattr(self, name) and self.kind is not RewardLoss.pairwise:
-                raise ValueError(f"{name} belongs to kind=pairwise, but kind is {self.kind.value}")
+                raise SettingsError(f"{name}=true: has no effect with kind={self.kind.value}. Set kind=pairwise")
         if self.per_prompt_weighting and self.kind is RewardLoss.best_of_n:
-            raise ValueError("per_prompt_weighting has no effect with kind=best_of_n, which has one choice per prompt")
+            raise SettingsError(
+                "per_prompt_weighting=true: has no effect with kind=best_of_n, which has one choice per prompt. Set "
+                "it to false"
+            )
         self.gain, self.bias = 1.0, 0.0
 
     def keys(self, method: str) -> Keys:
@@ -162,7 +166,7 @@ class RewardModelInterface(ModelInterface):
         """Take `n_minibatches` optimizer steps over the batch, in a new random order; groups stay together.
 
         Raises:
-            ValueError: a prompt has an odd number of responses, and the loss is on pairs.
+            DataError: a prompt has an odd number of responses, and the loss is on pairs.
         """
         if self._on_pairs:
             check_pairs(data)
@@ -194,15 +198,16 @@ class RewardModelInterface(ModelInterface):
             The mean and the standard deviation of the scores before normalization.
 
         Raises:
-            ValueError: there are fewer than two scores, some are not finite, or all are equal.
+            ValueError: `mean` is not finite, or `std` is not positive.
+            RunError: there are fewer than two scores, some are not finite, or all are equal.
         """
         found_mean, found_std = score_moments(scores_S, reduce)
         if not std > 0 or not math.isfinite(mean):
-            raise ValueError(f"normalize needs a finite mean and a positive std, found {mean:g} and {std:g}")
+            raise ValueError(f"mean must be finite and std positive, found {mean:g} and {std:g}")
         if not found_std > 1e-6 * math.hypot(found_mean, found_std):
-            raise ValueError(
-                f"normalize needs at least two finite scores that differ, found {len(scores_S)} of mean "
-                f"{found_mean:g} and deviation {found_std:g}"
+            raise RunError(
+                f"The scores of {len(scores_S)} responses have mean {found_mean:g} and standard deviation "
+                f"{found_std:g}. Calibration needs at least two finite scores that differ"
             )
         # The scores already include the current gain and bias, so the new ones are composed with them.
         factor = std / found_std

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
+from realign.errors import SettingsError
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
 from realign.rewards.pool.limits import Limits, OpenFiles
 from realign.rewards.pool.pool import RewardPool
@@ -65,7 +66,9 @@ class RuleRewardInterface(ModelInterface):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shuffle and self.dense:
-            raise ValueError("shuffle deals one reward out to each response, but dense rewards its tokens; choose one")
+            raise SettingsError(
+                "shuffle=true: permutes one reward per response, but dense=true rewards tokens. Set one to false"
+            )
         Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
         self._pool: RewardPool | None = None
 
@@ -73,7 +76,7 @@ class RuleRewardInterface(ModelInterface):
         """Load the function and create the pool of worker processes.
 
         Raises:
-            ValueError: the function does not exist, or a setting is out of range.
+            ConfigError: the function does not exist, or a setting is out of range.
         """
         self._opened()
 

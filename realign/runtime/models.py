@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from realign.api import RPC, Model, ModelInterface, ModelSpec
-from realign.api.sampler import ConfiguresSampler
+from realign.api.sampler_spec import ConfiguresSampler
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state

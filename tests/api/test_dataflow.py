@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats, Sync
 from realign.api.dataflow import nearest
+from realign.errors import ConfigError, GraphError
 
 GEN = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=("input_ids", "logprobs"))
 REWARD = RPC("reward_inf", "reward", "inference", inputs=("input_ids",), outputs=("rewards",))
@@ -115,7 +116,7 @@ def test_two_train_steps_of_a_model_stay_as_declared() -> None:
     [
         (
             lambda: graph(GEN, replace(TRAIN, inputs=("input_ids", "logprob"))),
-            r"RPC 'actor_train' reads key 'logprob', which nothing produces; did you mean 'logprobs'\? "
+            r"RPC 'actor_train' reads key 'logprob', which no RPC or dataset produces; did you mean 'logprobs'\? "
             r"\(valid: input_ids, logprobs, prompt_ids\)",
         ),
         (
@@ -130,37 +131,41 @@ def test_two_train_steps_of_a_model_stay_as_declared() -> None:
             lambda: graph(GEN, dataset_keys=("prompt_ids", "logprobs")),
             "key 'logprobs' is produced twice: by RPC 'actor_gen' and by the dataset",
         ),
-        (lambda: graph(GEN, GEN), "two RPCs are named 'actor_gen'; names must be distinct"),
+        (lambda: graph(GEN, GEN), "Duplicate RPC name 'actor_gen'. Names must be unique"),
         (
             lambda: graph(GEN, replace(REWARD, after=("actor_genn",))),
-            r"RPC 'reward_inf' comes after 'actor_genn', which is not an RPC; did you mean 'actor_gen'\?",
+            r"RPC 'reward_inf': after contains 'actor_genn', which is not an RPC; did you mean 'actor_gen'\?",
         ),
         (
             lambda: graph(results=("truncated",)),
-            r"results keep key 'truncated', which nothing produces \(valid: ",
+            r"results: no RPC or dataset produces key 'truncated' \(valid: ",
         ),
         (
             lambda: graph(RPC("a", "m", "inference", ("y",), ("x",)), RPC("b", "m", "inference", ("x",), ("y",))),
-            "the RPCs wait for each other in a circle: (a -> b -> a|b -> a -> b)",
+            "The RPCs form a cycle: (a -> b -> a|b -> a -> b)",
         ),
-        (lambda: graph(RPC("a", "m", "inference", ("x",), ("x",))), "in a circle: a -> a"),
-        (lambda: graph(replace(GEN, after=("actor_train",)), REWARD, REF, TRAIN), "in a circle: .*actor_train"),
+        (lambda: graph(RPC("a", "m", "inference", ("x",), ("x",))), "form a cycle: a -> a"),
+        (lambda: graph(replace(GEN, after=("actor_train",)), REWARD, REF, TRAIN), "form a cycle: .*actor_train"),
         (
             lambda: graph(sync={"reff": Sync("actor")}),
-            r"sync.reff: no call of the graph uses role 'reff'; did you mean 'ref'\? \(valid: ref, reward\)",
+            r"sync.reff: no RPC of the graph uses role 'reff'; did you mean 'ref'\? \(valid: ref, reward\)",
         ),
-        (lambda: graph(sync={"actor": Sync("actor")}), "sync.actor: role 'actor' is trained, and would lose what it"),
+        (
+            lambda: graph(sync={"actor": Sync("actor")}),
+            "sync.actor: role 'actor' is trained, and the sync would overwrite its",
+        ),
         (
             lambda: graph(sync={"ref": Sync("reward")}),
-            r"sync.ref.of: no call of the graph trains 'reward' \(valid: actor\)",
+            r"sync.ref.of=reward: no RPC of the graph trains this role \(valid: actor\)",
         ),
         (lambda: graph(sync={"ref": Sync("actor", weight=0.0)}), "weight=0.0: must be above 0 and at most 1"),
         (lambda: graph(sync={"ref": Sync("actor", every_steps=0)}), "every_steps=0: must be at least 1"),
     ],
 )
 def test_trap_g6_a_bad_graph_is_refused_with_a_suggestion(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         build()
+    assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -172,25 +177,25 @@ def test_trap_g6_a_bad_graph_is_refused_with_a_suggestion(build: Any, message: s
         ),
         (
             {"rename": {"logprobs": "ref_logprob"}},
-            r"renames to 'ref_logprob', which it does not declare; did you mean 'ref_logprobs'\?",
+            r"rename contains 'ref_logprob', which is not one of its inputs or outputs; did you mean 'ref_logprobs'\?",
         ),
-        ({"rename": {"a": "ref_logprobs", "b": "ref_logprobs"}}, "renames two names to 'ref_logprobs'"),
+        ({"rename": {"a": "ref_logprobs", "b": "ref_logprobs"}}, "rename maps two names to 'ref_logprobs'"),
         (
             {"inputs": ("logprobs", "values"), "rename": {"logprobs": "values"}},
-            "after the rename .* would know two of logprobs, values as 'logprobs'",
+            "rename=.* gives two of the keys logprobs, values the same name 'logprobs'",
         ),
-        ({"inputs": "input_ids"}, "inputs must be a tuple of names, found the text 'input_ids'"),
+        ({"inputs": "input_ids"}, "inputs must be a tuple of names, found 'input_ids'. Write "),
         ({"outputs": "x"}, "outputs must be a tuple of names"),
         ({"after": "actor_gen"}, "after must be a tuple of names"),
-        ({"outputs": ("x", "x"), "rename": {}}, "outputs hold 'x' twice"),
+        ({"outputs": ("x", "x"), "rename": {}}, "outputs contains 'x' twice"),
         (
             {"method": "train_step", "outputs": ("values",), "rename": {}},
-            "a train_step gives metrics, no keys; found values",
+            "a train_step returns metrics and no keys. Remove outputs values",
         ),
     ],
 )
 def test_trap_g6_a_bad_rpc_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"RPC 'ref_inf':? {message}"):
+    with pytest.raises(GraphError, match=f"RPC 'ref_inf':? {message}"):
         replace(REF, **change)
 
 
@@ -260,21 +265,25 @@ def test_roles_that_can_do_their_work_pass() -> None:
         (
             {**ROLES, "actor": Scorer},
             ["actor", "ref"],
-            r"RPC 'actor_gen' calls generate, which Scorer does not implement; it has \['inference'\]",
+            r"RPC 'actor_gen' calls generate, which Scorer does not implement. It implements \['inference'\]",
         ),
-        ({**ROLES, "ref": Policy}, ["actor", "ref"], r"inference, which Policy .* it has \['generate', 'train_step'\]"),
+        (
+            {**ROLES, "ref": Policy},
+            ["actor", "ref"],
+            r"inference, which Policy .* It implements \['generate', 'train_step'\]",
+        ),
     ],
 )
 def test_trap_g6_a_role_that_cannot_is_refused_before_anything_loads(
     interfaces: dict[str, type[ModelInterface]], models: list[str], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(GraphError, match=message):
         graph().check_roles(interfaces, models)
 
 
 def test_trap_g6_a_sync_of_a_role_without_a_network_is_refused() -> None:
     synced = graph(sync={"reward": Sync("actor")})
-    with pytest.raises(ValueError, match=r"sync.reward: role 'reward' has no model \(valid: actor, ref\)"):
+    with pytest.raises(GraphError, match=r"sync.reward: role 'reward' has no model \(valid: actor, ref\)"):
         synced.check_roles(ROLES, ["actor", "ref"])
 
 

@@ -113,7 +113,7 @@ def test_pause_update_and_timeouts_wait_for_the_engine():
     assert engine.goes.wait(60)
     pausing = threading.Thread(target=pause)
     pausing.start()
-    with pytest.raises(TimeoutError, match="another call still samples"):
+    with pytest.raises(TimeoutError, match="did not finish within"):
         sampler.submit(requests_of(prompts("a"), CONFIG, 0)[0]).result(0.05)
     assert done == []
     engine.go.set()

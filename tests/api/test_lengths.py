@@ -82,7 +82,7 @@ def test_a_length_is_a_natural_number(nested: list[list[int]], message: str) -> 
 
 
 def test_counts_and_lengths_must_be_of_the_same_sequences() -> None:
-    with pytest.raises(ValueError, match="counts sum to 3 sequences, but 1 are given"):
+    with pytest.raises(ValueError, match="counts sum to 3 sequences, but flat has 1"):
         Lengths(np.array([1, 2]), np.array([4]))
     with pytest.raises(ValueError, match=r"Lengths.counts must be a list of integers, found int64 of shape \[1, 1\]"):
         Lengths(np.array([[1]]), np.array([4]))

@@ -137,7 +137,7 @@ def test_a_model_counts_its_steps_and_derives_seeds_from_them() -> None:
 
 
 def test_a_role_without_a_network_says_so() -> None:
-    with pytest.raises(ValueError, match=r"role 'reward' has no model: give it one under models\.reward"):
+    with pytest.raises(ValueError, match=r"role 'reward' has no model. Set models\.reward"):
         _ = Model("reward", None).machine
 
 
@@ -153,7 +153,7 @@ def test_an_interface_implements_what_it_overrides() -> None:
     model, data = Model("m", None), SequenceSample(())
     assert Scorer().inference(model, data, MicroBatchSpec()) is data
     for method in ("generate", "train_step"):
-        with pytest.raises(NotImplementedError, match=f"Scorer has no {method}"):
+        with pytest.raises(NotImplementedError, match=f"Scorer does not implement {method}"):
             getattr(Scorer(), method)(model, data, MicroBatchSpec())
 
 
@@ -162,5 +162,5 @@ def test_an_interface_without_state_takes_none() -> None:
     assert scorer.state_dict() == {}
     scorer.load_state_dict({})
     scorer.close()
-    with pytest.raises(ValueError, match=r"Scorer keeps no state, but got \['kl'\]"):
+    with pytest.raises(ValueError, match=r"Scorer has no state, but the checkpoint contains \['kl'\]"):
         scorer.load_state_dict({"kl": 1})

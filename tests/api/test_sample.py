@@ -134,7 +134,7 @@ def test_trap_d11_chunks_use_every_prompt_exactly_once(naive: Naive, data: st.Da
 
 @pytest.mark.parametrize("n", [0, 3])
 def test_trap_d11_fewer_prompts_than_parts_is_an_error(n: int) -> None:
-    with pytest.raises(ValueError, match=f"cannot cut 2 prompts into {n} parts"):
+    with pytest.raises(ValueError, match=f"cannot split 2 prompts into {n} parts"):
         example().chunks(n)
 
 
@@ -257,13 +257,13 @@ def test_lists_of_numbers_get_one_dtype() -> None:
 
 def test_trap_a8_an_optional_key_on_some_samples_only() -> None:
     first, second = example().unpack()
-    with pytest.raises(ValueError, match="key 'versions' is absent for ids 'b', but present for others"):
+    with pytest.raises(ValueError, match="key 'versions' is missing for ids 'b', but present for others"):
         SequenceSample.gather([first.with_tokens(versions=torch.zeros(3)), second])
-    with pytest.raises(ValueError, match="key 'versions' is absent for ids 'a', but present for others"):
+    with pytest.raises(ValueError, match="key 'versions' is missing for ids 'a', but present for others"):
         SequenceSample.gather([first, second.with_tokens(versions=torch.zeros(3))])
-    with pytest.raises(ValueError, match="key 'note' is absent for ids 'b'"):
+    with pytest.raises(ValueError, match="key 'note' is missing for ids 'b'"):
         SequenceSample.gather([first.with_metadata(note=["x"]), second])
-    with pytest.raises(ValueError, match="key 'note' is metadata for some of ids 'a', 'b' only"):
+    with pytest.raises(ValueError, match="key 'note' is metadata for some of the ids 'a', 'b' and a tensor for others"):
         SequenceSample.gather([first.with_metadata(note=["x"]), second.with_tokens(note=torch.zeros(3))])
 
 
@@ -304,39 +304,57 @@ def test_trap_e6_the_order_of_prompts_does_not_matter(naive: Naive, data: st.Dat
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda s: s.with_tokens(x=torch.zeros(4)), "key 'x' has 4 rows, expected 6 .* id 'b' should end at row 6"),
-        (lambda s: s.with_tokens(x=torch.zeros(3)), "key 'x' has 3 rows, expected 6 .* id 'b' should end at row 6"),
-        (lambda s: s.with_tokens(x=torch.zeros(2)), "key 'x' has 2 rows, expected 6 .* id 'a' should end at row 3"),
-        (lambda s: s.with_tokens(x=torch.zeros(7)), "key 'x' has 7 rows, expected 6 .* id 'b' should end at row 6"),
+        (
+            lambda s: s.with_tokens(x=torch.zeros(4)),
+            "key 'x' has 4 rows, but its lengths sum to 6. Id 'b' should end at row 6",
+        ),
+        (
+            lambda s: s.with_tokens(x=torch.zeros(3)),
+            "key 'x' has 3 rows, but its lengths sum to 6. Id 'b' should end at row 6",
+        ),
+        (
+            lambda s: s.with_tokens(x=torch.zeros(2)),
+            "key 'x' has 2 rows, but its lengths sum to 6. Id 'a' should end at row 3",
+        ),
+        (
+            lambda s: s.with_tokens(x=torch.zeros(7)),
+            "key 'x' has 7 rows, but its lengths sum to 6. Id 'b' should end at row 6",
+        ),
         (lambda s: s.with_tokens(x=torch.tensor(1.0)), "key 'x' must be a packed tensor, found a tensor without dim"),
         (lambda s: s.with_tokens(x=[[[1, 2], [3]], [[4, 5]]]), r"key 'x', id 'b': lengths \[2\], expected \[3\]"),
         (lambda s: s.with_tokens(x=[[[1, 2, 3]], [[4, 5, 6]]]), r"'x', id 'a': lengths \[3\], expected \[2, 1\]"),
         (lambda s: s.with_tokens(x=[[[1, 2], [3]]]), "key 'x' has sequences of 1 prompts, expected 2"),
-        (lambda s: s.with_sequences(x=torch.zeros(2)), "key 'x' has 2 rows, expected 3"),
+        (lambda s: s.with_sequences(x=torch.zeros(2)), "key 'x' has 2 rows, but its lengths sum to 3"),
         (lambda s: s.with_sequences(x=[0.5, 1.0]), "key 'x', id 'a': found float, expected a list of sequences"),
         (lambda s: s.with_sequences(x=[[0.5, 1.0], [1.5]]), "key 'x', id 'a': found float, expected tensors or lists"),
         (lambda s: s.with_sequences(x=[[["y"], [0]], [[1]]]), "key 'x', id 'a': found list, expected tensors or lists"),
-        (lambda s: s.with_tokens(row=torch.zeros(6)), "key 'row' stands in data and in metadata"),
-        (lambda s: s.with_metadata(input_ids=[0, 1]), "key 'input_ids' stands in data and in metadata"),
+        (lambda s: s.with_tokens(row=torch.zeros(6)), "key 'row' is in both data and metadata"),
+        (lambda s: s.with_metadata(input_ids=[0, 1]), "key 'input_ids' is in both data and metadata"),
         (lambda s: s.with_metadata(tag=[1]), "metadata 'tag' has 1 entries for 2 ids"),
-        (lambda s: s.with_data({"x": torch.zeros(6)}), "exactly one of `like` .* and `lengths`"),
-        (lambda s: s.with_data({"x": torch.zeros(6)}, like="inputids"), "no packed key 'inputids'; .*'input_ids'"),
+        (lambda s: s.with_data({"x": torch.zeros(6)}), "either `like` .* or `lengths`"),
+        (
+            lambda s: s.with_data({"x": torch.zeros(6)}, like="inputids"),
+            "no packed key 'inputids'; did you mean 'input_ids'",
+        ),
         (lambda s: s.with_data({"x": torch.zeros(1)}, lengths=Lengths.of([[1]])), "lengths of 1 prompts, expected 2"),
-        (lambda s: s.with_data({"x": torch.zeros(6)}, lengths=[[2, 1], [3]]), "'x' must be cut by Lengths, found list"),
-        (lambda s: s["input_id"], "no packed key 'input_id'; there are .* did you mean 'input_ids'"),
-        (lambda s: s["row"], "key 'row' is metadata .* read it from `.metadata`"),
+        (
+            lambda s: s.with_data({"x": torch.zeros(6)}, lengths=[[2, 1], [3]]),
+            "lengths of key 'x' must be Lengths, found list",
+        ),
+        (lambda s: s["input_id"], r"no packed key 'input_id'; did you mean 'input_ids'\? \(keys: input_ids\)"),
+        (lambda s: s["row"], "key 'row' is metadata, .* Read it from `.metadata`"),
         (lambda s: s.select(["input_ids", "rows"]), "no packed key 'rows'"),
         (lambda s: s.rename({"inputs": "x"}), "no packed key 'inputs'"),
-        (lambda s: s.rename({"input_ids": "row"}), "would give two keys one name"),
-        (lambda s: s.merge(s.take([1, 0])), "same ids in the same order; found 'a', 'b' and 'b', 'a'"),
-        (lambda s: s.merge(s.select(["row"])), "merge: key 'row' stands in both samples"),
+        (lambda s: s.rename({"input_ids": "row"}), "gives two keys the same name"),
+        (lambda s: s.merge(s.take([1, 0])), "same ids in the same order. Found 'a', 'b' and 'b', 'a'"),
+        (lambda s: s.merge(s.select(["row"])), "merge: key 'row' is in both samples"),
         (lambda s: s.take([0, 2]), "take: prompts must be indices from 0 to 1, found 0 to 2"),
         (lambda s: s.take([-1]), "take: prompts must be indices from 0 to 1, found -1 to -1"),
         (lambda s: s.take([True, False]), "take: prompts must be a list of integers, found bool"),
-        (lambda s: s.take([1, 1]), "id 'b' stands 2 times; ids must be distinct"),
-        (lambda s: s.take_sequences([1, 0]), r"sequences must ascend and be distinct, found \[1, 0\]"),
+        (lambda s: s.take([1, 1]), "Duplicate id 'b' .2 occurrences.. Ids must be unique"),
+        (lambda s: s.take_sequences([1, 0]), r"indices must be strictly ascending, found \[1, 0\]"),
         (lambda s: s.take_sequences([3]), "take_sequences: sequences must be indices from 0 to 2, found 3 to 3"),
-        (lambda s: SequenceSample.gather([s, s]), "id 'a' stands 2 times"),
+        (lambda s: SequenceSample.gather([s, s]), "Duplicate id 'a' .2 occurrences."),
         (lambda s: SequenceSample.gather([]), "gather needs at least one sample"),
         (lambda s: SequenceSample(s.ids, dict(s.data)), r"keys with data \['input_ids'\] and keys with lengths \[\]"),
         (
@@ -362,9 +380,7 @@ def test_a_cut_group_keeps_its_prompt_and_refuses_what_cannot_be_cut() -> None:
     sample = SequenceSample.from_sequences(
         ["a"], {"input_ids": [[[1, 2], [3, 4], [5]]], "prompt_ids": [[[9]]], "pairs": [[[1], [2]]]}
     )
-    with pytest.raises(
-        ValueError, match="key 'pairs', id 'a': 2 sequences cannot be cut along with the 3 of 'input_ids'"
-    ):
+    with pytest.raises(ValueError, match="key 'pairs', id 'a': 2 sequences cannot be split like the 3 of 'input_ids'"):
         sample.split(MicroBatchSpec(4))
     batches = sample.select(["input_ids", "prompt_ids"]).split(MicroBatchSpec(4))
     assert [mb["input_ids"].tolist() for mb in batches] == [[1, 2, 5], [3, 4]]
@@ -422,7 +438,7 @@ def test_to_moves_every_tensor() -> None:
 def test_more_rows_than_int32_can_count_are_refused() -> None:
     n = 2**31
     sample = SequenceSample(("a",), {"x": torch.empty(n, device="meta")}, {"x": Lengths.of([[n]])})
-    with pytest.raises(ValueError, match="key 'x' has 2147483648 rows, more than int32 cu_seqlens can count"):
+    with pytest.raises(ValueError, match="key 'x' has 2147483648 rows, which exceeds int32 cu_seqlens"):
         sample.cu_seqlens("x")
 
 

@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, Model, Request, SequenceSample
-from realign.api.sampler import (
-    Completion,
-    FutureHandle,
-    SamplerSpec,
-    Tokens,
-    generate_by_requests,
-    requests_of,
-    sample_of,
-    samples_externally,
-)
+from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests, requests_of, sample_of
+from realign.api.sampler_spec import SamplerSpec, samples_externally
 from realign.engines import InProcessSampling, TransformersModel
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.samplers import TableSampler, TableSampling
@@ -69,10 +61,10 @@ class KeepsWeights(TableSampler):
     ("kind", "message"),
     [
         (NoVersions, "generate returns keys"),
-        (ByOrder, "generate does not repeat itself"),
+        (ByOrder, "equal calls of generate differ"),
         (NeverPauses, "an unfinished response cannot be cancelled|paused"),
-        (ForgetsVersion, "version does not follow update"),
-        (KeepsWeights, "an update changes no log-prob"),
+        (ForgetsVersion, "version is not 1 after an update to version 1"),
+        (KeepsWeights, "an update does not change the log-probs"),
     ],
 )
 def test_a_sampler_that_breaks_the_contract_is_found(kind, message):
@@ -155,7 +147,7 @@ def test_which_model_specs_sample_outside_their_engine():
     assert not samples_externally(object())
     assert not samples_externally(TransformersModel("x", sampler=InProcessSampling(max_slots=3)))
     assert samples_externally(TransformersModel("x", sampler=TableSampling()))
-    with pytest.raises(NotImplementedError, match="SamplerSpec has no open"):
+    with pytest.raises(NotImplementedError, match="SamplerSpec does not implement open"):
         SamplerSpec().open("actor", BigramEngine(), None)
 
 

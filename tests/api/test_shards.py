@@ -71,7 +71,7 @@ def test_prompts_without_sequences_come_back_without_any() -> None:
     assert [part.ids for part in parts] == [("p0",), ("p1", "p2")]
     back = parts.restore([parts[0].select(["score"]), SequenceSample(("p1", "p2"))])
     assert back.lengths["score"].nested() == ((1, 1), (), ())
-    with pytest.raises(ValueError, match="key 'score' is absent for ids 'p0'"):
+    with pytest.raises(ValueError, match="key 'score' is missing for ids 'p0'"):
         parts.restore([SequenceSample(("p0",)), parts[1].select(["score"])])
 
 
@@ -87,14 +87,14 @@ def test_results_may_be_cut_in_another_way() -> None:
 
 def test_results_that_do_not_fit_are_refused() -> None:
     parts = shard(batch([[4], [2]]), 2, "input_ids")
-    with pytest.raises(ValueError, match="restore got 1 results of 2 ranks"):
+    with pytest.raises(ValueError, match="restore got 1 results for 2 ranks"):
         parts.restore([parts[0]])
-    with pytest.raises(ValueError, match=r"ids 'p1' of rank 0, whose part has 'p0'"):
+    with pytest.raises(ValueError, match=r"ids 'p1' for rank 0, whose part has 'p0'"):
         parts.restore([parts[1], parts[0]])
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 rank, found 0"):
+    with pytest.raises(ValueError, match="n=0: a batch needs at least 1 rank"):
         shard(batch([[1]]), 0, "input_ids")
-    with pytest.raises(ValueError, match=r"no packed key 'prompt_ids' to cut by; there are \['input_ids', 'score'\]"):
+    with pytest.raises(ValueError, match=r"no packed key 'prompt_ids' to shard by \(keys: input_ids, score\)"):
         shard(batch([[1]]), 2, "prompt_ids")

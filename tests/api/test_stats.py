@@ -122,13 +122,13 @@ def test_plain_numbers_and_one_element_tensors_are_taken() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "kinds"),
     [
-        (Mean(t(1.0), t(1)), Max(t(1.0)), "Mean in one part and a Max"),
-        (Sum(t(1.0)), (t(1.0), t(1)), "Sum in one part and a Mean"),
-        (Min(t(1.0)), Sum(t(1.0)), "Min in one part and a Sum"),
+        (Mean(t(1.0), t(1)), Max(t(1.0)), "Mean in one micro-batch and Max"),
+        (Sum(t(1.0)), (t(1.0), t(1)), "Sum in one micro-batch and Mean"),
+        (Min(t(1.0)), Sum(t(1.0)), "Min in one micro-batch and Sum"),
     ],
 )
 def test_one_name_has_one_kind(a: object, b: object, kinds: str) -> None:
-    with pytest.raises(ValueError, match=f"metric 'm' is a {kinds} in another"):
+    with pytest.raises(ValueError, match=f"metric 'm' is {kinds} in another"):
         merge_stats([{"m": a}, {"m": b}])  # type: ignore[dict-item]
 
 
@@ -137,7 +137,7 @@ def test_one_name_has_one_kind(a: object, b: object, kinds: str) -> None:
     [
         (t(1.0), "must be Mean, Max, Min, Sum, Variance, Correlation or .*, found Tensor"),
         ((t(1.0),), "must be Mean, Max, Min, Sum, Variance, Correlation or .*, found tuple"),
-        (Sum(torch.zeros(2)), r"must be of single numbers, found a tensor of shape \[2\]"),
+        (Sum(torch.zeros(2)), r"must contain single numbers, found a tensor of shape \[2\]"),
     ],
 )
 def test_what_is_no_metric_is_refused_by_name(stat: object, message: str) -> None:

@@ -162,7 +162,7 @@ def test_bad_input_is_named():
         gae(REWARDS, VALUES[:4], ALL, CU, gamma=1.0, lam=1.0)
     with pytest.raises(ValueError, match=r"scores_S has shape \(3,\), should be \(2,\)"):
         token_rewards(torch.zeros(3), ALL, CU)
-    with pytest.raises(ValueError, match=r"kl_coef is 0.1 but kl_T is None"):
+    with pytest.raises(ValueError, match=r"kl_coef=0.1 needs kl_T"):
         token_rewards(torch.zeros(2), ALL, CU, kl_coef=0.1)
     with pytest.raises(ValueError, match=r"bootstrap_S"):
         discounted_returns(REWARDS, ALL, CU, gamma=1.0, bootstrap_S=torch.zeros(1))

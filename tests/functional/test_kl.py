@@ -161,5 +161,5 @@ def test_controllers_refuse_nonsense():
         AdaptiveKLController(init=0.1, target=1.0, horizon=-1)
     with pytest.raises(ValueError, match="nan"):
         AdaptiveKLController(init=0.1, target=1.0, horizon=10).update(math.nan, 1)
-    with pytest.raises(ValueError, match=r"must be above 0\.2 x 50 sequences"):
+    with pytest.raises(ValueError, match=r"must be above clip \* n_steps = 0\.2 \* 50"):
         AdaptiveKLController(init=0.1, target=1.0, horizon=10).update(0.0, 50)

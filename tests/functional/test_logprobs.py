@@ -267,5 +267,5 @@ def test_bad_input_is_named():
         token_logprobs(leaves[0][:, :-1], head, targets)
     with pytest.raises(ValueError, match="chunk_size"):
         token_logprobs(leaves[0], head, targets, chunk_size=0)
-    with pytest.raises(ValueError, match="must be the same"):
+    with pytest.raises(ValueError, match="Both must be equal"):
         exact_kl(leaves[0], head, leaves[0], LMHead(torch.zeros(V + 1, H)))

@@ -166,7 +166,7 @@ def test_smoothed_labels_have_their_least_loss_where_the_model_is_as_sure_as_the
     [
         ({"beta": 0.0}, "beta must be positive"),
         ({"beta": 1.0, "label_smoothing": 0.5}, "label_smoothing in"),
-        ({"beta": 1.0, "label_smoothing": 0.1, "kind": DPOLoss.ipo}, "belongs to the sigmoid loss"),
+        ({"beta": 1.0, "label_smoothing": 0.1, "kind": DPOLoss.ipo}, "has no effect on the ipo loss"),
     ],
 )
 def test_dpo_settings_out_of_range_are_refused(setting, message):

@@ -176,7 +176,7 @@ def as_indices(values: Any, n: int) -> list[int] | None:
 @BOUNDED
 @given(plain_samples(), INDICES)
 def test_taking_prompts(plain, at):
-    found = attempt(lambda: plain.packed().take(at), "take: prompts", "stands")
+    found = attempt(lambda: plain.packed().take(at), "take: prompts", "Duplicate id")
     wanted = as_indices(at, len(plain.ids))
     possible = wanted is not None and len(set(wanted)) == len(wanted)
     assert isinstance(found, Refused) != possible, getattr(found, "message", at)
@@ -188,7 +188,7 @@ def test_taking_prompts(plain, at):
 @given(plain_samples(), INDICES)
 def test_taking_sequences(plain, at):
     sample = plain.packed()
-    found = attempt(lambda: sample.take_sequences(at), "take_sequences", "sequences cannot be cut along")
+    found = attempt(lambda: sample.take_sequences(at), "take_sequences", "sequences cannot be split like")
     owner = [i for i, group in enumerate(plain.data["input_ids"]) for _ in group]
     wanted = as_indices(at, len(owner))
     if wanted is None or wanted != sorted(set(wanted)):
@@ -236,7 +236,7 @@ def test_selecting_and_renaming_keys(plain, keys, names):
 @given(plain_samples(), plain_samples(prefix="q"), st.booleans(), st.booleans())
 def test_gathering_and_merging(plain, other, same_ids, same_keys):
     a, b = plain.packed(), other.packed()
-    found = attempt(lambda: SequenceSample.gather([a, a] if same_ids else [a, b]), "stands 2 times", "dtype")
+    found = attempt(lambda: SequenceSample.gather([a, a] if same_ids else [a, b]), "Duplicate id", "dtype")
     if same_ids and len(a):
         assert isinstance(found, Refused)
     else:
@@ -257,7 +257,7 @@ def test_gathering_and_merging(plain, other, same_ids, same_keys):
 @given(plain_samples(), st.one_of(st.integers(-1, 6), NUMBERS, JUNK))
 def test_cutting_into_parts(plain, n):
     sample = plain.packed()
-    parts = attempt(lambda: sample.chunks(n), "cut")
+    parts = attempt(lambda: sample.chunks(n), "cannot split")
     possible = type(n) is int and 1 <= n <= len(plain.ids)
     assert isinstance(parts, Refused) != possible, getattr(parts, "message", n)
     if possible:
@@ -292,7 +292,7 @@ def test_what_is_split_is_put_back_together(plain, tokens, parts, whole):
     plain = Plain(plain.ids, data, plain.rows)
     sample = plain.packed()
     spec = MicroBatchSpec(tokens, parts, whole_groups=whole)
-    found = attempt(lambda: sample.split(spec), "more than max_tokens_per_microbatch")
+    found = attempt(lambda: sample.split(spec), "max_tokens_per_microbatch=")
     if not isinstance(found, Refused):
         restored = found.restore([part.select(["mask", "score"]) for part in found])
         for key in ("mask", "score") if len(found) else ():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.errors import ConfigError
 from realign.functional import ValueLoss
 from realign.interfaces.components import ValueObjective
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
@@ -136,7 +137,7 @@ def test_moments_are_kept_with_the_weights_and_refused_where_they_would_be_ignor
     other = PPOCriticInterface(normalization=ValueNormalization(ValueScale.exponential))
     other.adopt(saved)
     assert other.state_dict() == saved
-    with pytest.raises(ValueError, match="running normalisation"):
+    with pytest.raises(ConfigError, match=r"normalization.scale=none: .* Set normalization.scale="):
         PPOCriticInterface().adopt(saved)
     PPOCriticInterface().adopt({})
 
@@ -156,9 +157,9 @@ def test_settings_that_cannot_work_are_refused(kwargs, message):
 @pytest.mark.parametrize(
     ("kind", "kwargs", "message"),
     [
-        (ValueNormalization, {"beta": 0.9}, "beta=0.9 has no effect with scale=none"),
+        (ValueNormalization, {"beta": 0.9}, "beta=0.9: has no effect with scale=none"),
         (ValueNormalization, {"scale": ValueScale.cumulative, "beta": 0.9}, "no effect with scale=cumulative"),
-        (ValueNormalization, {"eps": 0.1}, "eps=0.1 has no effect with scale=none"),
+        (ValueNormalization, {"eps": 0.1}, "eps=0.1: has no effect with scale=none"),
         (ValueNormalization, {"scale": ValueScale.exponential, "beta": 1.0}, "beta=1.0: must be at least 0"),
     ],
 )

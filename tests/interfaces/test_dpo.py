@@ -10,6 +10,7 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
+from realign.errors import DataError
 from realign.functional import DPOLoss
 from realign.interfaces.dpo import DPOInterface, dataflow
 from realign.interfaces.ppo import ReferenceInterface
@@ -108,7 +109,7 @@ def test_pairs_with_equal_labels_do_not_count():
 
 def test_an_odd_number_of_responses_is_refused_by_id():
     data = one_pair().take_sequences([0])
-    with pytest.raises(ValueError, match="id 'a' has 1 responses, but neighbours are pairs"):
+    with pytest.raises(DataError, match=r"id 'a' has 1 responses. Pairs need an even number"):
         DPOInterface().train_step(Model("actor", BigramEngine()), data, MicroBatchSpec())
 
 
@@ -164,7 +165,7 @@ def test_trap_g9_shuffled_labels_teach_nothing():
         ({"temperature": 0.0}, "temperature=0.0: must be at least 0.01"),
         ({"label_smoothing": 0.5}, r"label_smoothing=0.5: must be at least 0 and below 0.5"),
         ({"sft_coef": -1.0}, "sft_coef=-1.0: must be at least 0"),
-        ({"label_smoothing": 0.1, "kind": DPOLoss.ipo}, "label_smoothing=0.1 belongs to kind=sigmoid, but kind is ipo"),
+        ({"label_smoothing": 0.1, "kind": DPOLoss.ipo}, "label_smoothing=0.1: has no effect with kind=ipo"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, message):

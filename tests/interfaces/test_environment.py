@@ -208,7 +208,7 @@ def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
 
 def test_an_opening_that_leaves_no_room_ends_the_episode_before_it_begins():
     row = {"script": [], "opening": "0123456789"}
-    with pytest.warns(UserWarning, match=r"no episode had a turn: .*max_new_tokens=8 within max_episode_tokens=12"):
+    with pytest.warns(UserWarning, match=r"max_episode_tokens=12: no episode .* had a turn, .*max_new_tokens=8"):
         out = hold(settings(max_episode_tokens=12), Scripted({}), batch({"q": row}))
     assert (lists(out, "input_ids"), out["truncated"].tolist()) == ([ids("ab")], [True])
     assert (out["rewards"].tolist(), out["rewards"].dtype) == ([0.0], torch.float32)
@@ -505,7 +505,7 @@ def test_an_environment_replaces_sampling_and_reward_of_any_graph():
         ({"timeout_s": 0.0}, "timeout_s=0.0: must be above 0"),
         ({"concurrency": 0}, "concurrency=0: must be at least 1"),
         ({"max_failed_fraction": 1.5}, "max_failed_fraction=1.5: must be at least 0 and at most 1"),
-        ({"role": "user"}, "role and template_options belong to chat=true"),
+        ({"role": "user"}, "role=user: has no effect with chat=false"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, found):

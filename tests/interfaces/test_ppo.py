@@ -24,7 +24,7 @@ from realign.interfaces.components import (
 )
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
-from realign.testing import BigramEngine, random_batch, train_once
+from realign.testing import BigramEngine, check_train_step, random_batch, train_once
 
 RAW = Normalization(Scope.none, Scope.none)
 
@@ -216,6 +216,36 @@ def test_trap_b1_the_difference_to_the_sampler_is_that_before_the_first_update()
     assert stats["logprob_diff_max"] > 0.01
 
 
+class Likelihood(PPOActorInterface):
+    """Overrides the whole loss, and returns no metrics."""
+
+    def loss(self, output, minibatch):
+        mask_T = minibatch["loss_mask"]
+        logprobs_T = output.logprobs(temperature=self.generation.temperature, where_T=mask_T)
+        return self.aggregation.total(-logprobs_T, mask_T, minibatch.cu_seqlens()), {}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_trap_b1_an_overridden_loss_reports_the_same_first_difference(recomputed):
+    keys = ["input_ids", "loss_mask", "logprobs", "rewards", *(["prox_logprobs"] if recomputed else [])]
+    data, spec = random_batch(3).select(keys), MicroBatchSpec(n_microbatches=3)
+    own = train_once(Likelihood(epochs=2, n_minibatches=2), data, spec).metrics
+    plain = train_once(PPOActorInterface(epochs=2, n_minibatches=2), data, spec).metrics
+    assert own["first_logprob_diff_max"] == plain["first_logprob_diff_max"] > 0
+    assert "logprob_diff_max" not in own
+
+
+def test_trap_b1_an_overridden_loss_has_ratio_one_before_the_first_update():
+    interface = Likelihood(generation=GenerationConfig(n=4, max_new_tokens=5, temperature=0.7), epochs=2)
+    model = Model("actor", BigramEngine(lr=0.0))
+    data = rollout(interface, model, lambda ids: (ids == 3).sum())
+    assert stat_values(interface.train_step(model, data, MicroBatchSpec()))["first_logprob_diff_max"] < 1e-6
+
+
+def test_the_ratio_check_of_an_overridden_loss_passes_the_conformance_kit():
+    check_train_step(Likelihood(), ["input_ids", "loss_mask", "logprobs", "rewards"])
+
+
 def test_recomputed_log_probs_are_what_ratios_and_kl_are_taken_against():
     data = random_batch(4).select(["input_ids", "loss_mask", "logprobs", "prox_logprobs", "ref_logprobs", "rewards"])
     replaced = data.with_tokens(logprobs=data["prox_logprobs"]).select(data.keys - {"prox_logprobs"})
@@ -354,12 +384,12 @@ def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
         ({"keep_best": 0}, "keep_best=0: must be at least 1, or null"),
         ({"min_response_tokens": 300}, "min_response_tokens=300: must be at most generation.max_new_tokens=256"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps=-1: must be at least 0"),
-        ({"critic_warmup_steps": 5}, "critic_warmup_steps=5: needs critic=own"),
-        ({"critic_warmup_steps": 5, "critic": "shared"}, "critic_warmup_steps=5: needs critic=own"),
+        ({"critic_warmup_steps": 5}, "critic_warmup_steps=5: has no effect with critic=none. Set critic=own"),
+        ({"critic_warmup_steps": 5, "critic": "shared"}, "critic_warmup_steps=5: has no effect with critic=shared"),
         ({"ptx_coef": -1.0}, "ptx_coef=-1.0: must be at least 0"),
         ({"critic": "theirs"}, r"critic='theirs': unknown choice \(valid: none, own, shared\)"),
-        ({"value": ValueObjective()}, "value: a loss of values needs critic=shared, found critic=none"),
-        ({"value": ValueObjective(), "critic": "own"}, "needs critic=shared, found critic=own"),
+        ({"value": ValueObjective()}, "value: has no effect with critic=none. Set critic=shared"),
+        ({"value": ValueObjective(), "critic": "own"}, "value: has no effect with critic=own"),
         ({"credit_per_minibatch": True, "critic": "own"}, "credit_per_minibatch=true: critic=own estimates"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from realign.interfaces.components import (
     ValueObjective,
 )
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.ppo import LOSS_SETTINGS, PPOActorInterface
 from realign.testing import BigramEngine, random_batch
 from tests.functional.test_normalization import over_ranks
 
@@ -447,8 +448,20 @@ def test_the_launch_table_lists_what_differs_from_plain_ppo():
 def test_the_launch_table_lists_the_settings_that_an_overridden_loss_does_not_use():
     class Own(PPOActorInterface):
         def loss(self, output, minibatch):
-            return super().loss(output, minibatch)
+            mask_T = minibatch["loss_mask"]
+            return self.aggregation.total(-output.logprobs(), mask_T, minibatch.cu_seqlens()), {}
+
+    class Further(PPOActorInterface):
+        def loss(self, output, minibatch):
+            loss, stats = super().loss(output, minibatch)
+            return 2 * loss, stats
 
     row = "not used by the overridden loss"
-    assert PPOActorInterface().describe(8)[row] == ""
-    assert "entropy_coef" in Own().describe(8)[row]
+    assert PPOActorInterface().describe(8)[row] == Further().describe(8)[row] == ""
+    assert Own().describe(8)[row] == "objective, correction, kl (place=loss), entropy_coef, value, ptx_coef"
+
+
+def test_the_settings_of_the_loss_are_the_attributes_that_it_reads():
+    read = set(PPOActorInterface.loss.__code__.co_names)
+    assert set(LOSS_SETTINGS) <= read
+    assert {field.name for field in fields(PPOActorInterface)} & read <= {*LOSS_SETTINGS, "generation"}

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.engines import Score, TransformersModel
+from realign.errors import DataError, RunError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.ppo import PPOActorInterface
@@ -166,7 +167,7 @@ def test_normalize_gives_the_mean_and_population_deviation_that_were_asked_for_a
 
 @pytest.mark.parametrize("scores", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [2.0, 2.0]])
 def test_scores_without_a_deviation_are_refused(scores):
-    with pytest.raises(ValueError, match="normalize needs"):
+    with pytest.raises(RunError, match="Calibration needs at least two finite scores"):
         RewardModelInterface().normalize(torch.tensor(scores))
 
 
@@ -296,9 +297,12 @@ def test_trap_g9_shuffled_labels_teach_nothing():
     [
         ({"n_minibatches": 0}, "n_minibatches=0: must be at least 1"),
         ({"clip": 0.0}, "clip=0.0: must be above 0 and finite, or null"),
-        ({"use_margin": True, "kind": RewardLoss.best_of_n}, "use_margin belongs to kind=pairwise"),
-        ({"from_divergence": True, "kind": RewardLoss.scalar_rating}, "from_divergence belongs to kind=pairwise"),
-        ({"per_prompt_weighting": True, "kind": RewardLoss.best_of_n}, "per_prompt_weighting has no effect"),
+        ({"use_margin": True, "kind": RewardLoss.best_of_n}, "use_margin=true: has no effect with kind=best_of_n"),
+        (
+            {"from_divergence": True, "kind": RewardLoss.scalar_rating},
+            "from_divergence=true: has no effect with kind=scalar_rating",
+        ),
+        ({"per_prompt_weighting": True, "kind": RewardLoss.best_of_n}, "per_prompt_weighting=true: has no effect"),
     ],
 )
 def test_settings_without_meaning_are_refused(setting, message):
@@ -308,7 +312,7 @@ def test_settings_without_meaning_are_refused(setting, message):
 
 def test_an_odd_number_of_responses_is_refused_only_where_neighbours_are_pairs():
     odd = pairs_by_hand().take_sequences([0, 1, 2])
-    with pytest.raises(ValueError, match="id 'b' has 1 responses, but neighbours are pairs"):
+    with pytest.raises(DataError, match=r"id 'b' has 1 responses. Pairs need an even number"):
         RewardModelInterface().train_step(Model("reward", BigramEngine()), odd, ONE)
     for kind in (RewardLoss.best_of_n, RewardLoss.scalar_rating):
         stats = RewardModelInterface(kind=kind).train_step(Model("reward", BigramEngine()), odd, ONE)

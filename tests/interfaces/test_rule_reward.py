@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample
-from realign.errors import ConfigError, RewardError
+from realign.errors import ConfigError, RewardError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.rule_reward import RuleRewardInterface, texts, token_texts
 
@@ -171,7 +171,7 @@ def test_tokens_are_told_one_by_one_with_special_tokens():
 
 
 def test_dense_settings_without_meaning_are_refused(function):
-    with pytest.raises(ValueError, match="shuffle deals one reward out"):
+    with pytest.raises(SettingsError, match="shuffle=true: permutes one reward per response"):
         RuleRewardInterface(function, shuffle=True, dense=True)
     with pytest.raises(ConfigError, match=r"but is called as function\(prompt, response, row, tokens\)"):
         RuleRewardInterface(function, dense=True).open()

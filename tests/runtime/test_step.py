@@ -256,6 +256,25 @@ def test_trap_b1_the_first_step_reports_a_sampler_that_is_not_the_trainer(tmp_pa
         run(experiment(tmp_path, models={"actor": StaleModel()}, strict_ratio=True, overwrite=True))
 
 
+def test_trap_b1_the_ratio_is_checked_with_an_overridden_loss(tmp_path):
+    class Stale(BigramEngine):
+        def generate(self, data, config, *, seed):
+            return BigramEngine(seed=99).generate(data, config, seed=seed)
+
+    class StaleModel(BigramModel):
+        def load(self, name, *, seed):
+            return Model(name, Stale(seed=seed), Digits(), seed)
+
+    class Likelihood(GRPOActorInterface):
+        def loss(self, output, minibatch):
+            mask_T = minibatch["loss_mask"]
+            return self.aggregation.total(-output.logprobs(where_T=mask_T), mask_T, minibatch.cu_seqlens()), {}
+
+    parts = {"actor": Likelihood(generation=GENERATION), "reward": CountToken()}
+    with pytest.raises((RuntimeError, RunError), match="ratio_tolerance"):
+        run(experiment(tmp_path, interfaces=parts, models={"actor": StaleModel()}, strict_ratio=True))
+
+
 def test_trap_b1_the_ratio_is_checked_on_the_first_step_that_trains(tmp_path):
     class Stale(BigramEngine):
         def generate(self, data, config, *, seed):

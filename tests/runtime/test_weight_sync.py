@@ -122,7 +122,7 @@ def test_other_architectures_are_refused_when_they_are_loaded(folder, tmp_path):
             {"models": {"actor": TransformersModel("a", optimizer=OptimizerSpec(lr=1.0)), "ref": SharedModel("actor")}},
             r"sync\.ref: models\.ref shares the model of role 'actor' and has no separate weights",
         ),
-        ({"sync": {"reff": Sync("actor")}}, r"sync\.reff: no call of the graph uses role 'reff'; did you mean 'ref'"),
+        ({"sync": {"reff": Sync("actor")}}, r"sync\.reff: no RPC of the graph uses role 'reff'; did you mean 'ref'"),
         ({"sync": {"reward": Sync("actor")}}, r"sync\.reward: role 'reward' has no model"),
     ],
 )

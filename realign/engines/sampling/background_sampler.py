@@ -29,7 +29,7 @@ from realign.errors import ConfigError
 
 
 class StreamingHandle:
-    """Handle of one response of a `StreamingEngine`. Implements `realign.api.sampler.Handle`."""
+    """Handle of one response of a `StreamingEngine`. Implements `realign.api.requests.Handle`."""
 
     def __init__(self, request: Request, loop: DecodingLoop, call: Call) -> None:
         """Wrap a call that has exactly one sequence."""

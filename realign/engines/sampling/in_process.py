@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from realign.api.in_process_sampler import IN_PROCESS
-from realign.api.sampler import Capabilities, SamplerSpec
+from realign.api.sampler import Capabilities
+from realign.api.sampler_spec import SamplerSpec
 from realign.settings import Count
 
 

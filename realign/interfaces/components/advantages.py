@@ -260,8 +260,8 @@ class GroupRelative(AdvantageEstimator):
             )
         if self.rescale_degenerate and adv_norm.mean is not Scope.group:
             raise SettingsError(
-                "advantage.rescale_degenerate=true: no group has advantages of 0 by itself with "
-                f"adv_norm.mean={adv_norm.mean.value}. Set adv_norm.mean=group"
+                "advantage.rescale_degenerate=true: groups with equal rewards have advantages of 0 only with "
+                f"adv_norm.mean=group, found adv_norm.mean={adv_norm.mean.value}. Set adv_norm.mean=group"
             )
         if baseline and adv_norm.mean is Scope.group:
             raise SettingsError(

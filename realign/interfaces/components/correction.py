@@ -120,9 +120,11 @@ class ImportanceCorrection(Correction):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rejection is not None and not self.rejection.bounded:
-            raise SettingsError("rejection: the range has no end. Set rejection.floor or rejection.cap")
+            raise SettingsError("rejection: has no effect without a bound. Set rejection.floor or rejection.cap")
         if self.keep_in_divisor and self.rejection is None:
-            raise SettingsError("keep_in_divisor=true: nothing is rejected. Set rejection.cap or rejection.floor")
+            raise SettingsError(
+                "keep_in_divisor=true: has no effect without rejection. Set rejection.cap or rejection.floor"
+            )
 
     def correct(self, data: SequenceSample) -> Corrected:
         """See `Correction`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from realign.api import Max, Mean, SequenceSample, Stats, masked_mean
-from realign.errors import SettingsError
+from realign.errors import RunError, SettingsError
 from realign.functional import (
     AdaptiveKLController,
     FixedKLController,
@@ -60,7 +61,9 @@ class KLPenalty(Settings):
         if self.target is not None and self.place is KLPlace.none:
             raise SettingsError(f"target={self.target:g}: no penalty is applied. Set place=reward or place=loss")
         if self.target is not None and self.coef == 0:
-            raise SettingsError("coef=0: the controller of kl.target multiplies the coefficient. Start above 0")
+            raise SettingsError(
+                "coef=0: the adaptive controller (target) multiplies coef, which would stay 0. Set coef above 0"
+            )
 
     @property
     def applied(self) -> bool:
@@ -147,8 +150,28 @@ class KLControl:
             sums = torch.stack([per_sequence.total.double(), per_sequence.weight.double()])
             kl, n_sequences = reduce(sums).tolist()
             if n_sequences:
-                self.controller.update(kl / n_sequences, int(n_sequences))
+                self._adapt(kl / n_sequences, int(n_sequences))
         return metric
+
+    def _adapt(self, kl: float, n_sequences: int) -> None:
+        """Update the controller.
+
+        Raises:
+            RunError: the KL is not finite.
+            SettingsError: `kl.horizon` is too small for the number of sequences in a batch.
+        """
+        if not math.isfinite(kl):
+            raise RunError(
+                f"The KL to the reference policy is {kl} per sequence, so the coefficient cannot follow kl.target. "
+                "Lower the learning rate, or set kl.target=null"
+            )
+        lowest = AdaptiveKLController.clip * n_sequences
+        if self.penalty.horizon <= lowest:
+            raise SettingsError(
+                f"kl.horizon={self.penalty.horizon}: must be above {lowest:g} for a batch of {n_sequences} trained "
+                "sequences, or the coefficient could become 0. Raise kl.horizon"
+            )
+        self.controller.update(kl, n_sequences)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the controller."""

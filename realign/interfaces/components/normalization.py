@@ -35,7 +35,7 @@ class Normalization(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.leave_one_out and self.mean is Scope.none:
-            raise SettingsError("leave_one_out=true: changes the mean, but mean=none. Set mean=batch or mean=group")
+            raise SettingsError("leave_one_out=true: has no effect with mean=none. Set mean=batch or mean=group")
 
     @property
     def active(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, Stats, merge_stats
 from realign.api.model import LossFn, LossWeightFn
+from realign.errors import DataError
 from realign.functional import Pairs, pairs_by_label, segment_sum
 
 
@@ -23,10 +24,14 @@ def pairs_of(data: SequenceSample) -> Pairs:
 
 
 def check_pairs(data: SequenceSample) -> None:
-    """Raise a ValueError with the id of the prompt if a prompt has an odd number of responses."""
+    """Check that every prompt has an even number of responses.
+
+    Raises:
+        DataError: a prompt has an odd number of responses. The message names its id.
+    """
     counts = data.lengths["input_ids"].counts
     for i in np.flatnonzero(counts % 2):
-        raise ValueError(f"id {data.ids[i]!r} has {counts[i]} responses, but neighbours are pairs")
+        raise DataError(f"id {data.ids[i]!r} has {counts[i]} responses. Pairs need an even number")
 
 
 def train_on_groups(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api import Lengths, SequenceSample
-from realign.errors import SettingsError
+from realign.errors import ConfigError, SettingsError
 from realign.functional import broadcast_to_tokens, segment_sum, sequence_index
 from realign.settings import Finite, NonNegativeInt, Settings
 
@@ -60,23 +60,26 @@ class ResponseCut(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.token_ids and not self.texts:
-            raise SettingsError("token_ids and texts are both empty; give at least one end mark")
+            raise SettingsError("token_ids=[]: token_ids and texts are both empty. Set at least one end token")
         if min(self.token_ids, default=0) < 0:
             raise SettingsError(f"token_ids={self.token_ids}: token ids must be at least 0")
         if "" in self.texts:
-            raise SettingsError(f"texts={self.texts}: contains an empty text")
+            raise SettingsError(f"texts={self.texts}: texts must not be empty")
 
     def ids(self, tokenizer: Any) -> list[int]:
         """Return the ids of all end tokens.
 
         Raises:
-            ValueError: one of `texts` is not exactly one token.
+            ConfigError: one of `texts` is not exactly one token.
         """
         found = list(self.token_ids)
         for text in self.texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
             if len(ids) != 1:
-                raise ValueError(f"cut.texts: {text!r} must be one token, found {len(ids)}: {list(ids)}")
+                raise ConfigError(
+                    f"cut.texts={self.texts}: {text!r} must be one token, but the tokenizer encodes it as {list(ids)}. "
+                    "Choose another text, or set cut.token_ids"
+                )
             found += ids
         return found
 

@@ -56,9 +56,11 @@ class RewardShaping(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.center and self.scale is RewardScale.none:
-            raise SettingsError("center=true: subtracts the mean of the scores of scale, but scale=none")
+            raise SettingsError(
+                "center=true: has no effect with scale=none, which computes no mean. Set scale, or center=false"
+            )
         if self.gain == 0:
-            raise SettingsError("gain=0: every reward would be the same")
+            raise SettingsError("gain=0: all rewards would be equal. Set gain to another number")
 
     @property
     def shapes_scores(self) -> bool:
@@ -110,7 +112,7 @@ class RewardShaping(Settings):
         rewards_P = data["baseline_rewards"]
         if len(rewards_P) != len(data):
             raise ValueError(
-                f"baseline_rewards has {len(rewards_P)} rewards for {len(data)} prompts, should be one each"
+                f"baseline_rewards has {len(rewards_P)} rewards for {len(data)} prompts. It must have one per prompt"
             )
         return self.shape(moments, rewards_P)[data.group_index()]
 

@@ -46,15 +46,16 @@ class Truncation(Settings):
         super().__post_init__()
         uses_penalty = self.reward in (TruncatedReward.add, TruncatedReward.set)
         if uses_penalty != (self.penalty is not None):
-            raise SettingsError(
-                f"penalty={self.penalty}: reward=add and reward=set need a number, others take none (reward="
-                f"{self.reward.value})"
-            )
+            cure = "Set penalty to a number" if uses_penalty else "Set reward=add or reward=set"
+            raise SettingsError(f"penalty={self.penalty}: not valid with reward={self.reward.value}. {cure}")
         if not self.overlong_buffer and self.overlong_penalty != Truncation.overlong_penalty:
-            raise SettingsError(f"overlong_penalty={self.overlong_penalty:g}: has no effect with overlong_buffer=0")
+            raise SettingsError(
+                f"overlong_penalty={self.overlong_penalty:g}: has no effect with overlong_buffer=0. Set overlong_buffer"
+            )
         if self.mask and self.reward is not TruncatedReward.keep:
             raise SettingsError(
-                f"reward={self.reward.value}: truncated responses are not in the loss with mask=true. Leave reward=keep"
+                f"reward={self.reward.value}: has no effect with mask=true, which excludes truncated responses. Set "
+                "reward=keep"
             )
 
     @property
@@ -79,13 +80,13 @@ class Truncation(Settings):
         """
         if self.overlong_buffer > longest:
             raise SettingsError(
-                f"truncation.overlong_buffer={self.overlong_buffer}: longer than a response "
-                f"(generation.max_new_tokens={longest})"
+                f"truncation.overlong_buffer={self.overlong_buffer}: must be at most "
+                f"generation.max_new_tokens={longest}"
             )
         if baseline and self.changes_scores:
             raise SettingsError(
-                "reward.baseline=greedy: truncation.reward and truncation.overlong_buffer would change the scores of "
-                "samples and not of the greedy response. Leave them out, or use truncation.mask=true"
+                "reward.baseline=greedy: truncation.reward and truncation.overlong_buffer change the scores of "
+                "samples but not of the greedy response. Remove them, or set truncation.mask=true"
             )
 
     def needs(self) -> dict[str, str]:

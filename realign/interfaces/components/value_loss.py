@@ -42,7 +42,9 @@ class ValueObjective(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind is not ValueLoss.huber and self.huber_delta != ValueObjective.huber_delta:
-            raise SettingsError(f"huber_delta={self.huber_delta:g}: has no effect with kind={self.kind.value}")
+            raise SettingsError(
+                f"huber_delta={self.huber_delta:g}: has no effect with kind={self.kind.value}. Set kind=huber"
+            )
 
     def describe(self) -> str:
         """Return the loss for the launch table, without `coef`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from realign.api import GenerationConfig, MicroBatchSpec, PipelinableEngine, SequenceSample
 from realign.api.model import PostHook
-from realign.api.sampler import Sampler, SamplesInBackground
+from realign.api.sampler import Sampler
+from realign.api.sampler_spec import SamplesInBackground
 from realign.engines.shared_model import SharedEngine, SharedModel
 from realign.errors import ConfigError
 from realign.runtime.experiment import Experiment

@@ -69,8 +69,8 @@ def test_a_correction_needs_recomputed_log_probs():
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: ImportanceCorrection(keep_in_divisor=True), "keep_in_divisor=true: nothing is rejected"),
-        (lambda: ImportanceCorrection(rejection=RatioRange("sequence")), "rejection: the range has no end"),
+        (lambda: ImportanceCorrection(keep_in_divisor=True), "keep_in_divisor=true: has no effect without rejection"),
+        (lambda: ImportanceCorrection(rejection=RatioRange("sequence")), "rejection: has no effect without a bound"),
         (lambda: RatioRange(cap=0.0), r"cap=0\.0: must be above 0 .*or null"),
         (lambda: RatioRange(cap=math.nan), "cap=nan: must be above 0"),
         (lambda: RatioRange(floor=0.0), "floor=0.0: must be above 0"),

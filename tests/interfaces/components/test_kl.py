@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realign.api import Mean, stat_values
-from realign.errors import SettingsError
+from realign.errors import RunError, SettingsError
 from realign.functional import KLEstimator, identity, kl_estimate, segment_sum
 from realign.interfaces.components import KLControl, KLPenalty, KLPlace
 from realign.testing import random_batch
@@ -20,7 +20,7 @@ KEYS = ["input_ids", "loss_mask", "logprobs", "ref_logprobs"]
         ({"coef": -0.1}, r"coef=-0\.1: must be at least 0"),
         ({"coef": math.nan}, "coef=nan: must be at least 0"),
         ({"target": 6.0}, r"target=6: no penalty is applied\. Set place=reward"),
-        ({"place": "reward", "coef": 0.0, "target": 6.0}, r"coef=0: the controller of kl\.target multiplies"),
+        ({"place": "reward", "coef": 0.0, "target": 6.0}, "coef=0: the adaptive controller .target. multiplies coef"),
         ({"place": "loss", "estimator": "k1"}, "estimator=k1: its expected gradient in the loss is 0"),
         ({"place": "both"}, r"place='both': unknown choice \(valid: none, reward, loss\)"),
         ({"place": "loss", "estimator": "k4"}, "estimator='k4': unknown choice"),
@@ -103,6 +103,19 @@ def test_a_fixed_coefficient_stays_and_an_unapplied_one_is_not_reported():
     assert stat_values(control.update(per_sequence(5.0, 10), identity)) == {"kl_coef": pytest.approx(0.3)}
     assert control.coef == 0.3
     assert KLControl(KLPenalty(coef=0.3)).update({}, identity) == {}
+
+
+def test_a_batch_too_large_for_the_horizon_raises_an_error_that_names_it():
+    control = KLControl(KLPenalty("reward", 0.1, target=1.0, horizon=20))
+    control.update(per_sequence(5.0, 99), identity)
+    with pytest.raises(SettingsError, match=r"kl\.horizon=20: must be above 20 for a batch of 100 trained sequences"):
+        control.update(per_sequence(5.0, 100), identity)
+
+
+def test_a_kl_that_is_not_finite_ends_the_run():
+    control = KLControl(KLPenalty("reward", 0.1, target=1.0))
+    with pytest.raises(RunError, match=r"KL to the reference policy is nan"):
+        control.update(per_sequence(math.nan, 4), identity)
 
 
 def test_the_coefficient_is_restored_and_settings_are_not_changed():

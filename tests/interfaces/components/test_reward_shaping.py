@@ -117,8 +117,8 @@ def test_shapes_scores_does_not_count_the_baseline():
     ("settings", "message"),
     [
         ({"clip": 0}, "clip=0: must be above 0"),
-        ({"center": True}, "center=true: subtracts the mean of the scores of scale, but scale=none"),
-        ({"gain": 0}, "gain=0: every reward would be the same"),
+        ({"center": True}, "center=true: has no effect with scale=none"),
+        ({"gain": 0}, "gain=0: all rewards would be equal"),
         ({"bias": NAN}, "bias=nan"),
         ({"scale": "ewm"}, r"scale='ewm': unknown choice \(valid: none, running, ref\)"),
     ],

@@ -47,10 +47,10 @@ class Averages(GRPOActorInterface):
     ("interface", "text"),
     [
         (LaterCountsMore, "prompts in another order: the weights"),
-        (ReadsPrompts, "nan in every masked slot: the weights"),
-        (CountsMicroBatches, r"cut by .*: metrics \['of_.* come and go"),
-        (AveragesMeans, "cut by .*: metric entropy is"),
-        (Averages, "cut by .*: the weights"),
+        (ReadsPrompts, "nan at every masked token: the weights"),
+        (CountsMicroBatches, r"split by .*: metrics \['of_.* are missing in one"),
+        (AveragesMeans, "split by .*: metric entropy changes"),
+        (Averages, "split by .*: the weights"),
     ],
 )
 def test_the_kit_names_the_invariance_that_is_broken(interface, text):

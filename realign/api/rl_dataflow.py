@@ -1,0 +1,104 @@
+"""`rl_graph`: the dataflow graph of an actor that samples responses and trains on their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from realign.api.dataflow import RPC, DataflowGraph, nearest
+from realign.api.interface import ModelInterface, implements
+from realign.errors import GraphError
+
+SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
+"""Keys that sampling writes."""
+
+
+def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
+    """Build the graph of an actor that samples responses and trains on their rewards, from the interfaces.
+
+    The keys that the actor needs (`ModelInterface.keys`) determine the calls:
+
+    | needed key | call |
+    |---|---|
+    | `ref_logprobs`, `teacher_logprobs`, ... | the role `ref`, `teacher`, ... computes log-probs of the responses |
+    | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
+    | `values` | the role `critic` estimates values |
+    | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
+    | `baseline_rewards` | the role `baseline` samples a greedy response, and the role `reward` scores it |
+    | `ptx_...` | the dataset provides pretraining text |
+
+    A role other than `actor` whose `generate` writes `rewards` (a conversation with an environment) replaces the
+    actor's sampling and the role `reward`. The graph uses `dense_rewards` if the rewarding role writes them.
+
+    Raises:
+        GraphError: there is no actor, or it needs a greedy baseline although a role rewards whole conversations.
+    """
+    if "actor" not in interfaces:
+        raise GraphError(
+            f"interfaces.actor is missing: the graph trains the role 'actor'{nearest('actor', interfaces)}"
+        )
+    train = interfaces["actor"].keys("train_step")
+    needs = dict(train.needs)
+    if "advantages" in needs:  # then `credit` is a separate call with its own needs
+        needs = {**interfaces["actor"].keys("credit").needs, **needs}
+    rpcs, rewards = _sampling_calls(interfaces)
+    scored = ("input_ids", "loss_mask")
+    keys = [*scored, "logprobs", "truncated", *rewards]
+    if "baseline_rewards" in needs:
+        if rpcs[0].model != "actor":
+            raise GraphError(
+                f"interfaces.actor.{needs['baseline_rewards']}: role {rpcs[0].model!r} rewards whole conversations, so "
+                "greedy responses have no reward. Set interfaces.actor.reward.baseline=none"
+            )
+        rpcs += _baseline_calls()
+        keys.append("baseline_rewards")
+    scorers = {key.removesuffix("_logprobs"): key for key in needs if key.endswith("_logprobs")}
+    scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
+    for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
+        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, (key,), rename={"logprobs": key}))
+        keys.append(key)
+    if "values" in needs:
+        rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
+        keys += ["values", "bootstrap_values"]
+    training, masked = keys, {}
+    if "advantages" in needs:
+        masked = {"loss_mask": "train_mask"}
+        credited = ("advantages", "returns", "train_mask")
+        rpcs.append(RPC("actor_credit", "actor", "credit", tuple(keys), credited, rename=masked))
+        training = [key for key in keys if key != "loss_mask"] + [*credited]
+        learned = ("input_ids", "train_mask", "values", "returns")
+        rpcs.append(RPC("critic_train", "critic", "train_step", learned, rename=masked))
+    text = [key for key in needs if key.startswith("ptx_")]
+    training = [*training, *text, *(key for key in ("versions",) if key in train.uses)]
+    rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
+    read = {key for rpc in rpcs for key in rpc.inputs}
+    results = dict.fromkeys(["versions", "truncated", *(key for key in rpcs[0].outputs if key not in read)])
+    return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row", *text), results=tuple(results))
+
+
+def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC], list[str]]:
+    """Return the calls that sample and reward, and the keys of the rewards."""
+    for role, interface in interfaces.items():
+        samples = role != "actor" and implements(type(interface), "generate")
+        written = interface.keys("generate").writes or frozenset() if samples else frozenset()
+        if "rewards" in written:
+            outputs = (*SAMPLED, *sorted(written - set(SAMPLED)))
+            rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
+            return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
+    dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
+    scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
+    return [
+        RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),
+        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=tuple(scores)),
+    ], scores
+
+
+def _baseline_calls() -> list[RPC]:
+    greedy = {"input_ids": "greedy_input_ids", "prompt_mask": "greedy_prompt_mask"}
+    response, rename = tuple(greedy.values()), greedy | {"rewards": "baseline_rewards"}
+    return [
+        RPC("baseline_gen", "baseline", "generate", ("prompt_ids",), response, rename=greedy),
+        RPC("baseline_inf", "reward", "inference", (*response, "row"), ("baseline_rewards",), rename=rename),
+    ]
+
+
+__all__ = ["SAMPLED", "rl_graph"]

@@ -1,0 +1,103 @@
+"""Random batches with every key of the data layout, for tests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realign.api import (
+    Lengths,
+    SequenceSample,
+)
+
+
+def random_batch(
+    seed: int = 0, *, n_prompts: int = 6, max_group: int = 4, max_tokens: int = 9, vocabulary: int = 11
+) -> SequenceSample:
+    """Create a batch with every key of the data layout, with groups of different sizes and tool tokens in responses.
+
+    It also has keys of other lengths: one baseline reward and one pretraining text per prompt.
+
+    Returns:
+        A sample whose second prompt has a response without tokens, and whose last response has no reward (NaN).
+    """
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, max_group + 1, n_prompts)
+    counts[0] = max_group
+    lengths = Lengths(counts, rng.integers(2, max_tokens + 1, counts.sum()))
+    given, trained = list[np.ndarray](), list[np.ndarray]()
+    for s, n in enumerate(lengths.flat.tolist()):
+        prompt = n if s == counts[0] else int(rng.integers(1, n))
+        given.append(np.arange(n) < prompt)
+        trained.append((np.arange(n) >= prompt) & (rng.random(n) < 0.85))
+
+    def noise(scale: float) -> Tensor:
+        return torch.from_numpy(rng.normal(0, scale, lengths.total))
+
+    base = -2.4 + noise(0.3)
+    keys = {
+        "input_ids": torch.from_numpy(rng.integers(0, vocabulary, lengths.total)),
+        "prompt_mask": torch.from_numpy(np.concatenate(given)),
+        "loss_mask": torch.from_numpy(np.concatenate(trained)),
+        "logprobs": base,
+        "prox_logprobs": base + noise(0.1),
+        "ref_logprobs": base + noise(0.3),
+        "values": noise(1.0),
+        "returns": noise(1.0),
+        "dense_rewards": noise(0.2),
+        "advantages": noise(1.0),
+        "versions": torch.zeros(lengths.total, dtype=torch.int32),
+    }
+    rewards_S = torch.from_numpy(rng.integers(0, 2, len(lengths.flat)).astype(np.float64))
+    rewards_S[-1] = math.nan
+    sample = SequenceSample(tuple(f"q{i}" for i in range(n_prompts)), keys, dict.fromkeys(keys, lengths))
+    sample = sample.with_sequences(
+        rewards=rewards_S,
+        truncated=torch.from_numpy(rng.random(len(lengths.flat)) < 0.2),
+        bootstrap_values=torch.from_numpy(rng.normal(0, 1, len(lengths.flat))),
+    )
+    text = Lengths(np.ones_like(counts), rng.integers(2, max_tokens + 1, n_prompts))
+    sample = sample.with_data(
+        {"ptx_input_ids": torch.from_numpy(rng.integers(0, vocabulary, text.total))}, lengths=text
+    )
+    sample = sample.with_data({"ptx_loss_mask": torch.from_numpy(rng.random(text.total) < 0.8)}, lengths=text)
+    one = Lengths(np.ones_like(counts), np.ones_like(counts))
+    sample = sample.with_data({"baseline_rewards": torch.from_numpy(rng.normal(0, 1, n_prompts))}, lengths=one)
+    return sample.with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
+
+
+def random_preferences(
+    seed: int = 0, *, n_prompts: int = 5, max_tokens: int = 9, vocabulary: int = 11
+) -> SequenceSample:
+    """Create a batch of preference pairs: one to three pairs per prompt, and one response without tokens.
+
+    The chosen response is the first or the second of a pair, at random.
+
+    Returns:
+        A sample with every key of preference data, and `ref_logprobs`.
+    """
+    rng = np.random.default_rng(seed)
+    n_pairs = rng.integers(1, 4, n_prompts)
+    lengths = Lengths(2 * n_pairs, rng.integers(2, max_tokens + 1, 2 * n_pairs.sum()))
+    given = []
+    for s, n in enumerate(lengths.flat.tolist()):
+        prompt = n if s == 2 * n_pairs[0] else int(rng.integers(1, n))
+        given.append(np.arange(n) < prompt)
+    prompt_T = torch.from_numpy(np.concatenate(given))
+    keys = {
+        "input_ids": torch.from_numpy(rng.integers(0, vocabulary, lengths.total)),
+        "prompt_mask": prompt_T,
+        "loss_mask": ~prompt_T,
+        "ref_logprobs": torch.from_numpy(rng.normal(-2.4, 0.4, lengths.total)),
+    }
+    first_wins = rng.random(n_pairs.sum()) < 0.5
+    labels = np.stack([first_wins, ~first_wins], 1).reshape(-1).astype(np.float32)
+    margins = np.repeat(rng.random(n_pairs.sum()), 2).astype(np.float32)
+    sample = SequenceSample(tuple(f"q{i}" for i in range(n_prompts)), keys, dict.fromkeys(keys, lengths))
+    return sample.with_sequences(labels=torch.from_numpy(labels), margins=torch.from_numpy(margins))
+
+
+__all__ = ["random_batch", "random_preferences"]

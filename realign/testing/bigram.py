@@ -1,0 +1,180 @@
+"""`BigramEngine`: an exact engine for tests, a bigram table in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realign.api import (
+    Completion,
+    GenerationConfig,
+    Mean,
+    MicroBatchSpec,
+    Request,
+    SequenceSample,
+    Stats,
+    Sum,
+    merge_stats,
+)
+from realign.api.model import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.sampler import requests_of, sample_of
+from realign.api.trace import keep_traces, with_responses
+from realign.functional import last_true, previous
+
+
+@dataclass
+class BigramOutput:
+    """`ModelOutput` of a bigram table of logits: the next token depends only on the current one."""
+
+    logits_VV: Tensor
+    values_V: Tensor
+    ids_T: Tensor
+    cu_seqlens: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """[T, V] logits after each token."""
+        return self.logits_VV[self.ids_T]
+
+    def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
+        """Return the log-probs of the tokens: [T]."""
+        return self.logprobs_and_entropy(temperature=temperature, where_T=where_T)[0]
+
+    def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of the tokens: ([T], [T]); 0 outside `where_T` and at first tokens."""
+        before_T = previous(self.ids_T, self.cu_seqlens, fill=-1)
+        known_T = before_T >= 0
+        if where_T is not None:
+            known_T = known_T & where_T
+        logp_TV = (self.logits_VV[before_T.clamp(min=0)] / temperature).log_softmax(-1)
+        logp_T = logp_TV.gather(-1, self.ids_T[:, None])[:, 0]
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return torch.where(known_T, logp_T, 0), torch.where(known_T, entropy_T, 0)
+
+    def values(self) -> Tensor:
+        """Return the value of the state before each token: [T]."""
+        return previous(self.values_V[self.ids_T], self.cu_seqlens, fill=0.0)
+
+    def scores(self) -> Tensor:
+        """Return the value at the last token of each sequence: [S]."""
+        last_S = last_true(torch.ones_like(self.ids_T, dtype=torch.bool), self.cu_seqlens)
+        return torch.where(last_S >= 0, self.values_V[self.ids_T[last_S.clamp(min=0)]], 0)
+
+
+class BigramEngine(PipelinableEngine):
+    """`PipelinableEngine` for a bigram table in float64, trained with SGD; small enough to verify by hand."""
+
+    trainable = True
+    outputs = frozenset({"logprobs", "values", "scores"})
+
+    def __init__(self, *, vocabulary: int = 11, seed: int = 0, lr: float = 0.5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.logits_VV = torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
+        self.values_V = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
+        self.lr = lr
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The table of logits and the table of values."""
+        return [self.logits_VV, self.values_V]
+
+    def output(self, mb: SequenceSample) -> BigramOutput:
+        """Run the forward pass of a batch."""
+        return BigramOutput(self.logits_VV, self.values_V, mb["input_ids"], mb.cu_seqlens())
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine`."""
+        parts = data.split(mb_spec)
+        with torch.no_grad():
+            results = [post_hook(self.output(mb), mb) for mb in parts]
+        return parts.restore([r.select(r.keys - data.keys) for r in results])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PipelinableEngine`."""
+        return {"logits": self.logits_VV, "values": self.values_V}
+
+    def fixed_weights(self) -> dict[str, Any]:
+        """See `PipelinableEngine`. Empty, since all weights train."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """See `PipelinableEngine`. SGD has no state other than the weights."""
+        for own, saved in zip(self.parameters, (state["logits"], state["values"]), strict=True):
+            own.detach().copy_(saved)
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `PipelinableEngine`."""
+        return {"logits": self.logits_VV, "values": self.values_V}
+
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """See `PipelinableEngine`."""
+        for own, given in zip(self.parameters, (weights["logits"], weights["values"]), strict=True):
+            own.lerp_(given, mix)
+
+    def train_batch(
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
+    ) -> Stats:
+        """See `PipelinableEngine`. Uses SGD."""
+        weight = loss_weight_fn(data)
+        total, collected = torch.zeros((), dtype=torch.float64), list[Stats]()
+        for p in self.parameters:
+            p.requires_grad_(True).grad = None
+        for mb in with_responses(data, mb_spec).split(mb_spec):
+            loss, stats = loss_fn(self.output(mb), mb)
+            if weight > 0 and loss.requires_grad:
+                (loss / weight).backward()
+            total = total + loss.detach()
+            collected.append(merge_stats([keep_traces(stats, mb, mb_spec)]))
+        merged = merge_stats(collected)
+        stepping = bool(weight > 0) and (step_if is None or step_if(merged))
+        for p in self.parameters:
+            p.requires_grad_(False)
+            if p.grad is not None and stepping:
+                p -= self.lr * p.grad
+        own: Stats = {"loss": Mean(total, weight), "optimizer_steps": Sum(torch.tensor(float(stepping)))}
+        return merge_stats([merged, own])
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Sample up to `max_new_tokens` tokens for each response. Token 0 ends a response unless `fixed_length`."""
+        logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
+        found = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
+        out = sample_of(data, found, config.n)
+        return out.select(out.keys - {"versions"})
+
+    def _respond(self, request: Request, logp_VV: Tensor) -> Completion:
+        config, generator = request.config, torch.Generator().manual_seed(request.response_seed)
+        tokens, logps, token, ended = list[int](), list[float](), int(request.prompt_ids[-1]), False
+        while len(tokens) < config.max_new_tokens and not ended:
+            row_V = logp_VV[token]
+            token = int(row_V.argmax() if config.greedy else torch.multinomial(row_V.exp(), 1, generator=generator))
+            tokens.append(token)
+            logps.append(float(row_V[token]))
+            ended = token == 0 and not config.fixed_length
+        ids, truncated = torch.tensor(tokens), not ended and not config.fixed_length
+        return Completion(ids, torch.tensor(logps), torch.zeros_like(ids, dtype=torch.int32), truncated)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return `x`, since there is only one process."""
+        return x
+
+    def start_step(self, version: int) -> None:
+        """Do nothing, since the engine has no schedules."""
+
+    def save(self, path: Path) -> None:
+        """Write the two tables."""
+        path.mkdir(parents=True, exist_ok=True)
+        np.savez(path / "bigram.npz", logits=self.logits_VV.numpy(), values=self.values_V.numpy())
+
+
+__all__ = ["BigramEngine", "BigramOutput"]

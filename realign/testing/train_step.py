@@ -1,0 +1,97 @@
+"""`check_train_step`: the conformance test of interfaces that train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from realign.api import (
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    SequenceSample,
+    stat_values,
+)
+from realign.testing.batches import random_batch
+from realign.testing.bigram import BigramEngine
+
+
+@dataclass
+class Trained:
+    """The parameters and the metrics after a train_step."""
+
+    parameters: list[Tensor]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0) -> Trained:
+    """Run `train_step` of a copy of the interface, which may have state, on a new bigram model."""
+    engine = BigramEngine(seed=seed)
+    stats = deepcopy(interface).train_step(Model("actor", engine, seed=seed), data, mb_spec)
+    return Trained(engine.parameters, stat_values(stats))
+
+
+def check_train_step(
+    interface: ModelInterface,
+    inputs: Iterable[str],
+    *,
+    data: SequenceSample | None = None,
+    whole_groups: bool = False,
+    seed: int = 0,
+) -> None:
+    """Check that micro-batching, prompt order and values outside the loss mask do not change a `train_step`.
+
+    Args:
+        interface: the configured algorithm.
+        inputs: keys that its RPC reads.
+        data: a batch with these keys; None uses `random_batch`.
+        whole_groups: whether the loss compares the sequences of a prompt. If True, groups are never split.
+        seed: seed of the weights and the batch.
+
+    Raises:
+        AssertionError: the weights or the metrics changed. The message names the change and the difference.
+    """
+    data = (random_batch(seed) if data is None else data).select(inputs)
+    whole = train_once(interface, data, MicroBatchSpec(), seed=seed)
+    lengths = data.lengths["input_ids"]
+    limit = int((lengths.per_prompt if whole_groups else lengths.flat).max())
+    for spec in (MicroBatchSpec(n_microbatches=2), MicroBatchSpec(limit)):
+        _assert_same(whole, train_once(interface, data, spec, seed=seed), f"split by {spec}", tolerance=1e-10)
+    if interface.plan().n_minibatches == 1:
+        order = np.random.default_rng(seed).permutation(len(data))
+        shuffled = train_once(interface, data.take(order), MicroBatchSpec(n_microbatches=2), seed=seed)
+        _assert_same(whole, shuffled, "prompts in another order", tolerance=1e-10)
+    for fill in (math.nan, math.inf):
+        dirty = train_once(interface, _fill_masked(data, fill), MicroBatchSpec(), seed=seed)
+        _assert_same(whole, dirty, f"{fill} at every masked token", tolerance=0.0)
+
+
+def _fill_masked(data: SequenceSample, fill: float) -> SequenceSample:
+    masked_T = ~data["loss_mask"]
+    token_keys = [
+        k for k, x in data.data.items() if data.lengths[k] == data.lengths["input_ids"] and x.dtype.is_floating_point
+    ]
+    return data.with_tokens(**{k: data[k].masked_fill(masked_T, fill) for k in token_keys})
+
+
+def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None:
+    for x, y in zip(a.parameters, b.parameters, strict=True):
+        difference = float((x - y).abs().max())
+        if not difference <= tolerance:
+            raise AssertionError(f"{what}: the weights after a train_step differ by {difference:.3g}")
+    if a.metrics.keys() != b.metrics.keys():
+        raise AssertionError(
+            f"{what}: metrics {sorted(a.metrics.keys() ^ b.metrics.keys())} are missing in one of the two results"
+        )
+    for name, value in a.metrics.items():
+        other = b.metrics[name]
+        if not abs(value - other) <= max(tolerance, 1e-5 if tolerance else 0.0) * max(1.0, abs(value)):
+            raise AssertionError(f"{what}: metric {name} changes from {value!r} to {other!r}")
+
+
+__all__ = ["Trained", "check_train_step", "train_once"]
