@@ -24,7 +24,7 @@ from realign.config.composition import config_of
 from realign.config.construct import convert
 from realign.config.folders import experiments_dir, list_experiments
 from realign.config.schema import COMPONENTS, REPORT
-from realign.data import DataSpec
+from realign.data import DataSpec, PromptData
 from realign.engines import InProcessSampling
 from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import ModelSpec
@@ -267,7 +267,7 @@ def test_a_users_file_that_cannot_be_imported_says_why(tmp_path, monkeypatch, re
 
 def test_the_schema_and_the_experiment_have_the_same_defaults():
     of_experiment = {f.name: f for f in dataclasses.fields(Experiment)}
-    example = Experiment("x", 1, 1, DataflowGraph(()), {}, {}, data=None)
+    example = Experiment("x", 1, 1, DataflowGraph(()), {}, {}, data=PromptData("prompts.jsonl"))
     for field in dataclasses.fields(ExperimentConfig):
         if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads", *REPORT):
             continue
@@ -401,7 +401,7 @@ def test_a_config_dir_with_odd_characters(tmp_path):
         ),
         (
             ["interfaces.reward.temperature=0.5"],
-            r"interfaces\.actor\.generation\.temperature=1, but interfaces\.reward\.temperature=0\.5",
+            r"interfaces\.reward\.temperature=0\.5: it differs from interfaces\.actor\.generation\.temperature=1",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
 
 
 def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
-    """Restore the position in the data, and the prompts that were sampled ahead but not trained on."""
+    """Restore the position in the data, and the prompts that were sampled but not trained on."""
     place = data["drawn"] * data["batch_prompts"] if rollout is None else rollout["next_place"]
     runtime.prompts.load_state_dict(data, place, cut=runtime.ahead is not None)
     if runtime.ahead is not None and rollout is not None:

@@ -81,7 +81,7 @@ def check_syncs(graph: DataflowGraph, models: Mapping[str, ModelSpec], *, ahead:
     Args:
         graph: the graph with its weight syncs.
         models: model spec of each role.
-        ahead: whether responses are sampled ahead of training.
+        ahead: whether responses are sampled asynchronously.
 
     Raises:
         ConfigError: the message contains the sync.

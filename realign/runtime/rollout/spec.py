@@ -24,7 +24,7 @@ class RolloutSpec(Settings, ABC):
     @property
     @abstractmethod
     def ahead(self) -> bool:
-        """Whether responses are sampled ahead of the step that trains on them."""
+        """Whether responses are sampled asynchronously, before the step that trains on them."""
 
     @abstractmethod
     def describe(self) -> str:
