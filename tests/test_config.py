@@ -230,7 +230,7 @@ def test_a_component_inherits_from_the_base_class_that_its_place_asks_for():
         ({"extr": True}, r"unknown key 'graph\.extr'; did you mean 'extra'\? \(valid: extra, repeats\)"),
         ({"extra": "maybe"}, r"graph\.extra: expected bool, found 'maybe'"),
         ({"repeats": 0}, r"graph\.repeats must be at least 1, found 0"),
-        ({"extra": True}, r"RPC 'train' reads key 'extra', which no RPC or dataset produces"),
+        ({"extra": True}, r"graph: RPC 'train' reads key 'extra', which no RPC or dataset produces"),
     ],
 )
 def test_a_graph_function_gets_checked_arguments(values, message):

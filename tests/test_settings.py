@@ -13,7 +13,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import pytest
 
 import realign
-from realign.errors import SettingsError
+from realign.data import PromptData
+from realign.errors import RealignError, SettingsError
 from realign.settings import Count, Finite, NonNegative, Positive, Range, Settings, checked, choices_of
 
 
@@ -56,7 +57,14 @@ def label(value: Any) -> str:
     return value.__qualname__ if isinstance(value, type) else str(value) if isinstance(value, str) else ""
 
 
-PLACEHOLDERS = {"name": "x", "path": "folder", "of": "actor", "environment": "module:Class"}
+PLACEHOLDERS = {
+    "name": "x",
+    "path": "folder",
+    "of": "actor",
+    "environment": "module:Class",
+    "data": PromptData("prompts.jsonl"),
+    "prompts": PromptData("prompts.jsonl"),
+}
 """Values of fields without a default; others that are not checked get None."""
 
 
@@ -76,7 +84,7 @@ def outcome(cls: type[Settings], name: str, value: Any) -> Any:
     """The settings, or the message of the error about how this value fits the other fields."""
     try:
         return made(cls, name, value)
-    except ValueError as error:
+    except RealignError as error:
         return str(error)
 
 

@@ -76,7 +76,7 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "tokens per micro-batch": "no limit",
         "temperature": "1 (interfaces.actor.generation.temperature, interfaces.judge.temperature)",
         "evaluation": "every 10 steps, before and after; greedy=True, temperature 1",
-        "checkpoints": "every 10 minutes, at the end; the last 2 stay",
+        "checkpoints": "every 10 minutes, at the end; keeps the last 2",
         "written but unread keys": "extra",
         "config keys never read": "interfaces.spare, models.idle",
     }

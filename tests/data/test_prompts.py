@@ -141,7 +141,7 @@ def test_rows_outside_and_twice_are_refused(path):
     for row in (-1, 2):
         with pytest.raises(ValueError, match=rf"row {row} is outside the dataset of 2 rows"):
             dataset.sample([(0, row)])
-    with pytest.raises(ValueError, match="ids must be distinct"):
+    with pytest.raises(ValueError, match="Duplicate id"):
         dataset.sample([(0, 1), (0, 1)])
     assert len(dataset.sample([])) == 0
 

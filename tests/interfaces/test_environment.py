@@ -490,7 +490,7 @@ def test_an_environment_replaces_sampling_and_reward_of_any_graph():
     graph = replace(dataflow({"actor": PPOActorInterface(kl=KLPenalty("loss"))}), sync={"ref": Sync("actor", 0.1)})
     assert with_environment(graph).sync == graph.sync
     two = dataflow({"actor": PPOActorInterface(reward=RewardShaping(baseline="greedy"))})
-    with pytest.raises(ValueError, match="one call that samples and one that writes rewards; the graph has 2 and 1"):
+    with pytest.raises(ValueError, match="The graph has 2 RPCs that sample and 1 that write rewards"):
         with_environment(two)
 
 
