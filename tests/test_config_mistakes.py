@@ -495,7 +495,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "interfaces.actor.critic=own"],
         (
-            "interfaces.actor.critic=own: advantage=GroupRelative computes no returns to train a critic. Set "
+            "interfaces.actor.critic=own: GroupRelative computes no returns to train a critic. Set "
             "advantage=gae or critic=none"
         ),
     ),

@@ -64,6 +64,7 @@ PLACEHOLDERS = {
     "environment": "module:Class",
     "data": PromptData("prompts.jsonl"),
     "prompts": PromptData("prompts.jsonl"),
+    "pretraining": PromptData("prompts.jsonl"),
 }
 """Values of fields without a default; others that are not checked get None."""
 

@@ -17,6 +17,7 @@ from realign.api.interface import (
     RoleModel,
     Weights,
     is_component_key,
+    settings_unused_by_override,
 )
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
@@ -101,6 +102,7 @@ __all__ = [
     "part_sizes",
     "plan_microbatches",
     "rl_graph",
+    "settings_unused_by_override",
     "stat_values",
     "total_rewards",
 ]

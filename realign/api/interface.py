@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -243,6 +245,25 @@ def is_component_key(key: str) -> bool:
     return key in COMPONENT_KEYS or key.startswith(COMPONENT_PREFIXES)
 
 
+def settings_unused_by_override(interface: ModelInterface, base: type[ModelInterface], name: str) -> list[str]:
+    """Return the settings that method `name` of `base` reads and the override in a subclass does not name.
+
+    An override that calls `super()` uses them all. Settings that the override reads in helper methods also count as
+    unused.
+    """
+    override, original = (inspect.unwrap(getattr(cls, name)) for cls in (type(interface), base))
+    if override is original or not isinstance(override, FunctionType) or "super" in override.__code__.co_names:
+        return []
+    unused = {*original.__code__.co_names} - {*override.__code__.co_names}
+    settings: tuple[Field[Any], ...] = fields(interface) if is_dataclass(interface) else ()
+    return [setting.name for setting in settings if _reads(unused, setting.name)]
+
+
+def _reads(names: set[str], setting: str) -> bool:
+    """Return whether names of attributes contain a setting, or an object built from it, such as `kl_control`."""
+    return not names.isdisjoint({setting, f"{setting}_control"})
+
+
 __all__ = [
     "METHODS",
     "Calibratable",
@@ -256,4 +277,5 @@ __all__ = [
     "implements",
     "is_component_key",
     "method_of",
+    "settings_unused_by_override",
 ]

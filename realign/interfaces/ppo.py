@@ -1,9 +1,7 @@
 """PPO: a clipped surrogate objective with generalized advantages (arXiv:1707.06347; language models arXiv:1909.08593).
 
-Training reads the keys that sampling writes and `rewards`. If the graph provides them, it also reads `ref_logprobs`,
-`values`, `prox_logprobs` (recomputed by the training engine), `dense_rewards` and `baseline_rewards`. Only sampled
-tokens are trained. A response without a reward (NaN) is excluded. A train step is a pipeline of components, and each
-component can be replaced separately:
+Training reads the keys that sampling writes and `rewards`, and further keys if the settings need them. Only sampled
+tokens are trained. A response without a reward (NaN) is excluded. A train step is a pipeline of replaceable components:
 
     score (reward, truncation) -> KL in the reward, dense rewards -> advantage -> adv_norm -> mini-batches;
     objective x correction -> kl, entropy_coef, value and ptx_coef as additional terms -> aggregation
@@ -11,10 +9,8 @@ component can be replaced separately:
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -39,10 +35,10 @@ from realign.api import (
     SequenceSample,
     Stats,
     TokenValues,
-    masked_max,
     masked_mean,
     merge_stats,
     rl_graph,
+    settings_unused_by_override,
 )
 from realign.errors import SettingsError
 from realign.functional import broadcast_to_tokens, keep_best, segment_sum
@@ -68,6 +64,7 @@ from realign.interfaces.components import (
     Truncation,
     ValueObjective,
     advantage_stats,
+    first_logprob_diff,
     mix_pretraining,
     normalized_advantages,
     old_logprobs,
@@ -152,17 +149,13 @@ class PPOActorInterface(ModelInterface):
         if self.value is not None and self.critic is not Critic.shared:
             raise SettingsError(f"value: has no effect with critic={self.critic.value}. Set critic=shared")
         if self.critic is not Critic.none and not self.advantage.gives_returns:
-            name = type(self.advantage).__name__
-            why = f"advantage={name} computes no returns to train a critic. Set advantage=gae or critic=none"
-            raise SettingsError(f"critic={self.critic.value}: {why}")
+            why = f"{type(self.advantage).__name__} computes no returns to train a critic"
+            raise SettingsError(f"critic={self.critic.value}: {why}. Set advantage=gae or critic=none")
         if self.critic_warmup_steps and self.critic is not Critic.own:
-            raise SettingsError(
-                f"critic_warmup_steps={self.critic_warmup_steps}: has no effect with critic={self.critic.value}. Set "
-                "critic=own"
-            )
+            why = f"has no effect with critic={self.critic.value}"
+            raise SettingsError(f"critic_warmup_steps={self.critic_warmup_steps}: {why}. Set critic=own")
         if self.credit_per_minibatch and self.critic is Critic.own:
-            why = "critic=own estimates advantages once per batch. Set critic=shared or critic=none"
-            raise SettingsError(f"credit_per_minibatch=true: {why}")
+            raise SettingsError("credit_per_minibatch=true: cannot be combined with critic=own. Set critic=shared")
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface`: the keys that the components read, each with the setting that needs it."""
@@ -179,11 +172,10 @@ class PPOActorInterface(ModelInterface):
         needs |= self.objective.needs() | ({"prox_logprobs": "recompute=true"} if self.recompute else {})
         if self.correction is not None:
             needs, uses = needs | self.correction.needs(), uses | {"versions"}
-        critic = f"critic={self.critic.value}"
         if self.critic is not Critic.none:
-            needs["values"] = critic
+            needs["values"] = f"critic={self.critic.value}"
         if self.critic is Critic.own:
-            needs, uses = needs | dict.fromkeys(CREDITED, critic), uses | {*self.advantage.needs()}
+            needs, uses = needs | dict.fromkeys(CREDITED, "critic=own"), uses | {*self.advantage.needs()}
         else:
             needs |= self.advantage.needs()
         if self.ptx_coef:
@@ -243,7 +235,7 @@ class PPOActorInterface(ModelInterface):
             "pretraining loss": f"coefficient {self.ptx_coef:g}" if self.ptx_coef else "",
             "loss aggregation": self.aggregation.describe(),
             "early stop": self.early_stop.describe(),
-            "not used by the overridden loss": _settings_not_used_by(type(self).loss),
+            "not used by the overridden loss": ", ".join(settings_unused_by_override(self, PPOActorInterface, "loss")),
         }
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
@@ -311,8 +303,7 @@ class PPOActorInterface(ModelInterface):
             allowed = self.early_stop.allows(stats)
             return allowed
 
-        if "ptx_input_ids" not in data:
-            data = trained(data)
+        data = data if "ptx_input_ids" in data else trained(data)
         reduce, rng = model.machine.reduce, np.random.default_rng(model.call_seed("minibatches"))
         steps, further = list[Stats](), list[Stats]()
         # lazy, so that an early stop also skips the permutation of later epochs
@@ -359,18 +350,9 @@ class PPOActorInterface(ModelInterface):
         return loss, stats | {f"token/{name}": TokenValues(x_T.detach()) for name, x_T in trace.items()}
 
     def first_loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:
-        """Return `loss` for the first mini-batch of a step, with the metric that checks the ratio.
-
-        Before the first update the current policy is the behavior policy, so `first_logprob_diff_max` must be 0 up to
-        rounding. It is computed here if an overridden `loss` does not return `logprob_diff_max`.
-        """
+        """Return `loss` with `first_logprob_diff_max`, which checks the ratio on the first mini-batch of a step."""
         loss, stats = self.loss(output, minibatch)
-        if (difference := stats.get("logprob_diff_max")) is None:
-            mask_T = minibatch["loss_mask"]
-            with torch.no_grad():
-                logprobs_T = output.logprobs(temperature=self.generation.temperature, where_T=mask_T)
-            difference = masked_max((logprobs_T - old_logprobs(minibatch)).abs(), mask_T)
-        return loss, {**stats, "first_logprob_diff_max": difference}
+        return loss, {**stats, **first_logprob_diff(stats, output, minibatch, self.generation.temperature)}
 
     def loss_weight(self, data: SequenceSample) -> Tensor:
         """Return the divisor of the loss, after all filters and the correction."""
@@ -406,27 +388,6 @@ class PPOActorInterface(ModelInterface):
 
 CREDITED = ("advantages", "returns", "loss_mask")
 """Keys that `credit` writes."""
-LOSS_SETTINGS = {
-    "objective": "objective",
-    "correction": "correction",
-    "kl_control": "kl (place=loss)",
-    "entropy_coef": "entropy_coef",
-    "value": "value",
-    "ptx_coef": "ptx_coef",
-    "aggregation": "aggregation",
-}
-"""The attributes that `PPOActorInterface.loss` reads, with the names of their settings."""
-
-
-def _settings_not_used_by(loss: Callable[..., Any]) -> str:
-    """Return the settings that a subclass's `loss` does not name; none if it calls the `loss` of its base class."""
-    function = inspect.unwrap(loss)
-    if loss is PPOActorInterface.loss or not isinstance(function, FunctionType):
-        return ""
-    names = set(function.__code__.co_names)
-    if "super" in names:
-        return ""
-    return ", ".join(setting for attribute, setting in LOSS_SETTINGS.items() if attribute not in names)
 
 
 def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ from realign.interfaces.components import (
     ValueObjective,
 )
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.interfaces.ppo import LOSS_SETTINGS, PPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
 from realign.testing import BigramEngine, random_batch
 from tests.functional.test_normalization import over_ranks
 
@@ -458,10 +457,4 @@ def test_the_launch_table_lists_the_settings_that_an_overridden_loss_does_not_us
 
     row = "not used by the overridden loss"
     assert PPOActorInterface().describe(8)[row] == Further().describe(8)[row] == ""
-    assert Own().describe(8)[row] == "objective, correction, kl (place=loss), entropy_coef, value, ptx_coef"
-
-
-def test_the_settings_of_the_loss_are_the_attributes_that_it_reads():
-    read = set(PPOActorInterface.loss.__code__.co_names)
-    assert set(LOSS_SETTINGS) <= read
-    assert {field.name for field in fields(PPOActorInterface)} & read <= {*LOSS_SETTINGS, "generation"}
+    assert Own().describe(8)[row] == "generation, objective, correction, kl, entropy_coef, value, ptx_coef"

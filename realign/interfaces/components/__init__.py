@@ -46,7 +46,7 @@ from realign.interfaces.components.objectives import (
 )
 from realign.interfaces.components.pretraining import mix_pretraining, pretraining_loss
 from realign.interfaces.components.reward_shaping import RewardBaseline, RewardScale, RewardShaping
-from realign.interfaces.components.scoring import old_logprobs, score_logprobs, scoring_keys
+from realign.interfaces.components.scoring import first_logprob_diff, old_logprobs, score_logprobs, scoring_keys
 from realign.interfaces.components.truncation import TruncatedReward, Truncation
 from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, ValueObjective, trained, value_stats
 
@@ -88,6 +88,7 @@ __all__ = [
     "Truncation",
     "ValueObjective",
     "advantage_stats",
+    "first_logprob_diff",
     "mix_pretraining",
     "normalized_advantages",
     "old_logprobs",

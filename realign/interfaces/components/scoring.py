@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from realign.api import Keys, MicroBatchSpec, Model, ModelOutput, SequenceSample
+from realign.api import Keys, LossStats, MicroBatchSpec, Model, ModelOutput, SequenceSample, masked_max
 
 
 def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
@@ -26,4 +27,21 @@ def old_logprobs(data: SequenceSample) -> Tensor:
     return data["prox_logprobs"] if "prox_logprobs" in data else data["logprobs"]
 
 
-__all__ = ["old_logprobs", "score_logprobs", "scoring_keys"]
+def first_logprob_diff(
+    stats: LossStats, output: ModelOutput, minibatch: SequenceSample, temperature: float
+) -> LossStats:
+    """Return `first_logprob_diff_max`: the largest |log-prob - old log-prob| of the first mini-batch of a step.
+
+    Before the first update, the current policy is the behavior policy, so the metric must be 0 up to rounding. It is
+    computed here if the loss does not report `logprob_diff_max`, such as an overridden loss of a user.
+    """
+    difference = stats.get("logprob_diff_max")
+    if difference is None:
+        mask_T = minibatch["loss_mask"]
+        with torch.no_grad():
+            logprobs_T = output.logprobs(temperature=temperature, where_T=mask_T)
+        difference = masked_max((logprobs_T - old_logprobs(minibatch)).abs(), mask_T)
+    return {"first_logprob_diff_max": difference}
+
+
+__all__ = ["first_logprob_diff", "old_logprobs", "score_logprobs", "scoring_keys"]

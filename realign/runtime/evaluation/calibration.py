@@ -96,7 +96,7 @@ class RewardCalibration(Settings):
             `verified_mean` and `verified_std`.
 
         Raises:
-            ValueError: the scores are all equal, or not finite.
+            RunError: the scores are all equal, or not finite.
         """
 
         def scores(draw: int) -> Tensor:

@@ -150,4 +150,4 @@ def test_three_processes_agree(tmp_path) -> None:
     assert [code for code, _, _ in by_name["version"]] == [0, 0, 0]
     assert [bool(out) for _, out, _ in by_name["version"]] == [True, False, False]
     assert [code for code, _, _ in by_name["sweep"]] == [2, 2, 2]
-    assert by_name["sweep"][0][2].startswith("error: -m does not go with torchrun")
+    assert by_name["sweep"][0][2].startswith("error: -m: a sweep cannot run under torchrun")

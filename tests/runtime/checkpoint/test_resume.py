@@ -239,10 +239,10 @@ def test_check_says_what_it_would_go_on_from(tmp_path, capsys):
     write_experiment(tmp_path)
     arguments = ["--config-dir", str(tmp_path), "experiment=bigram", "steps=1", f"output_dir={tmp_path}/run"]
     assert cli.main(["check", *arguments, "resume=auto"]) == 0
-    assert "no checkpoint yet: it would start" in capsys.readouterr().out
+    assert "no checkpoint: the run would start from step 0" in capsys.readouterr().out
     assert cli.main(arguments) == 0
     assert cli.main(["check", *arguments, "resume=auto", "steps=2"]) == 0
-    assert "it would go on from" in capsys.readouterr().out
+    assert "step_000001" in capsys.readouterr().out
     assert cli.main(["check", *arguments, "resume=auto", "steps=2", "seed=1"]) == 2
     assert "seed was 0, is 1" in capsys.readouterr().err
 

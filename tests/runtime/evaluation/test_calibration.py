@@ -12,7 +12,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
 from realign.data import Dataset, DataSpec
-from realign.errors import ConfigError
+from realign.errors import ConfigError, RunError
 from realign.interfaces import ppo
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
@@ -173,7 +173,7 @@ def test_a_calibration_that_fails_after_training_costs_no_training(tmp_path):
     flat = RewardCalibration(Prompts(5), after=True, samples=4, generation=GenerationConfig(greedy=True))
 
     flat.data = Same(5)
-    with pytest.raises(ValueError, match="at least two finite scores that differ"):
+    with pytest.raises(RunError, match="at least two finite scores that differ"):
         run(experiment(tmp_path, calibration=flat))
     assert (tmp_path / "run" / "final" / "reward" / "bigram.npz").exists()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from realign.api import GenerationConfig, ModelInterface
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.errors import RunError
+from realign.errors import CheckpointError, RunError
 from realign.interfaces.components import GAE
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -239,7 +239,7 @@ def test_a_run_may_begin_to_sample_ahead_and_may_not_stop_it_with_prompts_under_
         runtime.close()
     assert len(state["rollout"]["untrained"]) == 12
     sync = LocalRuntime(recording(tmp_path, policy, 0, rollout=Sync(), output_dir=tmp_path / "sync")[0])
-    with pytest.raises(ValueError, match=r"12 prompts had begun ahead of training .* keep rollout=async"):
+    with pytest.raises(CheckpointError, match=r"12 prompts of asynchronous rollout .* Keep rollout=async"):
         restore(sync, state)
 
 
