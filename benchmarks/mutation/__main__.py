@@ -69,8 +69,6 @@ class Target:
     package: str = "realign"
     folders: tuple[str, ...] = ("functional", "interfaces", "interfaces/components")
     """Folders of the package whose files are mutated."""
-    excluded: tuple[str, ...] = ("tests/frozen/", "tests/interfaces/test_identity.py")
-    """Starts of paths of test files that are not used."""
     preloaded: tuple[str, ...] = PRELOADED
     """Modules that the processes of the tests share."""
 
@@ -211,7 +209,7 @@ def summarize(records: Sequence[dict[str, Any]], left_out: dict[str, str], folde
 def test_mutants(target: Target, words: dict[str, str], folder: Path) -> dict[str, Any]:
     """Measure the test files, run the mutants, and return the numbers."""
     end = time.monotonic() + 60 * float(words["minutes"])
-    project = Project(target.root, target.package, target.excluded)
+    project = Project(target.root, target.package)
     found = target.mutants([word for word in words["files"].split(",") if word])
     drawn = chosen(found, words)
     tests_of = {file: project.tests_of(file) for file in {mutant.file for mutant in drawn}}

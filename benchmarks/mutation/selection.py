@@ -10,21 +10,19 @@ from pathlib import Path
 class Project:
     """The modules of a package, and the test files beside it."""
 
-    def __init__(self, root: Path, package: str, excluded: tuple[str, ...] = ()) -> None:
+    def __init__(self, root: Path, package: str) -> None:
         """Find all files.
 
         Args:
             root: folder of the project.
             package: name of the package, a folder of `root`.
-            excluded: starts of paths of test files that are not used.
         """
         self.root, self.package = root, package
         self.modules: dict[str, Path] = {}
         for path in sorted((root / package).rglob("*.py")):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
             self.modules[name.removesuffix(".__init__")] = path
-        tests = (path.relative_to(root).as_posix() for path in sorted((root / "tests").rglob("test_*.py")))
-        self.tests = [test for test in tests if not test.startswith(excluded)]
+        self.tests = [path.relative_to(root).as_posix() for path in sorted((root / "tests").rglob("test_*.py"))]
         self.resolve, self.imported, self.imports = cache(self._resolve), cache(self._imported), cache(self._imports)
 
     def module(self, file: str) -> str:

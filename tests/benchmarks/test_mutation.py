@@ -176,9 +176,8 @@ def project(tmp_path):
         "tests/test_by_path.py": "import toy.deep.inner\n",
         "tests/test_other.py": "from toy import thing\n",
         "tests/test_none.py": "import toy\n",
-        "tests/old/test_frozen.py": "from toy import lowest\n",
     }
-    return Project(write(tmp_path, files), "toy", ("tests/old/",))
+    return Project(write(tmp_path, files), "toy")
 
 
 def test_tests_are_those_that_import_the_file_by_any_of_its_names(project):
@@ -222,7 +221,7 @@ def test_a_run_kills_what_tests_notice_and_lists_what_survives(tmp_path, capsys,
         "tests/code/test_numbers.py": SCALE_TEST,
         "tests/test_broken.py": "from toy import scale\n\ndef test_broken():\n    assert scale(1, True) == 0\n",
     }
-    target = mutation.Target(write(tmp_path / "project", files), "toy", ("code",), (), ("pytest", "hypothesis"))
+    target = mutation.Target(write(tmp_path / "project", files), "toy", ("code",), ("pytest", "hypothesis"))
     monkeypatch.setattr(mutation, "EXPLAINED", tmp_path / "explained.jsonl")
     wanted = ("5:14:arithmetic", "3:10:comparison")
     (tmp_path / "ids").write_text("".join(f"toy/code/numbers.py:{each}\n" for each in wanted))

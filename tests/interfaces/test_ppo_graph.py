@@ -13,8 +13,6 @@ from realign.interfaces.components import KLPenalty, RewardShaping, Truncation
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
-from tests.frozen import decoupled_ppo as old_decoupled
-from tests.frozen import ppo as old_ppo
 
 REWARDED = ("rewards", "turns")
 
@@ -52,10 +50,52 @@ FLAGS = [
         (False, True), (False, True), ("none", "own", "shared"), (False, True), (False, True), (False, True)
     )
 ]
+CALLS = """
+actor_gen: actor.generate prompt_ids -> input_ids prompt_mask loss_mask logprobs versions truncated
+reward_inf: reward.inference input_ids prompt_mask row -> rewards dense?dense_rewards
+greedy_baseline?baseline_gen: baseline.generate prompt_ids -> input_ids=greedy_input_ids prompt_mask=greedy_prompt_mask
+greedy_baseline?baseline_inf: reward.inference input_ids=greedy_input_ids prompt_mask=greedy_prompt_mask row
+    -> rewards=baseline_rewards
+kl?ref_inf: ref.inference input_ids loss_mask -> logprobs=ref_logprobs
+recompute?actor_inf: actor.inference input_ids loss_mask -> logprobs=prox_logprobs
+critic?critic_inf: critic.inference input_ids loss_mask -> values bootstrap_values
+own?actor_credit: actor.credit input_ids loss_mask logprobs truncated rewards dense?dense_rewards
+    greedy_baseline?baseline_rewards kl?ref_logprobs recompute?prox_logprobs values bootstrap_values
+    -> advantages returns loss_mask=train_mask
+own?critic_train: critic.train_step input_ids loss_mask=train_mask values returns ->
+actor_train: actor.train_step input_ids not_own?loss_mask logprobs truncated rewards dense?dense_rewards
+    greedy_baseline?baseline_rewards kl?ref_logprobs recompute?prox_logprobs critic?values critic?bootstrap_values
+    own?advantages own?returns own?loss_mask=train_mask ptx?ptx_input_ids ptx?ptx_loss_mask decoupled?versions ->
+"""
+"""All calls, in the order of execution. `flag?x` is present only with the flag. `a=b` is the key `a` of the method,
+which the graph calls `b`."""
+DATASET = "prompt_ids row ptx?ptx_input_ids ptx?ptx_loss_mask"
+
+
+def present(words: str, true: set[str]) -> list[str]:
+    """The words without a flag, and those whose flag is true."""
+    split = [word.rpartition("?") for word in words.split()]
+    return [word for flag, _, word in split if not flag or flag in true]
+
+
+def expected_graph(flags, *, decoupled: bool = False) -> DataflowGraph:
+    """The graph that `CALLS` describes for these flags."""
+    true = {name for name, value in flags.items() if value is True}
+    true |= {"none": {"not_own"}, "own": {"critic", "own"}, "shared": {"critic", "not_own"}}[flags["critic"]]
+    true |= {"decoupled"} if decoupled else set()
+    rpcs = []
+    for line in CALLS.strip().replace("\n    ", " ").splitlines():
+        reads, writes = (present(words, true) for words in line.split("->"))
+        if reads[0].endswith(":"):  # otherwise the call is absent, and so is its name
+            role, method = reads[1].split(".")
+            inputs, outputs = ([word.rpartition("=")[2] for word in words] for words in (reads[2:], writes))
+            rename = dict(word.split("=") for word in [*reads, *writes] if "=" in word)
+            rpcs.append(RPC(reads[0].removesuffix(":"), role, method, tuple(inputs), tuple(outputs), rename))
+    return DataflowGraph(tuple(rpcs), tuple(present(DATASET, true)), results=("versions", "truncated"))
 
 
 def settings_of(flags) -> dict:
-    """The settings of an actor that ask for the calls of these flags of version 0.1."""
+    """The settings of an actor that need the calls of these flags."""
     return {
         "kl": KLPenalty("loss" if flags["kl"] else "none"),
         "recompute": flags["recompute"],
@@ -65,44 +105,76 @@ def settings_of(flags) -> dict:
     }
 
 
-def assert_same(new: DataflowGraph, old: DataflowGraph) -> None:
-    """The same calls with the same keys, in the same order."""
-    assert new.rpcs == old.rpcs
-    assert [rpc.name for rpc in new.order] == [rpc.name for rpc in old.order]
-    assert new.dataset_keys == old.dataset_keys
-    assert new.results == old.results
-    assert new.unread() == old.unread()
+def assert_graph(found: DataflowGraph, expected: DataflowGraph) -> None:
+    """The graph has the expected calls and keys, runs the calls in the expected order, and all its keys are read."""
+    assert found == expected
+    assert found.order == expected.rpcs
+    assert found.unread() == []
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_the_graph_of_ppo_is_that_of_the_flags_of_version_0_1(flags):
+def test_the_settings_of_ppo_determine_every_call_and_key_of_its_graph(flags):
     interfaces = {"actor": PPOActorInterface(**settings_of(flags)), "reward": Reward(flags["dense"])}
-    assert_same(rl_graph(interfaces), old_ppo.dataflow(**flags))
+    assert_graph(rl_graph(interfaces), expected_graph(flags))
 
 
 @pytest.mark.parametrize("flags", [flags for flags in FLAGS if flags["recompute"]], ids=str)
 def test_the_graph_of_decoupled_ppo_also_reads_the_versions_of_tokens(flags):
     interfaces = {"actor": DecoupledPPOActorInterface(**settings_of(flags)), "reward": Reward(flags["dense"])}
-    more = {name: value for name, value in flags.items() if name != "recompute"}
-    old = old_decoupled.dataflow(**more)
-    assert_same(rl_graph(interfaces), old)
+    assert_graph(rl_graph(interfaces), expected_graph(flags, decoupled=True))
     settings = settings_of(flags) | {"recompute": False}
     assert rl_graph(interfaces | {"actor": DecoupledPPOActorInterface(**settings)}) == rl_graph(interfaces)
-    assert "versions" in next(rpc for rpc in old.rpcs if rpc.name == "actor_train").inputs
+
+
+def test_no_two_combinations_of_flags_have_the_same_expected_graph():
+    graphs = [expected_graph(flags) for flags in FLAGS]
+    assert len(graphs) == 96
+    assert all(a != b for a, b in itertools.combinations(graphs, 2))
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_every_call_runs_after_the_calls_that_write_its_keys_and_before_its_model_trains(flags):
+    interfaces = {"actor": PPOActorInterface(**settings_of(flags)), "reward": Reward(flags["dense"])}
+    graph = rl_graph(interfaces)
+    written, trained = set(graph.dataset_keys), set()
+    for rpc in graph.order:
+        assert set(rpc.inputs) <= written
+        assert rpc.model not in trained
+        written |= set(rpc.outputs)
+        trained |= {rpc.model} if rpc.method == "train_step" else set()
+    assert trained == ({"actor", "critic"} if flags["critic"] == "own" else {"actor"})
+
+
+def test_the_graph_with_a_reference_and_a_critic_has_seven_calls():
+    flags = {"kl": True, "recompute": False, "critic": "own", "dense": False, "greedy_baseline": False, "ptx": False}
+    sampled = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
+    scored, masked = ("input_ids", "loss_mask"), {"loss_mask": "train_mask"}
+    known = ("logprobs", "truncated", "rewards", "ref_logprobs", "values", "bootstrap_values")
+    credited = ("advantages", "returns", "train_mask")
+    calls = (
+        RPC("actor_gen", "actor", "generate", ("prompt_ids",), sampled),
+        RPC("reward_inf", "reward", "inference", ("input_ids", "prompt_mask", "row"), ("rewards",)),
+        RPC("ref_inf", "ref", "inference", scored, ("ref_logprobs",), {"logprobs": "ref_logprobs"}),
+        RPC("critic_inf", "critic", "inference", scored, ("values", "bootstrap_values")),
+        RPC("actor_credit", "actor", "credit", (*scored, *known), credited, masked),
+        RPC("critic_train", "critic", "train_step", ("input_ids", "train_mask", "values", "returns"), (), masked),
+        RPC("actor_train", "actor", "train_step", ("input_ids", *known, *credited), (), masked),
+    )
+    found = rl_graph({"actor": PPOActorInterface(**settings_of(flags)), "reward": Reward()})
+    assert_graph(found, DataflowGraph(calls, ("prompt_ids", "row"), results=("versions", "truncated")))
 
 
 @pytest.mark.parametrize("flags", [flags for flags in FLAGS if not flags["greedy_baseline"]], ids=str)
 def test_an_agent_takes_the_place_of_sampling_and_reward(flags):
     actor, agent = PPOActorInterface(**settings_of(flags)), Agent(flags["dense"])
-    new = rl_graph({"actor": actor, "agent": agent})
-    old = old_ppo.dataflow(**flags)
+    found, expected = rl_graph({"actor": actor, "agent": agent}), expected_graph(flags)
     outputs = (*SAMPLED, *sorted(agent.keys("generate").writes - set(SAMPLED)))
     generate = RPC("agent_gen", "agent", "generate", ("prompt_ids", "row"), outputs)
-    kept = [rpc for rpc in old.rpcs if rpc.name not in ("actor_gen", "reward_inf")]
-    assert new.rpcs == (generate, *kept)
-    assert new.dataset_keys == old.dataset_keys
-    assert new.results == ("versions", "truncated", "prompt_mask", "turns")
-    assert not {*new.unread()} - {"values", "bootstrap_values"}
+    kept = [rpc for rpc in expected.rpcs if rpc.name not in ("actor_gen", "reward_inf")]
+    assert found.rpcs == (generate, *kept)
+    assert found.dataset_keys == expected.dataset_keys
+    assert found.results == ("versions", "truncated", "prompt_mask", "turns")
+    assert found.unread() == []
 
 
 @pytest.mark.parametrize("build", [ppo.dataflow, grpo.dataflow, decoupled_ppo.dataflow])
