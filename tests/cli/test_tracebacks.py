@@ -1,0 +1,111 @@
+"""Bugs in the code of a user: the process prints the traceback with file and line, and exits with 1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realign.config.folders import experiments_dir
+from tests.tiny import save_tiny
+
+SOURCE = '''
+from dataclasses import dataclass
+
+from realign.interfaces.components import AdvantageEstimator, Objective
+
+
+@dataclass
+class WrongShape(Objective):
+    def loss(self, tokens):
+        return tokens.logprobs_T[:-1] * tokens.advantages_T  # a bug in the loss
+
+
+@dataclass
+class Failing(AdvantageEstimator):
+    def estimate(self, rewards, data, reduce):
+        raise ValueError("a bug in the estimator")
+
+
+@dataclass
+class Constructor(Objective):
+    scale: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        raise ValueError("a bug in the constructor")
+
+    def loss(self, tokens):
+        return tokens.logprobs_T
+
+
+def score(prompt, response, row):
+    return float(response == row["answer"])
+
+
+def broken_score(prompt, response, row):
+    return row["answer"].missing_method()
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, prompts and the file of a user."""
+    folder = tmp_path_factory.mktemp("user")
+    save_tiny(folder / "m")
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    (folder / "own.py").write_text(SOURCE)
+    return folder
+
+
+def run(folder: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    words = ["experiment=grpo", "models.actor.path=m", "models.actor.device=cpu", "data.path=prompts.jsonl", "steps=2"]
+    words += ["batch_prompts=2", "interfaces.actor.generation.max_new_tokens=4", "interfaces.reward.workers=1"]
+    words += [f"output_dir=runs/{name}"]
+    if not any(word.startswith("interfaces.reward.function") for word in overrides):
+        words.append("interfaces.reward.function=own.py:score")
+    return subprocess.run(
+        [sys.executable, "-m", "realign", *words, *overrides],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(experiments_dir().parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def line_of(text: str) -> int:
+    """The number of the line of `own.py` that contains a text."""
+    return next(i for i, line in enumerate(SOURCE.splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "error"),
+    [
+        ("interfaces.actor.objective._target_=own.WrongShape", "a bug in the loss", "RuntimeError: The size of tensor"),
+        ("interfaces.actor.advantage._target_=own.Failing", "a bug in the estimator", "ValueError: a bug in the est"),
+        ("interfaces.actor.objective._target_=own.Constructor", "a bug in the constructor", "ValueError: a bug in the"),
+    ],
+    ids=["objective", "advantage", "constructor"],
+)
+def test_a_bug_in_a_component_ends_with_1_and_points_at_the_line_of_the_user(folder, override, place, error):
+    done = run(folder, place.rpartition(" ")[2], override)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback (most recent call last):" in done.stderr
+    assert f'own.py", line {line_of(place)}, in ' in done.stderr
+    assert error in done.stderr
+    if "constructor" in place:
+        assert "while building interfaces.actor.objective" in done.stderr
+
+
+def test_a_bug_in_a_reward_function_is_logged_with_its_line_before_the_run_ends(folder):
+    done = run(folder, "reward", "interfaces.reward.function=own.py:broken_score")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    for text in (done.stdout, (folder / "runs" / "reward" / "realign.log").read_text()):
+        assert f'own.py", line {line_of("missing_method")}, in broken_score' in text
+        assert text.count("AttributeError: 'str' object has no attribute 'missing_method'") == 1
