@@ -40,7 +40,7 @@ mutation: $(VENV)/.installed
 # The models of the tests are so small that a second thread costs more than it saves.
 test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.installed
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

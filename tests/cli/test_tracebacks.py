@@ -12,7 +12,7 @@ import pytest
 from realign.config.folders import experiments_dir
 from tests.tiny import save_tiny
 
-SOURCE = '''
+SOURCE = """
 from dataclasses import dataclass
 
 from realign.interfaces.components import AdvantageEstimator, Objective
@@ -48,7 +48,7 @@ def score(prompt, response, row):
 
 def broken_score(prompt, response, row):
     return row["answer"].missing_method()
-'''
+"""
 
 
 @pytest.fixture(scope="module")
