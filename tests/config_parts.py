@@ -1,4 +1,4 @@
-"""Components for the tests of config and CLI: what a user would write in a file of their own, with an exact engine."""
+"""Components for the tests of config and CLI, as a user would write them in a separate file, with an exact engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Frozen:
 
 
 class Rule:
-    """An abstract base: fields of this kind need a `_target_`."""
+    """Abstract base class: fields of this type need a `_target_`."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Actor(ModelInterface):
 
 
 class Plain(ModelInterface):
-    """No fields, no decorator."""
+    """Interface without fields and decorator."""
 
     def train_step(self, model, data, mb_spec):
         return {}
@@ -112,7 +112,7 @@ class Needs(ModelInterface):
 
 @dataclass
 class CountThrees(ModelInterface):
-    """Reward: how often token 3 was sampled."""
+    """Reward that counts the sampled tokens 3."""
 
     needs_engine: ClassVar[bool] = False
     temperature: float | None = None
@@ -144,7 +144,7 @@ class Bigram(ModelSpec):
 
 @dataclass
 class Unfinished(ModelSpec):
-    """A model spec without `load`."""
+    """Model spec without `load`."""
 
 
 @dataclass
@@ -202,7 +202,7 @@ data: {{_target_: {HERE}.Prompts}}
 
 
 def write_experiment(folder: Path, name: str = "bigram", text: str = EXPERIMENT) -> Path:
-    """A user's folder of experiments, for `--config-dir`."""
+    """Write a user's folder of experiments for `--config-dir`, and return it."""
     group = folder / "experiment"
     group.mkdir(parents=True, exist_ok=True)
     (group / f"{name}.yaml").write_text(text, encoding="utf-8")

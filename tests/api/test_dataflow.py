@@ -1,4 +1,4 @@
-"""The graph of RPCs: what it refuses, what it suggests, and the order that it finds."""
+"""Test the dataflow graph: errors, suggestions and execution order."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_any_graph_without_a_circle_is_ordered_by_first_come_among_the_ready(n: 
     declared = data.draw(st.permutations(range(n)))
     rpcs = [RPC(str(i), "m", "inference", after=tuple(map(str, sorted(after[i])))) for i in declared]
     want: list[int] = []
-    while len(want) < n:  # the first declared call whose predecessors are done
+    while len(want) < n:  # choose the first declared call whose predecessors are done
         want.append(next(i for i in declared if i not in want and after[i] <= set(want)))
     assert names(graph(*rpcs)) == [str(i) for i in want]
 
@@ -100,7 +100,7 @@ def test_a_models_inference_comes_before_its_train_step() -> None:
     other = RPC("other", "critic", "inference", inputs=("prompt_ids",), outputs=("critic_values",))
     found = graph(train, other, score)
     assert names(found) == ["other", "score", "train"]
-    assert found.edges["train"] == {"score": ()}  # and no edge to a call of another model
+    assert found.edges["train"] == {"score": ()}  # there is no edge to a call of another model
     assert names(graph(train, other)) == ["train", "other"]
     assert names(graph(train, replace(score, method="generate"))) == ["score", "train"]
 
@@ -227,14 +227,14 @@ class Policy(ModelInterface):
 
 
 class Scorer(ModelInterface):
-    """Scores with a network."""
+    """Scores with an engine."""
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         return data
 
 
 class Rule(Scorer):
-    """Scores without one."""
+    """Scores without an engine."""
 
     needs_engine = False
 

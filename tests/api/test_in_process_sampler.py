@@ -72,7 +72,7 @@ def test_requests_of_other_seeds_settings_or_prompts_are_calls_of_their_own():
         replace(first, seed=2),
         replace(first, config=GenerationConfig(max_new_tokens=6, temperature=0.5)),
         replace(first, prompt_ids=torch.tensor([5])),
-        replace(first, config=replace(CONFIG, n=9), id="b"),  # n does not matter
+        replace(first, config=replace(CONFIG, n=9), id="b"),  # n has no effect
     ]
     handles = [sampler.submit(r) for r in [first, *others]]
     want = [InProcessSampler(BigramEngine()).submit(r).result() for r in [first, *others]]
@@ -120,5 +120,5 @@ def test_pause_update_and_timeouts_wait_for_the_engine():
     sampling.join()
     pausing.join()
     assert done == ["paused"]
-    sampler.update(engine, 3)  # its own weights: nothing to load
+    sampler.update(engine, 3)  # the sampler already uses the weights of this engine: nothing to load
     assert sampler.version == 3

@@ -1,4 +1,4 @@
-"""`Lengths` against nested lists of integers."""
+"""Compare `Lengths` with nested lists of integers."""
 
 from __future__ import annotations
 

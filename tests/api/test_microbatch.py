@@ -1,4 +1,4 @@
-"""The micro-batch plan: what holds for every plan, and the traps."""
+"""Test the micro-batch plan: properties of all plans, and regression tests of known errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def owners_of(nested: list[list[int]]) -> list[int]:
 
 
 def units_of(nested: list[list[int]], limit: int | None) -> list[int]:
-    """Loads of the pieces that may not be cut."""
+    """Return the loads of the indivisible pieces."""
     units: list[int] = []
     for group in nested:
         whole = limit is None or sum(group) <= limit
@@ -101,20 +101,27 @@ def test_the_plan_is_a_pure_function(nested: list[list[int]], limit: int | None,
 
 def test_a_plan_worked_by_hand() -> None:
     lengths = Lengths.of([[5, 4], [8], [2, 2], [3, 3, 9], [1]])
-    # Budget 10: prompt 3 (15 tokens) is cut into 3, 3, 9; 37 tokens need 4. Largest first, to the emptiest:
-    # 9 (prompt 0), 9 (sequence 7), 8, and 4 open them; 3 and 3 go to the 4, and 1 to the 8.
+    # Budget 10: the 15 tokens of prompt 3 exceed it, so the prompt is cut into 3, 3 and 9. 37 tokens need 4
+    # micro-batches.
+    # The plan assigns the largest piece first, to the emptiest micro-batch.
+    # The loads 9 (prompt 0), 9 (sequence 7), 8 and 4 each open a micro-batch. Both 3s join the 4, and the 1 joins the
+    # 8.
     plan = plan_microbatches(lengths, MicroBatchSpec(10))
     assert [p.tolist() for p in plan] == [[0, 1], [2, 8], [3, 4, 5, 6], [7]]
 
 
 def test_loads_are_evened_out_over_what_was_opened_late() -> None:
-    """13 of 5 under 19: four could hold 65 tokens, but not 13 pieces; the fifth is not left with the last piece."""
+    """Plan 13 pieces of 5 tokens with budget 19.
+
+    Four micro-batches have room for 65 tokens, but only for 12 pieces. The plan balances the loads of all five.
+
+    """
     nested = [[5]] * 13
     assert sorted(loads_of(plan_microbatches(Lengths.of(nested), MicroBatchSpec(19)), nested)) == [10, 10, 15, 15, 15]
 
 
 def test_loads_are_left_uneven_where_evening_out_would_break_the_budget() -> None:
-    sizes = [31, 30, 30, 28, 28, 27, 17, 15, 11, 11, 9]  # 15 + 11 + 9 would be 35
+    sizes = [31, 30, 30, 28, 28, 27, 17, 15, 11, 11, 9]  # 15 + 11 + 9 = 35 exceeds the budget
     nested = [[size] for size in sizes]
     plan = plan_microbatches(Lengths.of(nested), MicroBatchSpec(34))
     assert loads_of(plan, nested) == [31, 30, 30, 28, 28, 27, 32, 31]
@@ -128,7 +135,7 @@ def test_a_group_of_exactly_the_budget_stays_whole() -> None:
 def test_trap_d10_never_over_the_cap() -> None:
     lengths = Lengths.of([[7]] * 8)
     plan = plan_microbatches(lengths, MicroBatchSpec(8))
-    assert [p.tolist() for p in plan] == [[i] for i in range(8)]  # ceil(56 / 8) would be 7
+    assert [p.tolist() for p in plan] == [[i] for i in range(8)]  # ceil(56 / 8) = 7 micro-batches would exceed the cap
     assert len(plan_microbatches(Lengths.of([[7] * 8]), MicroBatchSpec(8))) == 8
 
 
@@ -187,7 +194,7 @@ def test_what_a_group_shares_counts_once(groups: list[tuple[int, list[int]]], li
 
 
 def test_a_group_over_the_cap_is_cut_into_runs() -> None:
-    lengths = Lengths.of([[16, 13, 14, 16]])  # of which 10 are shared
+    lengths = Lengths.of([[16, 13, 14, 16]])  # all sequences share the first 10 tokens
     plans = {
         limit: plan_microbatches(lengths, MicroBatchSpec(limit), prefixes=np.array([10])) for limit in (29, 23, 16)
     }
@@ -209,7 +216,8 @@ def test_split_names_the_id_of_a_sequence_over_the_cap() -> None:
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=1, max_size=8), NESTED)
 def test_trap_d9_ranks_that_agree_on_the_largest_number_get_it(short: list[list[int]], long: list[list[int]]) -> None:
-    """Each rank plans, all take the largest number as the minimum, and a rank with as many groups reaches it."""
+    """Each rank plans, and all use the largest number of micro-batches as the minimum. A rank with enough groups
+    reaches it."""
     limit = 90
     plans = [plan_microbatches(Lengths.of(nested), MicroBatchSpec(limit)) for nested in (short, long)]
     agreed = max(map(len, plans))

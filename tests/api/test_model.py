@@ -1,4 +1,4 @@
-"""Sampling settings, seeds, and what an interface does by default."""
+"""Test generation settings, seeds, and the default behavior of interfaces."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_names_of_uses_do_not_run_together() -> None:
 
 
 def test_seeds_look_random() -> None:
-    """Seeds of neighbouring uses agree in half of their 63 bits, on average (6 standard errors)."""
+    """Two consecutive seeds differ in half of their 63 bits on average (tolerance: 6 standard errors)."""
     uses = itertools.product(range(10), ("actor", "ref"), range(20))
     seeds = [derive_seed(root, role, step) for root, role, step in uses]
     assert len(set(seeds)) == 400
@@ -115,7 +115,7 @@ def test_seeds_look_random() -> None:
 
 @dataclass
 class CountingEngine:
-    """Notes the versions that it is told."""
+    """Records the version passed to each call of `start_step`."""
 
     versions: list[int] = field(default_factory=list)
 
@@ -142,7 +142,7 @@ def test_a_role_without_a_network_says_so() -> None:
 
 
 class Scorer(ModelInterface):
-    """Implements one method."""
+    """Implements only `inference`."""
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         return data

@@ -1,4 +1,4 @@
-"""Packed tensors from their parts."""
+"""Test how packed tensors are assembled from parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from realign.api.packing import concatenate, describe, pack, pick, some
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=8), st.data())
 def test_picked_rows_are_those_of_the_sequences_however_long(sizes: list[int], data: st.DataObject) -> None:
-    """Both ways of copying: runs of adjacent sequences, and single rows where the runs are short."""
+    """Cover both ways of copying: runs of adjacent sequences, and single rows where the runs are short."""
     lengths = Lengths.of([sizes])
     x = torch.arange(lengths.total)
     chosen = data.draw(st.permutations(range(len(sizes))))

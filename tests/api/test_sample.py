@@ -1,4 +1,4 @@
-"""`SequenceSample` against a naive model: one list of sequences per prompt and key."""
+"""Compare `SequenceSample` with a naive model: one list of sequences per prompt and key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Groups = list[list[list[Any]]]
 
 @dataclass
 class Naive:
-    """What a sample should hold, as plain lists."""
+    """Expected contents of a sample, as plain lists."""
 
     ids: list[str]
     data: dict[str, Groups]
@@ -68,7 +68,8 @@ def assert_holds(sample: SequenceSample, naive: Naive) -> None:
 
 @st.composite
 def naive_batches(draw: st.DrawFn, min_prompts: int = 0, max_length: int = 5) -> Naive:
-    """Ragged groups (none, one or more sequences), sequences from 0 tokens on, keys of every kind of length."""
+    """Draw ragged groups of any number of sequences, including empty groups and sequences, with keys of all kinds of
+    lengths."""
     n = draw(st.integers(min_prompts, 5))
     cut = [draw(st.lists(st.integers(0, max_length), max_size=4)) for _ in range(n)]
     free = [draw(st.lists(st.integers(0, 3), max_size=3)) for _ in range(n)]
@@ -217,7 +218,7 @@ def test_a_pickled_part_does_not_carry_the_whole() -> None:
 
 
 def example() -> SequenceSample:
-    """Two prompts: "a" with sequences of 2 and 1 tokens, "b" with one of 3."""
+    """Return two prompts: "a" with sequences of 2 and 1 tokens, and "b" with one sequence of 3 tokens."""
     return SequenceSample.from_sequences(
         ["a", "b"], {"input_ids": [[[1, 2], [3]], [[4, 5, 6]]]}, {"row": [{"n": 1}, {"n": 2}]}
     )
@@ -252,7 +253,7 @@ def test_keys_with_equal_lengths_share_them() -> None:
 def test_lists_of_numbers_get_one_dtype() -> None:
     sample = SequenceSample.from_sequences(["a", "b"], {"x": [[[1], []], [[0.5, 2]]], "ids": [[[], [3]], []]})
     assert sample["x"].tolist() == [1.0, 0.5, 2.0]
-    assert sample["ids"].dtype == torch.int64  # an empty list does not make a float of token ids
+    assert sample["ids"].dtype == torch.int64  # an empty list does not change token ids to floats
 
 
 def test_trap_a8_an_optional_key_on_some_samples_only() -> None:
@@ -286,7 +287,7 @@ def test_trap_a14_empty_sequences_and_prompts_without_sequences() -> None:
 @settings(deadline=None)
 @given(naive_batches(min_prompts=1), st.data())
 def test_trap_e6_the_order_of_prompts_does_not_matter(naive: Naive, data: st.DataObject) -> None:
-    """Prompts with the same text but ids of their own are groups of their own, wherever they stand."""
+    """Prompts with the same text and different ids are separate groups at any position."""
     naive.data["prompt_ids"] = [[[1, 2]] for _ in naive.ids]
     sample = naive.sample()
     order = data.draw(st.permutations(range(len(naive.ids))))

@@ -1,4 +1,4 @@
-"""Cutting a batch over ranks: what holds for every cut, and what a result must have."""
+"""Test how a batch is divided over ranks: properties of each division, and requirements on results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NESTED = st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12)
 
 
 def batch(nested: list[list[int]]) -> SequenceSample:
-    """Prompts p0, p1, ... whose tokens are all different, one number per sequence, one per prompt."""
+    """Return prompts p0, p1, ... with distinct tokens, one number per sequence and one per prompt."""
     n_tokens = sum(map(sum, nested))
     tokens = iter(torch.arange(n_tokens).split([n for group in nested for n in group] or [0]))
     data = {"input_ids": [[next(tokens) for _ in group] for group in nested]}

@@ -1,4 +1,4 @@
-"""Metrics: what merging means, and that no cut of the batch shows in them."""
+"""Test metrics: merging rules, and that results do not depend on how the batch is divided."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def t(value: float) -> Tensor:
 
 
 def metrics(rows: list[tuple[int, bool]]) -> Stats:
-    """One of each kind, over numbers that floats hold exactly."""
+    """Return one metric of each kind, computed from numbers that floats represent exactly."""
     x = torch.tensor([float(v) for v, _ in rows])
     mask = torch.tensor([m for _, m in rows])
     return {
@@ -54,7 +54,7 @@ def test_trap_d12_metrics_are_those_of_the_whole_however_it_is_cut(
     cuts = sorted(data.draw(st.sets(st.integers(1, len(rows) - 1)) if len(rows) > 1 else st.just(set())))
     parts = [metrics(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
     k = data.draw(st.integers(0, len(parts)))
-    nested = merge_stats([merge_stats(parts[:k]), merge_stats(parts[k:])])  # micro-batches, then ranks
+    nested = merge_stats([merge_stats(parts[:k]), merge_stats(parts[k:])])  # merge over micro-batches, then over ranks
     chosen = [v for v, m in rows if m]
     want = {"sum": sum(chosen), "count": len(chosen)}
     if chosen:
@@ -146,7 +146,7 @@ def test_what_is_no_metric_is_refused_by_name(stat: object, message: str) -> Non
 
 
 def test_a_correlation_of_parts_is_that_of_the_whole() -> None:
-    """Against numpy, for scores far from 0, cut anywhere; what is masked has no effect."""
+    """Compare with numpy for scores far from 0 and any division. Masked values have no effect."""
     rng = np.random.default_rng(0)
     x = rng.normal(1000.0, 0.1, 200)
     y = 3 * x + rng.normal(0, 0.2, 200)

@@ -1,4 +1,4 @@
-"""Token traces: values of single tokens beside the metrics, only for the prompts that were asked for."""
+"""Test token traces: per-token values next to the metrics, only for the requested prompts."""
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ ASSUMED = Assumed(0.5, 0.25, 1.0, 2.0, 3.0, 0.5, 4.0, 6.0, 2.0, slots=7)
 
 def test_a_roofline_by_hand():
     found = roofline(2, 3, DEVICE, NETWORK, ASSUMED)
-    assert found.decode_step_s == pytest.approx(1 + 100 / 5)  # two bytes for each of 50 weights, at half of 10
-    assert found.decode_row_s == found.prefill_token_s == pytest.approx(100 / 25)  # two operations for each, at 25
-    assert found.decode_context_s == pytest.approx(4 / 5)  # a key and a value of two bytes
+    assert found.decode_step_s == pytest.approx(1 + 100 / 5)  # 50 weights of two bytes, at half of bandwidth 10
+    # two operations per weight, at 25 operations per second
+    assert found.decode_row_s == found.prefill_token_s == pytest.approx(100 / 25)
+    assert found.decode_context_s == pytest.approx(4 / 5)  # one key and one value of two bytes
     assert found.train_token_s == pytest.approx(8 * 50 / (25 * 3))
     assert (found.train_step_s, found.sync_s) == (2.0, pytest.approx(3 + 100 / 2))
-    for bound, sync_s in ((0, found.sync_s), (None, 0.0)):  # nothing is stale; and the weights stay where they are
+    for bound, sync_s in ((0, found.sync_s), (None, 0.0)):  # staleness 0; colocated weights need no transfer
         other = roofline(bound, 3, DEVICE, NETWORK, ASSUMED)
         assert other.train_token_s == pytest.approx(6 * 50 / (25 * 3))
         assert other.sync_s == sync_s

@@ -15,7 +15,7 @@ def test_costs_are_read_off_three_sizes_of_a_run(monkeypatch):
     def step(words, prompts, tokens, repeats):
         rows = prompts * GROUP
         packed = rows * (PROMPT + tokens)
-        call = 8 * PROMPT * TRUE.prefill_token_s  # of a call with 8 prompts; smaller ones cost the same
+        call = 8 * PROMPT * TRUE.prefill_token_s  # cost of a call with 8 prompts; smaller calls cost the same
         return {
             "generate_s": call + tokens * (TRUE.decode_step_s + rows * TRUE.decode_row_s),
             "train_s": TRUE.train_step_s + packed * TRUE.train_token_s,

@@ -13,7 +13,7 @@ from realign.api import Lengths, MicroBatchSpec, plan_microbatches
 
 
 def test_the_benchmark_checks_every_operation_and_ends_with_json(capsys, monkeypatch):
-    monkeypatch.setattr(data, "BUDGET", 2048)  # so that several micro-batches come of few sequences
+    monkeypatch.setattr(data, "BUDGET", 2048)  # so that few sequences already form several micro-batches
     data.main(["sizes=64", "repeats=1"])
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
@@ -40,7 +40,7 @@ def test_results_that_differ_are_found():
     others = [*data.sample_operations(other), *data.credit_operations(other)]
     for operation, wrong in zip(operations, others, strict=True):
         operation.check(operation.ours(), operation.loop())
-        if operation.name not in ("plan", "keep the best 2"):  # whose results are few small numbers
+        if operation.name not in ("plan", "keep the best 2"):  # the results of these operations are few small numbers
             with pytest.raises(AssertionError):
                 operation.check(operation.ours(), wrong.loop())
 
@@ -49,7 +49,7 @@ def test_padded_gae_by_hand():
     rewards = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
     values = torch.tensor([[0.5, 1.0], [2.0, 0.0]])
     advantages, returns = loops.padded_gae(rewards, values, gamma=0.5, lam=0.5)
-    last = 2 - 1  # of the first sequence; the second has one token
+    last = 2 - 1  # delta of the last token of the first sequence; the second sequence has one token
     expected = torch.tensor([[1 + 0.5 * 1 - 0.5 + 0.25 * last, last], [3 - 2, 0.0]])
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, expected + values)

@@ -71,7 +71,7 @@ def test_the_budget_is_halved_until_the_step_fits(monkeypatch):
     fits = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         gpu.training(plan, gpu.LARGE, 1.0)
-    assert tried[-1] >= gpu.positions(gpu.LARGE)  # a longer sequence would not fit the budget
+    assert tried[-1] >= gpu.positions(gpu.LARGE)  # a longer sequence would exceed the budget
 
 
 def test_a_part_that_fails_is_reported_and_the_others_run(capsys, monkeypatch):

@@ -38,14 +38,14 @@ def test_the_largest_difference_of_two_runs_is_zero_only_for_equal_bits(tmp_path
 
 
 def test_what_a_process_started_is_found_and_killed(tmp_path):
-    """The child of a child is among the descendants; once it is dead, the parent ends."""
+    """The descendants include the child of a child. When that child is dead, the parent ends."""
     with Launch(Job(tmp_path / "run", [], (sys.executable, "-c", PARENT))) as launch:
         launch.wait_until(lambda: len([*descendants(launch.process.pid)]) == 1, "a child")
         (child,) = descendants(launch.process.pid)
         launch.wait_until(lambda: "time.sleep" in command_of(child), "its command")
         kill(child)
         assert launch.process.wait(20) == 0
-    kill(child)  # of one that is dead: nothing
+    kill(child)  # killing a dead process has no effect
     assert not [*descendants(launch.process.pid)]
 
 
@@ -67,6 +67,6 @@ def test_nothing_is_left_behind_when_the_watcher_leaves(tmp_path):
         launch.wait_until(lambda: len([*descendants(launch.process.pid)]) == 1, "a child")
         (child,) = descendants(launch.process.pid)
     deadline = time.time() + 20
-    while command_of(child) and time.time() < deadline:  # whoever inherited it has to fetch its exit code
+    while command_of(child) and time.time() < deadline:  # the process that adopted the child must collect its exit code
         time.sleep(0.01)
     assert not command_of(child)

@@ -49,7 +49,7 @@ def test_a_step_without_a_lever_is_the_same_step(name, monkeypatch):
     for lever in (None, levers.LEVERS[name]):
         levers.training(TINY, lever)()
     on, off = (torch.cat([p.detach().flatten() for p in network.parameters()]) for network in weights)
-    torch.testing.assert_close(on, off, atol=3e-6, rtol=1e-4)  # Adam's first step is lr = 1e-6, whatever the gradient
+    torch.testing.assert_close(on, off, atol=3e-6, rtol=1e-4)  # the first step of Adam is lr = 1e-6 for any gradient
 
 
 def test_nothing_of_a_lever_stays(monkeypatch):

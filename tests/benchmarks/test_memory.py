@@ -15,7 +15,7 @@ def test_tensors_count_while_they_live_and_views_do_not():
         assert count.live == 400
         del view
         assert count.live == 0
-        detached = weight.detach()  # what existed before counts nothing
+        detached = weight.detach()  # storage that existed before does not count
         assert count.live == 0
         del detached
     assert count.peak == 400
@@ -30,7 +30,7 @@ def test_the_backward_pass_counts():
         total.backward()
         del total
         assert count.live == 400  # the gradient
-    assert forward == 400 + 400  # the square is freed once its exponential is there
+    assert forward == 400 + 400  # the square is freed as soon as its exponential exists
     assert count.peak > forward
 
 

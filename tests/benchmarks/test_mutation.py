@@ -1,4 +1,4 @@
-"""Mutants of small sources, the sample, the selection of tests, and a run on a package of one file."""
+"""Test mutants of small sources, the sample, the selection of tests, and a run on a package of one file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def changes(text: str, operator: str) -> list[str]:
-    """What an operator makes of a source, or of the line that each mutant changes if the source has several."""
+    """Return the mutated sources, or the changed lines if the source has several lines."""
     text = textwrap.dedent(text).strip()
     found = [each for each in mutants("x.py", text, required_parameters([text])) if each.operator == operator]
     return [each.mutated if "\n" not in text else each.change.partition("  =>  ")[2] for each in found]
@@ -247,7 +247,7 @@ def test_a_run_kills_what_tests_notice_and_lists_what_survives(tmp_path, capsys,
     monkeypatch.setattr(mutation, "run_mutants", lambda runner, results, plan, limits, end: started.extend(plan))
     started: list[tuple[Mutant, list[str]]] = []
     assert mutation.main(["mutants=1000", given[1]], target) == 0
-    assert len(started) == len(target.mutants([])["toy/code/numbers.py"]) - 2  # the results of two are known
+    assert len(started) == len(target.mutants([])["toy/code/numbers.py"]) - 2  # two results are already recorded
 
 
 def test_an_endless_loop_and_a_dying_process_are_killed_mutants(tmp_path):

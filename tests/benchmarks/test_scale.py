@@ -53,7 +53,7 @@ def test_rollouts_are_measured_where_the_pipeline_is_full(tmp_path):
     ]
     job = recorded(tmp_path / "run", rows)
     assert measured_rollout([job], None)["step_s"] == pytest.approx(9 / 4)
-    ahead = measured_rollout([job], 1)  # without the first two steps and the last
+    ahead = measured_rollout([job], 1)  # excludes the first two steps and the last
     assert ahead["step_s"] == pytest.approx(1.0)
     assert ahead["responses_per_s"] == pytest.approx(PROMPTS * GROUP)
     assert ahead["rewards"] == [pytest.approx(0.35)]
@@ -67,7 +67,7 @@ def test_the_seconds_of_a_reward_follow_from_the_prompt_and_have_a_mean_of_one(t
     drawn = reward_seconds(Job(tmp_path, rollout_words(task, 2, seed=0)), 2)
     assert len(drawn) == 2 * PROMPTS
     assert set(drawn) <= set(values)
-    # nothing costs anything but the rewards: each step waits for its longest
+    # Only rewards take time: each step waits for its longest reward.
     report = predicted(Costs(0.0), Job(tmp_path, rollout_words(task, 2, seed=0)), None, 2)
     assert report.ends == pytest.approx([max(drawn[:PROMPTS]), max(drawn[:PROMPTS]) + max(drawn[PROMPTS:])])
 

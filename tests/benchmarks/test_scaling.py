@@ -33,7 +33,8 @@ def test_all_tables_and_json(capsys, monkeypatch):
 
 def test_memory_follows_the_budget_and_not_the_batch():
     peaks = {(r["sequences"], r["budget"]): r["peak_mib"] for r in scaling.memory(TINY, (2, 8), 256, (1024,))}
-    assert peaks[64, 256] < 1.5 * peaks[16, 256]  # four times the sequences; the fullest micro-batch is a bit fuller
+    # four times as many sequences; the fullest micro-batch is slightly fuller
+    assert peaks[64, 256] < 1.5 * peaks[16, 256]
     assert peaks[64, 1024] > 2 * peaks[64, 256]
 
 

@@ -1,4 +1,4 @@
-"""Schedules small enough to follow by hand, and what must hold for any."""
+"""Test the simulator: schedules small enough to verify by hand, and properties of all schedules."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ ONE = Work(batch_prompts=1, group=1, steps=4, prompt_tokens=0, lengths=Tail(3), 
 @pytest.mark.parametrize(
     ("plan", "ends"),
     [
-        # 3 steps of decoding, 2 s of judging, 4 s of training, 1 s of new weights, one after the other
+        # In sequence: 3 s of decoding, 2 s of scoring, 4 s of training and 1 s of weight sync.
         (Plan(), [10.0, 20.0, 30.0, 40.0]),
-        # the same; the new weights come before the next prompt
+        # As above, but the weight sync precedes the next prompt.
         (Plan(max_staleness=0), [9.0, 19.0, 29.0, 39.0]),
-        # 0 and 1 are sampled together until 3 and judged until 5; 0 trains until 9, 1 until 13; 2 is sampled from 10 to
-        # 13 under version 1, judged until 15 and trained until 19; 3 is sampled from 14 to 17 and judged until 19
+        # Prompts 0 and 1 are sampled together until 3 and scored until 5. Prompt 0 trains until 9, prompt 1 until 13.
+        # Prompt 2 is sampled from 10 to 13 under version 1, scored until 15 and trained until 19.
+        # Prompt 3 is sampled from 14 to 17 and scored until 19.
         (Plan(max_staleness=1), [9.0, 13.0, 19.0, 23.0]),
-        # 0, 1 and 2 are ready at 5, and 3, sampled from 10 to 13, at 15: training never waits again
+        # Prompts 0, 1 and 2 are ready at 5. Prompt 3 is sampled from 10 to 13 and ready at 15: training never waits
+        # again.
         (Plan(max_staleness=2), [9.0, 13.0, 17.0, 21.0]),
         (Plan(max_staleness=1, switch_s=0.5), [10.0, 15.0, 21.0, 26.0]),
     ],
@@ -36,12 +38,14 @@ def test_one_prompt_and_two_workers_by_hand(plan, ends):
 
 
 def test_versions_at_the_head_and_at_the_tail_by_hand():
-    """Sampling takes 6 s, training 4 s: the weights change while 2 is sampled, which is then read anew."""
+    """Sampling takes 6 s and training 4 s. The weights change while prompt 2 is sampled, so its KV cache is
+    recomputed."""
     costs = replace(COSTS, prefill_token_s=0.5)
     work = replace(ONE, lengths=Tail(6), reward_s=Tail(0.0), steps=3, prompt_tokens=2)
     report = simulate(costs, work, Plan(max_staleness=1))
-    # 0 and 1: 2 s to read both prompts, 6 to sample; 0 trains from 8 to 12. 2 is read from 13 to 14. 1 trains until 16,
-    # when 2 has 2 tokens: 1 s for the weights and 2 s to read 4 tokens, so that it goes on at 19 and ends at 23
+    # Prompts 0 and 1: 2 s of prefill for both, then 6 s of decoding. Prompt 0 trains from 8 to 12, prompt 1 until 16.
+    # Prompt 2: prefill from 13 to 14; at 16 it has 2 tokens. Weight sync takes 1 s, and recomputing the KV cache of
+    # 4 tokens takes 2 s. Decoding continues at 19 and ends at 23.
     assert report.ends == pytest.approx([12.0, 16.0, 27.0])
     assert [(t.prompt, t.step, t.head, t.tail) for t in report.trained] == [(0, 1, 0, 0), (1, 2, 0, 0), (2, 3, 1, 2)]
     assert report.full == slice(2, 3)
@@ -56,8 +60,9 @@ def test_rows_and_context_make_a_step_longer_by_hand():
     costs = Costs(decode_step_s=1.0, decode_row_s=0.25, decode_context_s=0.125, train_step_s=1.0, train_token_s=0.5)
     work = Work(batch_prompts=1, group=2, steps=1, prompt_tokens=2, lengths=Tail(2))
     report = simulate(costs, work, Plan())
-    # two rows: 1.5 s a step, and 0.125 s for each of 4 tokens, then of 6: 2 s and 2.25 s, where the two tokens that a
-    # step adds count half of it: (4 + 6) / 2 and (6 + 8) / 2 tokens would be exact for ever smaller steps
+    # Two rows take 1.5 s per step, plus 0.125 s for each of 4 context tokens (then 6): 2 s and 2.25 s. The two tokens
+    # that a step adds count half in that step. For infinitely small steps, (4 + 6) / 2 and (6 + 8) / 2 would be
+    # exact.
     sampling = 2 * 1.5 + 0.125 * (4 * 2 + 2 * 2 * 2 / 2)
     assert report.ends == pytest.approx([sampling + 1 + 0.5 * 8])
 
@@ -126,7 +131,7 @@ def test_more_of_what_helps_makes_no_run_longer(seed):
     assert seconds(plan, train_token_s=5e-5) <= seconds(plan)
     assert seconds(plan, sync_s=0.0) <= seconds(plan)
     assert seconds(Plan(max_staleness=2, engines=2, recompute=False)) <= seconds(plan)
-    # no schedule trains faster than its trainer, or than one that waits for everything
+    # No schedule is faster than its training, and none is slower than the synchronous schedule.
     report = simulate(costs, work, plan)
     assert report.training_s <= report.ends[-1] <= seconds(Plan(engines=2))
 

@@ -18,7 +18,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "tf_adam.py"
 def study_module():
     spec = importlib.util.spec_from_file_location("tf_adam", FILE)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tf_adam"] = module  # dataclasses look their own module up
+    sys.modules["tf_adam"] = module  # dataclasses look up their own module
     spec.loader.exec_module(module)
     yield module
     del sys.modules["tf_adam"]

@@ -23,7 +23,7 @@ def test_a_kill_before_the_first_checkpoint_and_one_with_damage_later_change_not
     assert expected.items() <= result.items()
     assert result["metrics_equal"]
     assert result["weights_equal"]
-    assert result["samples"] == 6 * 32 + 2 * 8  # responses of every step, and the held-out ones that are recorded
+    assert result["samples"] == 6 * 32 + 2 * 8  # responses of all steps, and the recorded held-out responses
     assert lines[-2].startswith("2 ")
 
 

@@ -35,7 +35,7 @@ def test_settings_become_fields(folder):
 
 
 def test_an_answer_ends_where_the_model_has_no_more_positions(folder):
-    unlimited = answers([folder], ["a"])  # 256 tokens are the default, 128 positions there
+    unlimited = answers([folder], ["a"])  # the default is 256 tokens, and the model has 128 positions
     assert unlimited == answers([folder, "generation.max_new_tokens=127"], ["a"])
     with pytest.raises(DataError, match=r"exceeds the context window of the model \(128\)"):
         answers([folder, "generation.max_new_tokens=200", "generation.fixed_length=true"], ["a"])
@@ -43,7 +43,7 @@ def test_an_answer_ends_where_the_model_has_no_more_positions(folder):
 
 def test_each_plain_line_is_answered_alone_and_two_talks_are_equal(folder):
     both = answers([folder, *SHORT, "generation.greedy=true"], ["a", "b", "", "a"])
-    assert len(both) == 3  # nothing to go on from after an empty line
+    assert len(both) == 3  # an empty line produces no answer
     assert both[0] == both[2]
     sampled = [answers([folder, *SHORT], ["a", "a"]) for _ in range(2)]
     assert sampled[0] == sampled[1]

@@ -21,7 +21,7 @@ CHECKOUT = experiments_dir().parent
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, with a folder of experiments beside it."""
+    """Enter an empty current folder, with a folder of experiments next to it."""
     write_experiment(tmp_path / "conf")
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -43,7 +43,7 @@ def python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
 
 
 def printed_without(modules: set[str], words: list[str], here) -> str:
-    """What a command line prints; it must have imported none of the modules."""
+    """Return the output of a command line. The command must not import any of the modules."""
     code = (
         f"import sys; from realign.cli.commands import main; code = main({words!r})\n"
         f"sys.exit(code or bool({modules!r} & set(sys.modules)))"
@@ -254,7 +254,7 @@ def test_experiments_are_found_from_an_installed_package_in_an_empty_folder(here
     site = tmp_path / "site"
     package = Path(realign.__file__).parent
     shutil.copytree(package, site / "realign", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(experiments_dir(), site / "realign" / "experiments")  # as the wheel does
+    shutil.copytree(experiments_dir(), site / "realign" / "experiments")  # the wheel contains the same copy
     write_experiment(site / "realign" / "experiments", "shipped", EXPERIMENT)
     done = python(
         "from realign.config import compose; print(compose(['experiment=shipped']).name)", here, PYTHONPATH=str(site)

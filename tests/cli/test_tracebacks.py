@@ -1,4 +1,4 @@
-"""Bugs in the code of a user: the process prints the traceback with file and line, and exits with 1."""
+"""Test bugs in user code: the process prints the traceback with file and line, and exits with code 1."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def broken_score(prompt, response, row):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, prompts and the file of a user."""
+    """Return a folder with a model, prompts and a user's file."""
     folder = tmp_path_factory.mktemp("user")
     save_tiny(folder / "m")
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
@@ -79,7 +79,7 @@ def run(folder: Path, name: str, *overrides: str) -> subprocess.CompletedProcess
 
 
 def line_of(text: str) -> int:
-    """The number of the line of `own.py` that contains a text."""
+    """Return the number of the line of `own.py` that contains a text."""
     return next(i for i, line in enumerate(SOURCE.splitlines(), 1) if text in line)
 
 

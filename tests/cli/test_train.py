@@ -1,4 +1,4 @@
-"""Sweeps whose runs are jobs: Slurm's launcher, by its executor of this machine."""
+"""Test sweeps whose runs are Slurm jobs, with the local executor of the submitit launcher."""
 
 from __future__ import annotations
 

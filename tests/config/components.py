@@ -1,4 +1,4 @@
-"""Components for the tests of words and layers: an interface and a model whose fields are component base classes."""
+"""Components for the tests of words and layers: interfaces and models whose fields are component base classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = "tests.config.components"
 
 @dataclass
 class Objective(Settings):
-    """Base class without fields: no choice of its own."""
+    """Base class without fields. It is not a choice itself."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Rejection(Settings):
 
 @dataclass
 class ImportanceCorrection(Settings):
-    """Base class that is its own only choice."""
+    """Base class that is its only choice."""
 
     cap: float = 5.0
     rejection: Rejection | None = None
@@ -111,7 +111,7 @@ class Actor(ModelInterface):
 
 @dataclass
 class SequenceActor(ModelInterface):
-    """Another interface: it shares some fields with `Actor`, and its default objective is another one."""
+    """Second interface: it shares some fields with `Actor`, and has another default objective."""
 
     objective: Objective = field(default_factory=Gspo)
     advantage: Advantage = field(default_factory=GAE)

@@ -1,4 +1,4 @@
-"""Building graphs from interfaces, and errors of constructors."""
+"""Test how graphs are built from interfaces, and errors in constructors."""
 
 from __future__ import annotations
 

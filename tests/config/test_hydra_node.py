@@ -1,4 +1,4 @@
-"""Which settings of Hydra's own node a config may change."""
+"""Test which settings of Hydra's node a config may change."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SLURM = LOCAL | {
     "launcher.array_parallelism",
 }
 ALLOWED = {"basic": BASE, "submitit_local": BASE | LOCAL, "submitit_slurm": BASE | SLURM}
-"""What may change, for each launcher."""
+"""Settings that a config may change, by launcher."""
 FILLED = {
     *("runtime.version", "runtime.version_base", "runtime.cwd", "runtime.config_sources"),
     *("job.override_dirname", "job.config_name"),
 }
-"""What Hydra sets after it has read all files."""
+"""Settings that Hydra fills after reading all files."""
 NEVER = [
     "${graph}",
     "${oc.env:HOME}",
@@ -44,7 +44,7 @@ NEVER = [
     [{"_target_": "os.system"}],
     {"()": "os.system", "command": "true"},
 ]
-"""Values that no setting may have."""
+"""Values that no setting accepts."""
 
 
 def node(launcher: str = "basic") -> dict[str, Any]:
@@ -52,7 +52,7 @@ def node(launcher: str = "basic") -> dict[str, Any]:
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of everything in a node that is no mapping with entries."""
+    """Yield the paths of all values in a node, including empty mappings."""
     if isinstance(value, Mapping) and value:
         for key, below in value.items():
             yield from leaves(below, (*path, str(key)))
@@ -74,7 +74,7 @@ def owner(tree: Any, path: tuple[str, ...]) -> Any:
 
 
 def other(value: Any) -> Any:
-    """A harmless value of the same kind."""
+    """Return a different harmless value of the same kind."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -85,7 +85,7 @@ def other(value: Any) -> Any:
 
 
 def choices(path: tuple[str, ...]) -> bool:
-    """Whether a path is the list of groups that Hydra keeps; its values are names."""
+    """Return whether a path is in Hydra's list of group choices, whose values are names."""
     return path[:2] == ("runtime", "choices")
 
 
@@ -142,7 +142,7 @@ def test_no_part_of_the_node_may_come_from_elsewhere(launcher):
 
 
 def evil(folder: Path, settings: Any, *, defaults: str = "") -> Path:
-    """A folder with an experiment file of somebody else, which changes Hydra's node."""
+    """Write a third party's experiment file that changes Hydra's node, and return its folder."""
     head, _, rest = EXPERIMENT.partition("\n")
     return write_experiment(folder, "evil", f"{head}\n{defaults}{rest}{yaml.safe_dump({'hydra': settings})}")
 

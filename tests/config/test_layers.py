@@ -1,4 +1,5 @@
-"""Layers: experiment < algorithm < command line; a layer that chooses a class discards the fields of another one."""
+"""Test layers: experiment < algorithm < command line. Choosing another class in a layer discards the fields of lower
+layers."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class MyActor(Actor):
 
 
 class Folder:
-    """A user's folder of experiments and algorithms."""
+    """User folder with experiments and algorithms."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +69,7 @@ class Folder:
         file.write_text(text if text.startswith("#") else f"# @package _global_\n{text}", encoding="utf-8")
 
     def actor(self, name: str, fields: str, parent: str = "base") -> None:
-        """An experiment that lays fields of the actor over another experiment."""
+        """Write an experiment that overrides fields of the actor of another experiment."""
         self.write(f"experiment/{name}", f"defaults: [{parent}, _self_]\ninterfaces: {{actor: {fields}}}\n")
 
     def preset(self, name: str, owns: str, fields: str) -> None:
@@ -403,7 +404,8 @@ def test_a_preset_discards_what_experiments_say_of_its_places_and_nothing_else(p
         f"{OBJECTIVE}.dual=3 of experiment/clipped.yaml",
         "interfaces.actor.correction.cap=3 of experiment/clipped.yaml",
     ]
-    assert presets.built("algorithm=clip", name="clipped").objective == Clip()  # the same class, and still discarded
+    # the class is the same, and its fields are still discarded
+    assert presets.built("algorithm=clip", name="clipped").objective == Clip()
     assert "owns" not in compose(["experiment=clipped", "algorithm=mine"], presets.path).interfaces
 
 

@@ -1,4 +1,4 @@
-"""The command line composes as `compose` does: single runs, sweeps and `--cfg`, with words and presets."""
+"""Test that the command line composes like `compose`: single runs, sweeps and `--cfg`, with words and presets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKOUT = experiments_dir().parent
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with experiments and presets in `conf`."""
+    """Enter a current folder with experiments and presets in `conf`."""
     clipped = "defaults: [base, _self_]\ninterfaces: {actor: {objective: {low: 0.3, dual: 3}}}\n"
     files = {
         "experiment/base": BASE,
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configs(*words: str) -> list[ExperimentConfig]:
-    """The config of each run that a command line starts."""
+    """Return the config of each run that a command line starts."""
     found: list[ExperimentConfig] = []
     assert _dispatch(["--config-dir=conf", *words], lambda config: found.append(config) or 0) == 0
     return found
@@ -93,7 +93,7 @@ def test_the_run_of_a_command_line_is_that_of_compose(here, monkeypatch):
     written = yaml.safe_load((here / "runs" / "base" / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
     assert written["interfaces"]["actor"]["objective"] == {"_target_": f"{HERE}.Gspo", "high": 0.28}
     overrides = (here / "runs" / "base" / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")
-    assert f"{ACTOR}.objective=gspo" in overrides  # as it was typed
+    assert f"{ACTOR}.objective=gspo" in overrides  # unchanged from the command line
 
 
 def test_cfg_prints_what_is_trained_and_what_was_dropped(here, capsys):

@@ -1,4 +1,4 @@
-"""Keys of earlier versions are named with their new key."""
+"""Test that errors about keys of earlier versions name the new key."""
 
 from __future__ import annotations
 

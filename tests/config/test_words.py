@@ -1,4 +1,4 @@
-"""Words: `objective=gspo` means the class `Gspo` in the module of the field's base class."""
+"""Test words: `objective=gspo` selects the class `Gspo` in the module of the field's base class."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_fields_that_accept_text_take_no_words(annotation):
 
 def test_a_word_builds_the_class_with_its_own_defaults_in_fields_lists_and_mappings():
     made = actor(objective="clip", correction="importance_correction", terms={"a": "gspo"}, several=["gspo", "clip"])
-    assert made.objective == Clip()  # not the default of the field, which has high=0.25
+    assert made.objective == Clip()  # the defaults of the class, instead of the default of the field (high=0.25)
     assert made.correction == ImportanceCorrection()
     assert (made.terms, made.several) == ({"a": Gspo()}, [Gspo(), Clip()])
     assert actor(advantage={"_target_": f"{HERE}.GroupRelative", "baseline": "zero"}).advantage.baseline == Zero()
@@ -136,7 +136,7 @@ def test_a_field_without_a_class_is_laid_over_the_default_of_the_field():
 
 
 def sampler(*overrides: str) -> SamplerSpec:
-    """The sampler of the actor in a run with these overrides."""
+    """Return the sampler of the actor in a run with these overrides."""
     return build_experiment(compose(["experiment=grpo_arithmetic", *overrides])).models["actor"].sampler
 
 

@@ -21,7 +21,7 @@ def excerpts(excerpt, *texts):
 
 
 def original(tokens, start, length, end):
-    """What openai/lm-human-preferences does to the tokens of a text, step by step; None where it skips it."""
+    """Apply the steps of openai/lm-human-preferences to the tokens of a text. Return None if it skips the text."""
     if start is not None:
         if start not in tokens:
             return None
@@ -60,7 +60,8 @@ def test_by_hand():
 
 
 def words():
-    """A token per word, whose offsets leave out the blank before it, and dots of their own or in threes."""
+    """Return a tokenizer with one token per word. Offsets exclude the preceding blank; dots are tokens alone or in
+    threes."""
     vocabulary = {token: i for i, token in enumerate(["?", ".", "...", " .", "one", " two", " three", "two"])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\.\.\.| ?\.| ?[a-z]+"), "isolated")

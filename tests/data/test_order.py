@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from realign.data import batch_indices, epoch_order
 
-# One machine runs several test jobs: a slow example is no failure.
+# Test jobs may run in parallel on one machine, so a slow example is not a failure.
 unhurried = settings(deadline=None)
 sizes = st.integers(1, 20)
 seeds = st.integers(0, 2**63 - 1)
@@ -40,8 +40,8 @@ def test_the_order_is_the_same_on_every_machine():
 @unhurried
 @given(sizes, sizes, seeds, st.booleans())
 def test_trap_d11_every_row_once_per_epoch_and_none_dropped(n, batch, seed, shuffle):
-    """Also when the dataset is smaller than a batch, or the batch does not divide it."""
-    steps = 3 * n  # batch * steps places: whole epochs, `3 * batch` of them
+    """This also holds for a dataset smaller than a batch, and for batch sizes that do not divide it."""
+    steps = 3 * n  # batch * steps positions are exactly `3 * batch` epochs
     seen = Counter(stream(n, batch, steps, seed, shuffle))
     assert seen == Counter({(epoch, row): 1 for epoch in range(3 * batch) for row in range(n)})
 
@@ -64,7 +64,7 @@ def test_the_stream_does_not_depend_on_the_batch_size(n, batch, seed):
 @unhurried
 @given(st.integers(1, 12), st.integers(1, 12), seeds)
 def test_trap_g1_a_step_after_an_epoch_boundary_needs_no_replay(n, batch, seed):
-    """The boundary of the first `batch` epochs falls exactly between steps n - 1 and n."""
+    """The end of the first `batch` epochs is exactly between steps n - 1 and n."""
     whole = stream(n, batch, 2 * n, seed)
     resumed = [pair for step in range(n, 2 * n) for pair in batch_indices(n, batch, step, seed, True)]
     assert resumed == whole[n * batch :]

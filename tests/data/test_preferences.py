@@ -41,7 +41,7 @@ def test_a_row_is_a_prompt_with_chosen_and_rejected_as_its_sequences(write):
     assert sample["labels"].tolist() == [1, 0, 1, 0, 1, 0]
     assert sample["labels"].dtype == sample["margins"].dtype == torch.float32
     assert sample["margins"].tolist() == [0.0] * 6
-    assert dataset.report.longest == 15  # the sequences of a row together: 4 + 4 + 3 + 4
+    assert dataset.report.longest == 15  # all sequences of a row: 4 + 4 + 3 + 4
 
 
 def test_margins_stand_at_both_of_a_pair(write):

@@ -18,7 +18,7 @@ from tests.data.text_tokenizer import EOS, characters, make_tokenizer
 
 @dataclass
 class Numbers(DataSpec, Dataset):
-    """Row i holds the number i in a sequence of i + 1 tokens."""
+    """Dataset whose row i is a sequence of i + 1 tokens with the value i."""
 
     n: int
     keys: tuple[str, ...] = ("input_ids", "loss_mask")

@@ -37,7 +37,7 @@ def test_prompt_and_response_are_joined_as_ids(write):
 
 
 def test_no_token_spans_the_border(write):
-    """A tokenizer that would merge `b` and `a` into one token if they were tokenized together."""
+    """The tokenizer would merge `b` and `a` into one token if they were tokenized together."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""A tokenizer made on the spot: one token per character, and special tokens wherever their text stands."""
+"""In-memory tokenizer for tests: one token per character. Text that equals a special token becomes that token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THINKING = (
 
 
 def make_tokenizer(*, before=(), after=(), bos="<s>", eos="</s>", chat_template=None):
-    """A tokenizer that puts the special tokens `before` and `after` around a text of its own accord."""
+    """Return a tokenizer that adds the special tokens `before` and `after` to each text by default."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -38,5 +38,5 @@ def make_tokenizer(*, before=(), after=(), bos="<s>", eos="</s>", chat_template=
 
 
 def characters(text):
-    """Ids of plain characters."""
+    """Return the ids of plain characters."""
     return [len(SPECIAL) + CHARACTERS.index(c) for c in text]

@@ -21,8 +21,9 @@ def test_both_rewards_are_in_deviations_of_the_first_step():
 
 
 def test_agreement_counts_pairs_within_prompts_whose_gold_differs():
-    one = [sample(1, 0, 1.0, 0.0), sample(1, 0, 2.0, 0.5), sample(1, 0, 0.0, 0.5)]  # right, wrong; equal gold
-    other = [sample(1, 1, 5.0, 0.1), sample(1, 1, 5.0, 0.2)]  # equal learned: no agreement
+    # one agreeing pair, one disagreeing pair, and one pair with equal gold rewards
+    one = [sample(1, 0, 1.0, 0.0), sample(1, 0, 2.0, 0.5), sample(1, 0, 0.0, 0.5)]
+    other = [sample(1, 1, 5.0, 0.1), sample(1, 1, 5.0, 0.2)]  # equal learned rewards do not count as agreement
     assert agreement(one + other) == pytest.approx(1 / 3)
     assert agreement([sample(1, 0, 1.0, 0.0), sample(1, 1, 2.0, 0.5)]) is None
 

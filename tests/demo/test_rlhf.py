@@ -20,7 +20,7 @@ SMALL = [
 
 @pytest.fixture
 def small(monkeypatch):
-    """A task of which there is little."""
+    """Reduce the data of the task."""
 
     def few(folder: Path, **settings):
         return prepare(folder, **settings, demonstrations=64, pairs=32, held_out_pairs=8, held_out=8)
@@ -46,7 +46,7 @@ def test_the_demo_ends_with_a_table_a_picture_and_a_line_of_json(small, tmp_path
     assert any("gap: learned - gold" in line for line in printed)
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {"task", "sft", "reward", "ppo", "rlhf.png"}
     samples = (tmp_path / "demo" / "ppo" / "samples.jsonl").read_text().splitlines()
-    assert len(samples) == 2 * 8 * 2  # every response of every step
+    assert len(samples) == 2 * 8 * 2  # all responses of all steps
 
 
 def test_the_policy_trains_on_the_learned_reward_and_is_judged_by_the_lexicon():

@@ -22,7 +22,7 @@ def task(tmp_path_factory):
 
 
 def share_right(path: Path) -> float:
-    """The fraction of pairs whose label is VADER's."""
+    """Return the fraction of pairs whose label agrees with VADER."""
     found = [compound(r["prompt"], r["chosen"], {}) - compound(r["prompt"], r["rejected"], {}) for r in rows(path)]
     assert 0 not in found
     return sum(difference > 0 for difference in found) / len(found)

@@ -1,4 +1,4 @@
-"""Reading Markdown pages: their fenced blocks, the commands and links in them, and running what they show."""
+"""Read Markdown pages: extract their fenced blocks, commands and links, and run their examples."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HEADING = re.compile(r"^#+[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block."""
+    """Fenced block of a page."""
 
     language: str
     code: str
     line: int
-    """Of the page, from 1, on which the code starts."""
+    """Line of the page where the code starts, counted from 1."""
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """Return the fenced blocks of a page in order."""
     return [
         Block(found["language"].strip(), found["code"], text.count("\n", 0, found.start("code")) + 1)
         for found in FENCE.finditer(text)
@@ -37,20 +37,21 @@ def blocks(text: str) -> list[Block]:
 
 
 def run(page: Path) -> None:
-    """Run the `python` blocks of a page one after the other in one namespace, and compare what they print.
+    """Run the `python` blocks of a page in sequence in one namespace, and compare their output.
 
     Raises:
         AssertionError: a block prints something else than the `output` block right after it, or prints without one.
+
     """
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
-    sys.modules[module.__name__] = module  # dataclasses look their own module up
+    sys.modules[module.__name__] = module  # dataclasses look up their own module
     try:
         found = blocks(page.read_text(encoding="utf-8"))
         for block, following in zip_longest(found, found[1:]):
             if block.language != "python":
                 continue
             printed = io.StringIO()
-            numbered = "\n" * (block.line - 1) + block.code  # tracebacks name the line of the page
+            numbered = "\n" * (block.line - 1) + block.code  # tracebacks contain the line of the page
             with redirect_stdout(printed):
                 exec(compile(numbered, str(page), "exec", dont_inherit=True), vars(module))
             shown = following.code if following is not None and following.language == "output" else ""
@@ -65,7 +66,7 @@ def _lines(text: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command line: those of `bash` blocks, and those after `$ ` in `console` blocks."""
+    """Yield the words of each command line: all lines of `bash` blocks, and lines after `$ ` in `console` blocks."""
     for block in blocks(text):
         if block.language not in ("bash", "console"):
             continue
@@ -79,10 +80,11 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def tables(text: str) -> Iterator[tuple[list[str], list[str]]]:
-    """The words of each `realign` command that a `table` block follows, and the rows that the block states.
+    """Yield the words of each `realign` command before a `table` block, and the rows of that block.
 
     Raises:
         ValueError: a `table` block is empty, or is not right after a `bash` block with exactly one `realign` command.
+
     """
     found, lines = blocks(text), text.splitlines()
     for before, block in zip([None, *found], found, strict=False):
@@ -98,26 +100,26 @@ def tables(text: str) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def _adjacent(before: Block, block: Block, lines: list[str]) -> bool:
-    """Whether there are only empty lines between two blocks."""
-    end = before.line + before.code.count("\n")  # of the closing fence, from 1
+    """Return whether only empty lines separate two blocks."""
+    end = before.line + before.code.count("\n")  # line of the closing fence, counted from 1
     return not any(line.strip() for line in lines[end : block.line - 2])
 
 
 def links(text: str) -> list[str]:
-    """Targets of the links and pictures of a page that lie in the repository."""
+    """Return the targets of links and pictures in the repository."""
     prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
     targets = [a or b for a, b in LINK.findall(prose)]
     return [t for t in targets if not re.match(r"[a-z][a-z0-9+.-]*:", t)]
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments that point to the headings of a page, made as GitHub makes them."""
+    """Return the URL fragments of the headings of a page, by the rules of GitHub."""
     titles = HEADING.findall(FENCE.sub("", text))
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def broken_links(page: Path) -> list[str]:
-    """The links of a page whose file, or whose heading in that file, does not exist."""
+    """Return the links of a page whose file, or whose heading in that file, does not exist."""
     text = page.read_text(encoding="utf-8")
     broken = []
     for target in links(text):

@@ -1,4 +1,4 @@
-"""The coverage page says what is there: every row, and nothing by a name that does not exist."""
+"""Test the coverage page: it has every row, and all names in it exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS = [f"{letter}{number}" for letter, last in LAST.items() for number in range(
 
 
 def imported(path: str) -> Any:
-    """The object at an import path."""
+    """Return the object at an import path."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -43,14 +43,14 @@ def imported(path: str) -> Any:
 
 
 def dataclass_in(annotation: Any) -> Any:
-    """The dataclass that a field holds, whatever is around it."""
+    """Return the dataclass in an annotation, or None. Unions are searched."""
     if get_origin(annotation) in (Union, types.UnionType):
         return next((found for a in get_args(annotation) if (found := dataclass_in(a))), None)
     return annotation if dataclasses.is_dataclass(annotation) else None
 
 
 def check_option(option: str) -> None:
-    """`root.field.field`, with the classes that annotations say; or an import path that starts with `realign.`."""
+    """Resolve `root.field.field` through annotated classes, or an import path that starts with `realign.`."""
     name, *fields = option.split(".")
     if name == "realign":
         imported(option)
@@ -71,7 +71,7 @@ def names_in(file: str) -> set[str]:
 def test_every_row_is_there_once_and_in_order():
     assert list(ROWS) == IDS
     text = (ROOT / "docs" / "coverage.yaml").read_text(encoding="utf-8")
-    assert re.findall(r"^  ([A-E]\d+):", text, re.MULTILINE) == IDS  # YAML takes the last of two in silence
+    assert re.findall(r"^  ([A-E]\d+):", text, re.MULTILINE) == IDS  # YAML silently keeps the last of two equal keys
 
 
 def test_the_page_is_that_of_the_data():

@@ -1,4 +1,4 @@
-"""What the documentation shows is run: code and its output, command lines, links, and the drawn example."""
+"""Run the content of the documentation: code and its output, command lines, links, and the drawn example."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, 
         from realign.demo.arithmetic import prepare
 
         prepare(Path("runs/arithmetic"), seed=0)
-    if "runs/sft_arithmetic" in code:  # 30 steps: a model that is right now and then, so that there is a gradient
+    # 30 steps: a model that is sometimes right, so that the rewards differ and there is a gradient
+    if "runs/sft_arithmetic" in code:
         run(build_experiment(compose(["experiment=sft_arithmetic", "steps=30", "evaluation=null"])))
     pages.run(page)
 
@@ -46,7 +47,7 @@ def test_relative_links_lead_somewhere(page):
 
 
 def command_lines(program: str) -> list[tuple[str, list[str]]]:
-    """The arguments of each call of `program` that a page shows, with the page's name."""
+    """Return the arguments of each call of `program` in the pages, with the page's name."""
     return [
         (name_of(page), words[1:])
         for page in PAGES
@@ -56,7 +57,7 @@ def command_lines(program: str) -> list[tuple[str, list[str]]]:
 
 
 def compositions(arguments: list[str]) -> list[list[str]]:
-    """The overrides of each run that a `realign` command line asks for: several under `-m`."""
+    """Return the overrides of each run of a `realign` command line. With `-m` there may be several runs."""
     overrides = [a for a in arguments if re.match(r"~[\w@./]+$|[~+]{0,2}[\w@./]+=", a)]
     out: list[list[str]] = [[]]
     for text, parsed in zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True):
@@ -69,7 +70,7 @@ def compositions(arguments: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize(("page", "arguments"), command_lines("realign"))
 def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")  # where some of them are run
+    monkeypatch.syspath_prepend(ROOT / "examples")  # some commands run in this folder
     if arguments[0] == "chat":
         chat_of(arguments[1:])
         return
@@ -78,7 +79,7 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
 
 
 def stated_tables() -> list[tuple[str, list[str], list[str]]]:
-    """The pages that state rows of a launch table, with the arguments of the command and the rows."""
+    """Return each page with rows of a launch table, the arguments of the command, and the rows."""
     return [
         (name_of(page), words[1:], rows)
         for page in PAGES
@@ -87,7 +88,7 @@ def stated_tables() -> list[tuple[str, list[str], list[str]]]:
 
 
 def wrong_rows(stated: list[str], rows: list[tuple[str, str]]) -> list[str]:
-    """The stated rows that a launch table does not have, each with the row of that name."""
+    """Return messages about stated rows that the launch table lacks, with the actual row of the same name."""
     shown = {f"{name}: {value}": name for name, value in rows}
     wrong = [line for line in stated if line not in shown]
     found = {line: [row for row, name in shown.items() if line.startswith(f"{name}: ")] for line in wrong}
@@ -102,7 +103,7 @@ def test_stated_rows_are_in_the_launch_table_of_their_command(page, arguments, s
 
 
 def flags() -> list[str]:
-    """The code in the first column of the README's table of flags; not what needs an extra, nor a sweep."""
+    """Return the code in the first column of the README's table of flags, except sweeps and extras."""
     rows = re.findall(r"^\| (`.+?`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     found = [code for row in rows for code in re.findall(r"`([^`]+=[^`]+)`", row)]
     return [code for code in found if not code.startswith(("trackers.", "-m "))]
@@ -126,7 +127,7 @@ def test_the_drawn_example_is_the_one_of_the_page():
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(drawing.read_sample())
 
 
-# --- the checks themselves ---
+# --- tests of the checks ---
 
 
 def page_of(tmp_path: Path, text: str) -> Path:

@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that the code gives, and none that it does not."""
+"""Test that docs/metrics.md contains exactly the metrics that the code reports."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
 SAME_METRICS = {"adv_norm", "aggregation"}
-"""Settings with many values, none of which adds a metric."""
+"""Settings with many values that do not add metrics."""
 GENERATION = GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)
 
 
 @cache
 def documented() -> tuple[str, ...]:
-    """The metrics in the first column of the page's tables; `<...>` stands for any name."""
+    """Return the metrics in the first column of the page's tables. `<...>` matches any name."""
     return tuple(ROW.findall(PAGE.read_text(encoding="utf-8")))
 
 
 def unknown(names, roles: tuple[str, ...] = ()) -> list[str]:
-    """Those of `names` that the page does not have, without the prefixes and endings that it explains."""
+    """Return the `names` that the page lacks, ignoring the prefixes and suffixes that it explains."""
     known = "|".join(re.sub("<[^>]*>", "[^/]+", re.escape(name)) for name in documented())
     prefix = "|".join(map(re.escape, ("eval", *roles)))
     return [name for name in names if not re.fullmatch(rf"(({prefix})/)?({known})(@\w+=.*)?", name)]
@@ -54,7 +54,7 @@ def refuse(names: list[str], whose: str) -> None:
 
 @pytest.mark.parametrize("cls", test_invariances.trainers(), ids=lambda cls: cls.__name__)
 def test_every_metric_of_an_algorithm_under_any_setting_is_on_the_page(cls):
-    """On the settings under which the algorithm is tested for its invariances."""
+    """Use the settings of the invariance tests of the algorithm."""
     found: dict[str, None] = {}
     for case_of, kwargs, inputs in test_invariances.cases():
         if case_of is not cls or (kwargs and kwargs.keys() <= SAME_METRICS):
@@ -126,7 +126,7 @@ def test_a_metric_that_is_missing_is_named():
 
 
 def test_no_metric_of_the_page_is_out_of_date():
-    """Each stands in the code as text, whole or as what follows its prefix."""
+    """The code contains each metric as text, either in full or without its prefix."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "realign").rglob("*.py")))
     names = [name for name in documented() if "<" not in name]
     gone = [name for name in names if not re.search(rf"[\"'/}}]({name}|{name.rpartition('/')[2]})[\"']", code)]

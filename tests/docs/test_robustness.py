@@ -1,4 +1,4 @@
-"""docs/robustness.md says what is there: tests that exist, defaults that hold, and every fault that is tested."""
+"""Test docs/robustness.md: its tests exist, its defaults are correct, and it lists every tested failure."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PLACES = {
 
 
 def names_of(file: str) -> set[str]:
-    """Names of the tests of a file, without `test_`."""
+    """Return the names of the tests of a file, without `test_`."""
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {name.removeprefix("test_") for name in names if name.startswith("test_")}
 
 
 def named(cell: str) -> list[tuple[str, str]]:
-    """The (file, test) pairs of a cell."""
+    """Return the (file, test) pairs of a cell."""
     return [(file, name) for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", cell)]
 
 

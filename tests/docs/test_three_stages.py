@@ -1,4 +1,4 @@
-"""The three commands of the guide, run one after another on a tiny model."""
+"""Run the three commands of the guide in sequence on a tiny model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_each_stage_starts_from_what_the_one_before_left(tmp_path, monkeypatch):
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     commands = [words[1:] for words in pages.commands(GUIDE.read_text(encoding="utf-8")) if words[1] != "chat"]
     assert [words[0] for words in commands] == list(SHORT)
-    trained = [4, 8, 8]  # rows of 20
+    trained = [4, 8, 8]  # number of training rows, of 20
     for words, n in zip(commands, trained, strict=True):
         experiment = build_experiment(compose([*words, *SHORT[words[0]], "steps=2", "save_every_steps=null"]))
         assert len(experiment.data.read(None)) == n

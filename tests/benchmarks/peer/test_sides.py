@@ -33,7 +33,8 @@ def test_a_row_ends_at_its_length_and_not_before():
 
 @pytest.mark.parametrize("name", ["tiny", "ppo_tiny"])
 def test_our_side_makes_steps_of_the_given_lengths(name, tmp_path, monkeypatch):
-    for owner, method in PATCHED:  # a side times and steers them for its whole process; here for this test
+    # a side patches these methods for its whole process; monkeypatch restores them after this test
+    for owner, method in PATCHED:
         monkeypatch.setattr(owner, method, getattr(owner, method))
     scenario = SCENARIOS[name]
     scenario.save_models(tmp_path)

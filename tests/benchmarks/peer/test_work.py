@@ -15,8 +15,9 @@ TINY = Scenario("by hand", 1, 2, 8, 4, vocabulary=10, hidden=4, layers=2, heads=
 
 
 def test_flops_by_hand():
-    # Weights of a layer: q and o 4 * 4 each, k and v 4 * 2 each, three of 4 * 6. Tokens: 3 of the prompt once, 1 + 2.
-    # Pairs that see each other: 6 in the prompt; 3 + 1 and 6 + 3 of the responses.
+    # Weights per layer: q and o have 4 * 4 each, k and v have 4 * 2 each, and the MLP has three matrices of 4 * 6.
+    # Tokens: 3 for the prompt (computed once), and 1 + 2 for the responses.
+    # Query-key pairs: 6 in the prompt, 3 + 1 and 6 + 3 in the responses.
     forward = 2 * (2 * (16 + 16 + 8 + 8 + 72)) * 6 + 4 * 4 * 2 * 19
     head = 2 * 4 * 10 * 3
     assert (forward, head) == (3488, 240)

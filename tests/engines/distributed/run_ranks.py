@@ -1,4 +1,4 @@
-"""Run a function in a group of processes of torch.distributed: gloo over loopback, with a file as the store."""
+"""Run a function in a process group of torch.distributed, with gloo over loopback and a file store."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ import torch.multiprocessing as mp
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: int = 120) -> list[Any]:
     """Return the result of `function(*arguments)` on each of `size` ranks, each in a separate process.
 
-    Starting the processes takes seconds, so one call should do much.
+    Starting the processes takes seconds, so combine as much work as possible in one call.
 
     Args:
         size: number of ranks.
-        function: of a module that the processes can import; `ranks.current()` of it knows the rank.
-        arguments: of the function.
-        seconds: that a collective may wait for a rank that does not come.
+        function: function in a module that the processes can import; it can call `ranks.current()` to get its rank.
+        arguments: arguments of the function.
+        seconds: timeout of collectives.
 
     Raises:
-        AssertionError: with the traceback of the lowest rank that raised.
+        AssertionError: a rank raised. The message is the traceback of the lowest rank whose error is not about
+            another rank.
+
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         mp.spawn(_rank, (size, folder, seconds, function, arguments), nprocs=size)
         errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
-        # of several, the cause is the one that is no complaint about another rank
+        # The root cause is the error that does not complain about another rank.
         assert not errors, min(errors, key=lambda text: any(said in text for said in ("gloo", "Connection")))
         return [torch.load(folder / f"{rank}.result", weights_only=False) for rank in range(size)]
 

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded engine are asked to do, and one process with them; each returns numbers to compare."""
+"""Scenarios for the ranks of a sharded engine and for a single process. Each returns numbers to compare."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAMILIES = {"llama": {}, "gpt2": {}, "qwen2": {}, "qwen3": {}, "critic": {"famil
 
 
 def write_models(folder: Path) -> None:
-    """The models that the scenarios read: an untied one, a tied one, a critic."""
+    """Write the models of the scenarios: an untied one, a tied one and a critic."""
     for name, settings in FAMILIES.items():
         save_tiny(folder / name, **{"family": name, "vocab_size": 97, **settings})
 
@@ -57,7 +57,7 @@ def load(folder: Path, name: str = "llama", **settings: Any) -> Model:
 
 
 def batch(step: int, *, preferences: bool = False) -> SequenceSample:
-    """Uneven prompts of random tokens with every key; not the same in any two steps."""
+    """Return uneven prompts of random tokens with every key. Each step has a different batch."""
     make = random_preferences if preferences else random_batch
     data = make(step, n_prompts=7, max_tokens=30, vocabulary=90)
     floats = {k: x.float() for k, x in data.data.items() if x.dtype == torch.float64}
@@ -67,7 +67,7 @@ def batch(step: int, *, preferences: bool = False) -> SequenceSample:
 def train(
     model: Model, interface: ModelInterface, batches: list[SequenceSample], spec: MicroBatchSpec = BUDGET
 ) -> dict[str, Any]:
-    """Metrics of each step, and the weights after the last."""
+    """Train on the batches. Return the metrics of each step, and the weights after the last."""
     metrics = []
     for data in batches:
         metrics.append(stat_values(interface.train_step(model, data, spec)))
@@ -76,7 +76,7 @@ def train(
 
 
 def whole_tree(tree: Any) -> Any:
-    """With its tensors whole, on the host; a collective."""
+    """Gather the tensors of a tree to the CPU. This is a collective."""
     return mapped(tree, lambda x: whole(x.detach()).cpu())
 
 
@@ -95,7 +95,7 @@ def grpo(folder: Path) -> dict[str, Any]:
 
 
 def ppo(folder: Path) -> dict[str, Any]:
-    """Separate policy and critic; advantages are whitened over the whole batch."""
+    """Train a separate policy and critic. Advantages are whitened over the whole batch."""
     actor, critic = load(folder), load(folder, "critic", head=Value())
     policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
     drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
@@ -149,7 +149,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "plain rows": ({"shared_prompts": "off", "sharding": Sharding(reshard=False, keep_rollout=False)}, plain_loss),
     "tied": ({"name": "gpt2"}, plain_loss),
 }
-"""Each kind of network, what may be trained of it, and a loss."""
+"""Network settings, including the trained parameters, and a loss, by kind of network."""
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def uneven(folder: Path) -> dict[str, Any]:
-    """Trap D9: five long texts on one rank, five short ones on the next, on the third none."""
+    """Trap D9: the first rank has five long texts, the second has five short ones, and the third has none."""
     long, short = random_sample([(60,)] * 5), random_sample([(5,)] * 5, seed=1)
     short = SequenceSample(tuple(f"s{i}" for i in short.ids), short.data, short.lengths)
     whole, spec, machine = SequenceSample.gather([long, short]), MicroBatchSpec(100), load(folder).machine
@@ -165,7 +165,7 @@ def uneven(folder: Path) -> dict[str, Any]:
     part = whole if size == 1 else [long, short, whole.take([])][rank]
     counts = stat_values(machine.accumulate(part, spec, plain_loss, weight(whole)))
     found = {"n": counts["n_microbatches"], **stat_values(machine.apply(weight(whole)))}
-    # one prompt for all ranks, then one of which nothing trains, then nothing at all
+    # First one prompt for all ranks, then one with and one without trained tokens, then no trained tokens at all.
     one = random_sample([(7, 9)])
     nothing = one.with_tokens(loss_mask=torch.zeros_like(one["loss_mask"]))
     few = [one, SequenceSample.gather([one, _renamed(nothing)]), nothing]
@@ -174,7 +174,8 @@ def uneven(folder: Path) -> dict[str, Any]:
 
 
 def calls(folder: Path) -> dict[str, Any]:
-    """Scores and samples, before and after a step; a mixture of weights; the adapters' base; a hash of frozen ones."""
+    """Return scores and samples before and after a step, mixed weights, adapter base outputs and a hash of frozen
+    weights."""
     model = load(folder)
     machine, data = model.machine, random_sample(LENGTHS)
     prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9, 2, 3)]}
@@ -192,12 +193,13 @@ def calls(folder: Path) -> dict[str, Any]:
     adapted.train_batch(data, BUDGET, plain_loss, weight)
     score = adapted.reference()
     found["base"] = score(data, BUDGET, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
-    found["frozen"] = hash_of(load(folder, optimizer=None).machine.fixed_weights())  # a resumed run compares it
+    found["frozen"] = hash_of(load(folder, optimizer=None).machine.fixed_weights())  # resumed runs compare this hash
     return found
 
 
 def divided(folder: Path) -> dict[str, Any]:
-    """Layers that two ranks compute together (one process: alone), a checkpoint of them, and samples."""
+    """Train and sample with tensor parallelism over two ranks, and restore a state. A single process runs without
+    sharding."""
     found: dict[str, Any] = {}
     for family in ("llama", "qwen2", "qwen3"):
         model = load(folder, family, sharding=Sharding(tensor_parallel=2))
@@ -211,7 +213,7 @@ def divided(folder: Path) -> dict[str, Any]:
 
 
 def low(folder: Path) -> dict[str, Any]:
-    """Products in bfloat16, with a critic's values: what is computed, and that the weights stay fp32."""
+    """Train in bfloat16 with a value head. Return the metrics, and the dtypes of the weights (fp32)."""
     model = load(folder, dtype="bfloat16", head=Causal(ValueHead(init="normal")))
     found = steps(model, joint_loss)
     return {"metrics": found["metrics"], "dtypes": {str(x.dtype) for x in found["weights"].values()}}
@@ -223,7 +225,7 @@ KEPT = {"head": Causal(ValueHead(hidden="mlp", init="normal")), "optimizer": rep
 def kept(
     folder: Path, own: Path, others: dict[str, Path], family: str = "gpt2", sharding: Sharding | None = None
 ) -> dict[str, Any]:
-    """A run that writes a checkpoint midway, and saves; runs that resume from it and from other numbers of ranks."""
+    """Train, write a checkpoint midway and save. Then resume from it and from checkpoints of other numbers of ranks."""
     more = {} if sharding is None else {"sharding": sharding}
     model = load(folder, family, **KEPT, **more)
     steps(model, joint_loss)
@@ -240,7 +242,8 @@ def kept(
 
 
 def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
-    """Pairs of ranks compute layers together, and divide the batch with other pairs (one process: alone)."""
+    """Combine tensor parallelism in pairs of ranks with data parallelism between pairs. A single process runs without
+    either."""
     sharding = Sharding(tensor_parallel=2)
     found = kept(folder, own, others, "qwen3", sharding)
     model = load(folder, "qwen3", sharding=sharding)
@@ -250,7 +253,7 @@ def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
 
 
 def restored(folder: Path, path: Path, family: str = "gpt2", **settings: Any) -> Model:
-    """The model of a fresh run that takes the one checkpoint in a folder."""
+    """Return a new model restored from the only checkpoint in a folder."""
     (checkpoint,) = list_checkpoints(path)
     tree = checkpoint.read()
     assert float(tree["number"]) == 3.5
@@ -260,14 +263,14 @@ def restored(folder: Path, path: Path, family: str = "gpt2", **settings: Any) ->
 
 
 def going_on(model: Model) -> dict[str, Any]:
-    """Metrics of the next steps, the weights after them, and what is averaged."""
+    """Return the metrics of the next steps, the weights after them, and the averaged weights."""
     found = steps(model, joint_loss)
     average = whole_tree(model.machine.state_dict()["ema"]["average"])
     return found | {"average": average}
 
 
 def mistakes(folder: Path) -> dict[str, str]:
-    """Error messages of invalid calls, on this rank."""
+    """Return the error messages of invalid calls on this rank."""
     machine, rank = load(folder).machine, current().rank
     data = random_sample([(5 + rank,), (7,)])
     values = random_sample([(6,)] * 6).with_tokens(advantages=torch.arange(36.0) - rank)
@@ -314,12 +317,12 @@ def _renamed(data: SequenceSample) -> SequenceSample:
 
 
 def scenarios(folder: Path) -> dict[str, Any]:
-    """Those that are the same on any number of ranks."""
+    """Run the scenarios that give the same results on any number of ranks."""
     return {f.__name__: f(folder) for f in (sft, grpo, ppo, dpo, settings, uneven, calls)}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:
-    """All that a rank of a group is asked; `folder` has a checkpoint of one process in `of 1`."""
+    """Run all scenarios of a rank of a group. `folder` contains a single-process checkpoint in `of 1`."""
     own = folder / f"of {current().size}"
     others = {path.name: path for path in folder.glob("of *") if path != own}
     more = {"low": low(folder), "kept": kept(folder, own, others), "mistakes": mistakes(folder)}

@@ -24,8 +24,9 @@ def facts(method: str = "forward", seed: int = 0, **keys: torch.Tensor) -> Facts
         (facts(loss_mask=torch.arange(9) > 3), "different 'loss_mask'"),
         (facts(advantages=torch.linspace(-1, 1, 9).flip(0)), "different 'advantages'"),
         (facts(advantages=torch.linspace(-1, 1, 9) + 1e-2), "different 'advantages'"),
-        (facts(advantages=torch.linspace(-1, 1, 9) + 1e-7), ""),  # as another processor may round it
-        (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 4, torch.nan)), ""),  # 0 in its place
+        (facts(advantages=torch.linspace(-1, 1, 9) + 1e-7), ""),  # rounding differences between processors
+        # the replaced value is 0
+        (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 4, torch.nan)), ""),
         (facts(advantages=torch.linspace(-1, 1, 9).where(torch.arange(9) != 3, torch.nan)), "different 'advantages'"),
         (facts(advantages=torch.arange(9)), "different 'advantages'"),
         (facts(more=torch.zeros(9)), "different ids or lengths"),

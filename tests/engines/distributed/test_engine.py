@@ -1,4 +1,4 @@
-"""One model in several processes: whatever is computed is what one process computes."""
+"""Test that a model in several processes computes the same as in a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engines.distributed import scenarios
 from tests.engines.distributed.run_ranks import run_ranks
 
 OWN = {"n_microbatches"}
-"""Metrics that tell of the work of a rank."""
+"""Metrics that describe the work of a single rank."""
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +26,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
-    """Of one process."""
+    """Return the single-process results."""
     return {**scenarios.scenarios(folder), "kept": scenarios.kept(folder, folder / "of 1", {})}
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest, folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each rank of a group."""
+    """Return the results of each rank of a group."""
     return run_ranks(request.param, scenarios.of_a_group, folder)
 
 
 def assert_same(found: Any, wanted: Any, path: str = "") -> None:
-    """Weights and what is computed from them to 2e-5, numbers to 1e-5 of themselves, the rest exactly."""
+    """Compare tensors with absolute tolerance 2e-5, numbers with relative tolerance 1e-5, and all else exactly."""
     if isinstance(wanted, torch.Tensor):
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0, msg=lambda text: f"{path}: {text}")
     elif isinstance(wanted, dict):
@@ -58,7 +58,7 @@ def assert_same(found: Any, wanted: Any, path: str = "") -> None:
 def test_trap_d4_e7_e10_four_steps_on_uneven_data_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any], algorithm: str
 ) -> None:
-    """Weights, every metric, and with PPO advantages whitened over the whole batch; the same on every rank."""
+    """Compare weights and all metrics on every rank. For PPO, advantages are whitened over the whole batch."""
     for found in ranks:
         assert_same(found[algorithm], alone[algorithm])
 
@@ -83,7 +83,7 @@ def test_every_kind_of_network_trains_as_in_one_process(
 def test_scores_samples_and_mixed_weights_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
-    """Before and after a step: neither a pass nor a rollout may see the weights of before."""
+    """Compare before and after a step: passes and rollouts must use the updated weights."""
     for found in ranks:
         assert_same(found["calls"], alone["calls"])
     assert not torch.equal(*alone["calls"]["logprobs"])
@@ -96,14 +96,15 @@ def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
     for found in ranks:
         assert found["kept"]["problems"] == []
         starts = found["kept"].keys() - {"problems"}
-        assert starts >= {"end", "own", "of 1"}  # going on; from its own checkpoint; from that of one process
-        for start in starts:  # and of another group that was there before
+        # continuing; resuming from the own checkpoint; resuming from a single-process checkpoint
+        assert starts >= {"end", "own", "of 1"}
+        for start in starts:  # these include a checkpoint of another group, if there was one before
             assert_same(found["kept"][start], wanted, start)
     assert_same(scenarios.going_on(scenarios.restored(folder, group(folder, ranks))), wanted)
 
 
 def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> None:
-    """Four ranks give the results of one process, and each resumes from a checkpoint of the other."""
+    """Four ranks give the same results as one process, and each resumes from the other's checkpoint."""
     one, four = folder / "crossed of 1", folder / "crossed of 4"
     wanted = scenarios.crossed(folder, one, {})
     for found in run_ranks(4, scenarios.crossed, folder, four, {"of 1": one}):
@@ -140,7 +141,7 @@ def test_what_is_saved_is_what_one_process_saves(folder: Path, ranks: list[dict[
 
 
 def test_ranks_that_divide_layers_compute_what_one_process_does(folder: Path, ranks: list[dict[str, Any]]) -> None:
-    """Tensor parallel by the plans of three families, one with a norm for each head, on 2 ranks."""
+    """Test the tensor-parallel plans of three families on 2 ranks. One family normalizes each head."""
     if len(ranks) == 2:
         wanted = scenarios.divided(folder)
         for found in ranks:
@@ -187,5 +188,5 @@ def test_dropout_draws_other_numbers_on_every_rank_and_the_same_in_every_run(ran
 
 
 def group(folder: Path, ranks: list[dict[str, Any]]) -> Path:
-    """Where a group wrote."""
+    """Return the folder of a group."""
     return folder / f"of {len(ranks)}"

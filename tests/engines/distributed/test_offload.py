@@ -13,7 +13,7 @@ PROMPTS = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]],
 
 
 def steps(device: str, *, offload: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[int]]:
-    """The weights after two optimizer steps, and a rollout, with pauses on the host or without."""
+    """Return the weights after two optimizer steps, and a rollout, with or without offloading in between."""
     module = tiny_model("qwen2").to(device)
     engine = TransformersEngine(
         "actor", module, tiny_tokenizer(), seed=0, optimizer=OptimizerSpec(lr=1e-2, ema_decay=0.9)
@@ -42,7 +42,7 @@ def test_on_a_cpu_nothing_moves():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_engine_goes_on_after_a_pause_as_if_it_had_never_left_the_device():
     (weights, sampled, waited), (want, wanted, _) = steps("cuda", offload=True), steps("cuda", offload=False)
-    assert waited[1] > waited[0] > 0  # moments, too
+    assert waited[1] > waited[0] > 0  # the second offload includes the moments of the optimizer
     assert torch.equal(sampled, wanted)
     for name, x in want.items():
         torch.testing.assert_close(weights[name], x, rtol=0, atol=0)

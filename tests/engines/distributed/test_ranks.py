@@ -1,4 +1,4 @@
-"""What ranks tell each other, in one process and in three."""
+"""Test communication between ranks, in one process and in three."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_ranks_are_those_of_the_launcher(monkeypatch) -> None:
 
 
 class Picky(Exception):
-    """Cannot be made again from a pickle."""
+    """Exception that pickle cannot restore."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
@@ -69,7 +69,7 @@ def fails_on(rank: int, error: Exception):
 
 
 def saved(folder: Path) -> list[str]:
-    """What `Saves` leaves where it works, where the disk is full for the models, and where it is for the folder."""
+    """Return the results of `Saves` for a working disk, a disk too full for models, and an impossible folder."""
     ranks = current()
     mine = folder if ranks.leader else folder / f"not_of_{ranks.rank}"
     written = []
@@ -85,19 +85,19 @@ def saved(folder: Path) -> list[str]:
         saves.after_step(step, {}, last=False)
     if ranks.leader:
         (folder / "file").touch()
-        saves.folder = folder / "file"  # where no folder can be made
+        saves.folder = folder / "file"  # no folder can be created there
     saves.after_step(3, {}, last=False)
     return [*saves.state_dict()["made"], *written]
 
 
 def command(ports: list[int], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command line of three ranks."""
+    """Return exit code, stdout and stderr of a command line of three ranks."""
     ranks, out, err = current(), io.StringIO(), io.StringIO()
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.pop())}
     os.environ |= {**meeting, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
     with redirect_stdout(out), redirect_stderr(err):
         code = cli.main(list(words))
-    ranks.barrier()  # the first holds the store
+    ranks.barrier()  # the first rank hosts the store
     return code, out.getvalue(), err.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Files of tensors that several processes divide; with several processes, see `test_sharded.py`."""
+"""Test tensor files shared by several processes. Tests with several processes are in `test_engine.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ TENSORS = {"a/b": torch.arange(6.0).view(2, 3), "c": torch.tensor([True, False])
 def test_one_process_writes_and_reads_whole_tensors(tmp_path: Path) -> None:
     (file,) = write_parts(tmp_path / "parts", TENSORS)
     assert file.suffix == ".safetensors"
-    assert [path.name for path in file.parent.iterdir()] == [file.name]  # nothing that would have to be unpickled
+    # there is no file that would have to be unpickled
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
     found = read_saved(tmp_path / "parts")
     assert found.keys() == TENSORS.keys()
     for name, x in TENSORS.items():

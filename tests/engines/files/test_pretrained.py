@@ -1,4 +1,4 @@
-"""Errors of transformers, in one line and with the class that the command line prints."""
+"""Test that errors of transformers become one line, with a class that the command line reports."""
 
 from __future__ import annotations
 

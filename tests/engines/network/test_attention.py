@@ -55,7 +55,7 @@ def test_trap_a2_sequences_do_not_see_each_other(family):
     with torch.no_grad():
         before, after = packed_logits(model, ids_T), packed_logits(model, changed_T)
     assert not torch.allclose(before[:7], after[:7])
-    if family in MOE:  # experts multiply the tokens of all sequences together; only rounding may depend on the others
+    if family in MOE:  # experts process the tokens of all sequences together, so rounding may depend on other sequences
         torch.testing.assert_close(before[7:], after[7:], atol=1e-6, rtol=1e-6)
     else:
         assert torch.equal(before[7:], after[7:])
@@ -88,7 +88,7 @@ def test_trap_a3_left_padded_forward_equals_packed_with_learned_positions():
 
 
 def reference(q, k, v, lengths, args):
-    """Attention token by token in float64."""
+    """Compute attention token by token in float64."""
     q, k, v = q[0].double(), k[0].double(), v[0].double()
     group = q.shape[0] // k.shape[0]
     out = torch.zeros(q.shape[1], q.shape[0], v.shape[-1], dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_packed_context_of_no_tokens():
 
 
 def stand_in(version):
-    """`varlen_attn` as that version of torch declares it, computing on a CPU."""
+    """Return `varlen_attn` with the signature of a torch version, computed on the CPU."""
 
     def compute(q, k, v, cu, window, scale):
         args = AttentionArgs(scale, 0.0, None if window == (-1, 0) else window[0] + 1, None, None)
@@ -195,7 +195,7 @@ def test_flash_is_called_as_its_package_wants(monkeypatch, what):
         assert (max_seqlen_q, max_seqlen_k, dropout_p) == (max(LENGTHS), max(LENGTHS), 0.0)
         window = (
             None if window_size == (-1, -1) else window_size[0] + 1
-        )  # keys to the left, the query's own not counted
+        )  # number of keys to the left, without the query's own key
         args = AttentionArgs(softmax_scale, 0.0, window, softcap or None, None)
         packed = [x.transpose(0, 1)[None] for x in (q, k, v)]
         return PackedContext(cu_seqlens_q, Backend.sdpa).attend(0, nn.Module(), *packed, args)[0]
@@ -207,7 +207,7 @@ def test_flash_is_called_as_its_package_wants(monkeypatch, what):
 
 
 class TensorOn:
-    """What `choose_backend` looks at."""
+    """Tensor stand-in with the attributes that `choose_backend` reads."""
 
     def __init__(self, device="cuda", dtype=torch.bfloat16, size=64):
         self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 4, 24, size)
@@ -284,7 +284,7 @@ def test_what_would_change_the_result_unseen_is_refused(keywords, config, messag
 
 
 def test_mixed_dtypes_under_autocast_are_brought_together():
-    # qwen3 normalises queries and keys after the projection, which leaves them in fp32
+    # qwen3 normalizes queries and keys after the projection, which leaves them in fp32.
     engine = tiny_engine("qwen3", dtype=torch.bfloat16)
     sample = random_sample([[9, 4]])
     hidden_TH = engine.network.run(sample, sample).hidden_TH

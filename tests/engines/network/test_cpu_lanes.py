@@ -1,4 +1,4 @@
-"""Passes side by side give what passes one after the other give, and every thread is as it was afterwards."""
+"""Test concurrent CPU passes: results equal those of sequential passes, and the thread settings are restored."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_scoring_is_the_same_and_keeps_the_order():
     parallel, one = tiny_engine(), tiny_engine(parallel_passes=ParallelPasses.off)
     a, b = (e.forward(data, MicroBatchSpec(), keep) for e in (parallel, one))
     here = threading.get_ident()
-    assert here in threads  # of the engine that takes one pass after the other
+    assert here in threads  # the sequential engine runs in this thread
     assert threads - {here}
     torch.testing.assert_close(a["logprobs"], b["logprobs"], atol=2e-6, rtol=1e-5)
 

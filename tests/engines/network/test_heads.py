@@ -1,4 +1,5 @@
-"""What each choice of `head` says; that a model computes it is in test_loading and test_value_head."""
+"""Test the declarations of each choice of `head`. Their computation is tested in test_transformers_model and
+test_value_head."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_the_base_stays_and_the_saved_folder_is_the_trained_model(tmp_path, fami
     assert not any(p.requires_grad for p in base.values())
     engine.save(tmp_path / "out")
     engine.save(tmp_path / "out")
-    assert all(torch.equal(p, start[name]) for name, p in base.items())  # nothing is merged in place
+    assert all(torch.equal(p, start[name]) for name, p in base.items())  # weights are not merged in place
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -1,4 +1,4 @@
-"""Tokens behind `vocabulary` do not exist for sampler and loss."""
+"""Test that sampler and loss ignore tokens beyond `vocabulary`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def rollout(machine, n=20):
-    prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 90, 7]], [[8]]]})  # 90 may be read
+    prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 90, 7]], [[8]]]})  # prompts may contain 90
     return machine.generate(prompts, GenerationConfig(n=n, max_new_tokens=8, fixed_length=True), seed=3)
 
 

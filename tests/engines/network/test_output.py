@@ -27,7 +27,7 @@ def scalar_output(lengths, **kwargs):
 def test_trap_a4_index_table():
     out = output([3, 2])
     logp_TV = out.logits.log_softmax(-1)
-    # token 1 is predicted after token 0, token 2 after token 1; token 3 starts a sequence; token 4 after token 3
+    # Token 1 is predicted after token 0, token 2 after token 1, and token 4 after token 3. Token 3 starts a sequence.
     want = [0.0, logp_TV[0, out.input_ids_T[1]], logp_TV[1, out.input_ids_T[2]], 0.0, logp_TV[3, out.input_ids_T[4]]]
     want = torch.stack([torch.as_tensor(x) for x in want])
     torch.testing.assert_close(out.logprobs(), want)
@@ -50,7 +50,7 @@ def test_only_the_tokens_asked_for_are_computed():
     where_T = torch.tensor([1, 0, 1, 0, 0, 1, 0]).bool()
     got = out.logprobs(where_T=where_T)
     torch.testing.assert_close(got, torch.where(where_T, out.logprobs(), 0))
-    assert got[0] == 0  # asked for, but a first token has no log-prob
+    assert got[0] == 0  # selected, but the first token of a sequence has no log-prob
     got.sum().backward()
     used = out.hidden_TH.grad.abs().sum(-1) > 0
     assert used.tolist() == [False, True, False, False, True, False, False]
@@ -78,7 +78,8 @@ def test_trap_a14_sequences_of_length_0_and_1(lengths):
 
 @pytest.mark.parametrize("text", [[3, 4, 2], [3, 2, 4], [2, 2, 2], [3, 4, 5]])
 def test_trap_a9_scores_stand_at_the_last_token_whatever_it_is(text):
-    """Pad equal to the end token, the end token in the prompt, several of them, none."""
+    """Test a pad token that equals the end token, and texts with the end token in the prompt, several times, or
+    never."""
     engine = tiny_engine("llama", model={"head": "score", "pad_token_id": 2, "eos_token_id": 2})
     sample = random_sample([[5, 3]])
     ids_T = sample["input_ids"].clone()
@@ -113,7 +114,7 @@ def test_trap_b8_no_logits_are_kept_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
         out = engine.network.run(sample, sample)
         sum(out.logprobs_and_entropy()).sum().backward()
-    tokens = (120, 117)  # all of them, and those that are not first
+    tokens = (120, 117)  # all tokens, and all except the first of each sequence
     assert any(shape[0] in tokens for shape in kept if shape)
     assert not [shape for shape in kept if shape and shape[-1] == VOCAB and shape[0] in tokens]
 

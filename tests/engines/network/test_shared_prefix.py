@@ -1,4 +1,4 @@
-"""Shared prefixes: the layout of a pass, and engines that compute a prompt once or once per response."""
+"""Test shared prefixes: the layout of a pass, and engines that compute a prompt once or once per response."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_e
 
 RAGGED = st.lists(
     st.tuples(st.integers(0, 4), st.lists(st.integers(0, 5), max_size=4)), max_size=5
-)  # tokens that are shared, and those after them
+)  # numbers of shared tokens, and of the tokens after them
 STEP = OptimizerSpec(lr=1e-2, betas=(0.0, 0.0), eps=1.0, grad_clip=None)
 ONE = MicroBatchSpec()
 GROUPS = ((7, (6, 0, 9)), (1, (4, 5)), (5, (8,)), (12, (1, 2, 3, 2)), (2, (2, 40)))
-"""Tokens of a prompt, and of its responses: ragged groups, an empty response, a short prompt, a single response, and at
-last a group that is not worth sharing."""
+"""Numbers of tokens of each prompt and of its responses. The groups cover ragged groups, an empty response, a short
+prompt, a single response, and finally a group that is too small to share its prompt."""
 TOKENS = sum(prompt + n for prompt, own in GROUPS for n in own)
 SHARED = 2 * 7 + 1 + 3 * 12
 
@@ -127,7 +127,7 @@ def sample(groups=GROUPS, seed=0):
 
 
 def pair(family="qwen2", **engine):
-    """Engines with the same weights, that share prompts and that do not."""
+    """Return engines with the same weights, with and without shared prompts."""
     return [tiny_engine(family, shared_prompts=how, **engine) for how in SharedPrompts]
 
 
@@ -149,7 +149,7 @@ def outputs(engine, data, *, training=True):
 
 
 def both(read, data, shared, plain):
-    """Numbers [N] that `read` makes of an output, and the gradient of a weighted sum of them."""
+    """Return the numbers [N] that `read` computes from an output, and the gradient of their weighted sum."""
     found = []
     for engine in (shared, plain):
         out, saved = outputs(engine, data)

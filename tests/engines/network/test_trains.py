@@ -1,4 +1,5 @@
-"""What each choice of `trains` says; that it does so with a model is in test_lora, test_shared and test_loading."""
+"""Test the declarations of each choice of `trains`. Training is tested in test_lora, test_shared_model and
+test_transformers_model."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def tokens(data):
 def test_a_copy_of_the_top_layers_computes_what_they_do(family):
     module = tiny_model(family)
     for n in (1, 3):
-        probe_branch(module, Branch(module, n))  # raises where it differs
+        probe_branch(module, Branch(module, n))  # raises if they differ
 
 
 def test_a_branch_that_differs_from_its_trunk_is_refused_by_name():
@@ -69,10 +69,11 @@ def test_a_branch_that_differs_from_its_trunk_is_refused_by_name():
 def test_values_packed_equal_values_alone_and_an_independent_branch(tmp_path, family, layers):
     engine = load(save_tiny(tmp_path / "m", family), head=ValueHead(layers, "mlp", "normal"))
     data = random_sample(LENGTHS)
-    engine.train_batch(data, ONE, joint, tokens)  # the weights of the branch now differ from the trunk
+    engine.train_batch(data, ONE, joint, tokens)  # from here on the weights of the branch differ from the trunk
     packed = engine.forward(data, MicroBatchSpec(max_tokens_per_microbatch=20), keep)
     cu = data.cu_seqlens().tolist()
-    # an independent branch: a whole model whose top layers and norm are those of the branch, one sequence at a time
+    # The independent branch is a whole model with the top layers and norm of the branch, run on one sequence at a
+    # time.
     module = copy.deepcopy(engine.module)
     if layers:
         base = module.base_model
@@ -125,7 +126,7 @@ def test_the_gradient_of_values_reaches_head_branch_and_trunk(tmp_path, layers, 
     } <= moved
     assert ("module.model.layers.2.mlp.up_proj.weight" in moved) == (
         layers == 0
-    )  # above the branch nothing sees values
+    )  # layers above the branch point get no gradient from values
     assert ("value_head.branch.layers.1.mlp.up_proj.weight" in moved) == (layers == 2)
     assert ("value_head.branch.after.0.weight" in moved) == (layers == 2)
     for (name, p), q in zip(engine.network.named_parameters(), other.network.parameters(), strict=True):
@@ -133,7 +134,7 @@ def test_the_gradient_of_values_reaches_head_branch_and_trunk(tmp_path, layers, 
 
 
 def test_a_joint_loss_equals_the_sum_of_its_parts(tmp_path):
-    """Gradient of policy and value loss in one pass, against plain torch on one sequence at a time."""
+    """Compare the gradient of policy and value loss in one pass with plain torch on one sequence at a time."""
     engine = load(save_tiny(tmp_path / "m", "llama"))
     reference, head = copy.deepcopy(engine.module), copy.deepcopy(engine.value_head.head[0])
     reference.set_attn_implementation("eager")
