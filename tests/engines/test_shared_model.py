@@ -15,7 +15,7 @@ LENGTHS = ((9, 4, 6), (12,), (3, 5))
 
 
 def load(folder, branch="reference", layers=None, **fields):
-    """An actor, and a role that shares its model."""
+    """Return the engines of an actor and of a role that shares its model."""
     actor = TransformersModel(str(folder), device="cpu", optimizer=STEP, **fields).load("actor", seed=0)
     ref = SharedModel("actor", branch, layers).load("ref", seed=0, loaded={"actor": actor})
     return actor.machine, ref.machine
@@ -60,7 +60,7 @@ def test_trap_b7_the_reference_is_the_start_and_never_moves(tmp_path, name):
     assert (logprobs(actor, data) - start).abs().max() > 1e-2
     cut = logprobs(ref, data, MicroBatchSpec(max_tokens_per_microbatch=20))
     torch.testing.assert_close(cut, start, atol=1e-5, rtol=1e-5)
-    train(actor, data, 1)  # asking the reference switched nothing off
+    train(actor, data, 1)  # scoring with the reference leaves the actor trainable
     again = logprobs(actor, data)
     assert not torch.equal(again, start)
     assert torch.equal(logprobs(ref, data), start)
@@ -92,7 +92,7 @@ def test_a_reference_over_a_trunk_that_moves_is_refused(tmp_path):
         ConfigError, match=r"models\.ref: models\.actor\.trains=all: .* Set models\.actor\.trains=top_layers or lora"
     ):
         load(folder)
-    tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)  # the head's weight is the trunk's, too
+    tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)  # the head shares its weight with the trunk
     with pytest.raises(ConfigError, match=r"models\.ref: models\.actor\.trains=all: "):
         load(tied)
     with pytest.raises(ConfigError, match=r"models\.ref: layers=1: must be at least 2"):

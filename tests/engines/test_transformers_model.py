@@ -145,7 +145,7 @@ def test_save_and_load_back(tmp_path, head):
     engine.train_batch(data, MicroBatchSpec(), losses[type(head)], lambda d: torch.tensor(1.0))
     target = tmp_path / "runs" / "saved"
     engine.save(target)
-    engine.save(target)  # replaces what is there
+    engine.save(target)  # replaces the existing folder
     assert sorted(p.name for p in target.parent.iterdir()) == ["saved"]
     assert (target / "model.safetensors").is_file()
     assert "realign" not in (target / "config.json").read_text()
@@ -251,13 +251,13 @@ def test_head_init_starts_a_scalar_head_anew(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
 def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
-    """Some families call the layer `score` in one class and `classifier` in the other."""
+    """Some families name the layer `score` in one class and `classifier` in the other."""
     folder = save_tiny(tmp_path / "reward", family, head="score")
     data = random_sample([[7], [5, 4]])
     reward = load(folder, "reward", head=Score()).machine
     critic = load(folder, "critic", head=Value(), optimizer=OptimizerSpec(lr=1e-2)).machine
     assert torch.equal(critic.head.weight_1H, reward.head.weight_1H)
-    assert not critic.head.bias_1.any()  # a reward model has none
+    assert not critic.head.bias_1.any()  # a reward model has no bias
     scores = [
         e.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_sequences(s=out.scores()))["s"]
         for e in (reward, critic)
@@ -395,7 +395,7 @@ def test_trap_g3_a_save_that_fails_leaves_the_old_folder(tmp_path, monkeypatch):
 
 
 def test_weights_that_the_disk_does_not_take_are_an_error_of_the_disk(tmp_path, monkeypatch):
-    """What safetensors raises then is no OSError, and would pass for a bug."""
+    """In this case safetensors raises an error that is not an OSError, and would look like a bug."""
     engine = tiny_engine("llama")
     engine.save(tmp_path / "model")
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class Tool:
-    """Returns the items of the row's `script` from `step`, one per turn."""
+    """Environment that returns the items of the row's `script` from `step`, one per turn."""
 
     made: ClassVar[list[Tool]] = []
     """Instances of the current test in the order of construction; the test clears the list."""
@@ -32,7 +32,7 @@ class Tool:
 
 
 class Bad:
-    """Fails in `reset` or `step`, as the row selects."""
+    """Environment that fails in `reset` or `step`, as the row selects."""
 
     closed = 0
 
@@ -72,7 +72,7 @@ class Bad:
 
 
 class Plain:
-    """Plain functions that take 0.2 s each."""
+    """Environment with plain functions that take 0.2 s each."""
 
     threads: ClassVar[set[int]] = set()
 
@@ -86,7 +86,7 @@ class Plain:
 
 
 class Stuck:
-    """A plain function that exceeds its time limit."""
+    """Environment with a plain function that exceeds its time limit."""
 
     def reset(self, row):
         time.sleep(5)
@@ -97,7 +97,7 @@ class Stuck:
 
 
 class SlowToMake:
-    """A plain environment with a slow constructor, such as a sandbox."""
+    """Plain environment with a slow constructor, such as a sandbox."""
 
     def __init__(self):
         time.sleep(0.3)
@@ -112,7 +112,7 @@ class SlowToMake:
 
 
 class Threaded:
-    """Exceeds its time limit in a thread of asyncio."""
+    """Environment that exceeds its time limit in a thread of asyncio."""
 
     async def reset(self, row):
         return "", {}
@@ -122,7 +122,7 @@ class Threaded:
 
 
 class Busy:
-    """Counts the concurrent calls of all threads."""
+    """Environment that counts the concurrent calls of all threads."""
 
     lock = threading.Lock()
     now = most = 0

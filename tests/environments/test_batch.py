@@ -1,4 +1,4 @@
-"""Environments that block their event loop or ignore their cancellation: what it costs, and that nothing hangs."""
+"""Test environments that block their event loop or ignore cancellation: the cost, and that nothing hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAID = Response("x", (1,), 0, False)
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
-    """No thread of a test outlives it."""
+    """Release blocked threads at the end of a test, and wait until they end."""
     Blocking.release.clear()
     Blocking.closed.clear()
     yield
@@ -47,7 +47,7 @@ def opened(given: Limits, make=Blocking) -> Worlds:
 
 
 def converse(given: Limits, *hows: str) -> list[str | float]:
-    """The reward of each environment after up to two turns, or its failure."""
+    """Return the reward of each environment after up to two turns, or its failure."""
     found: dict[int, str | float] = {}
     with opened(given) as worlds:
         answers = worlds.reset([({"name": how, "how": how}, 0) for how in hows])
@@ -103,7 +103,7 @@ def test_a_call_that_swallows_its_cancellation_fails_alone(caplog):
     given = limits()
     expected = "no answer within timeout_s=0.5; the call ignored its cancellation and was left running"
     assert converse(given, "good", "swallows", "two turns") == [1.0, expected, 1.0]
-    assert not threads()  # the loop ends although a task of it does not
+    assert not threads()  # the loop ends although one of its tasks does not
     assert (caplog.text, given.slots._free) == ("", 64)
 
 
@@ -140,7 +140,7 @@ def test_too_many_blocked_threads_end_the_run(caplog, monkeypatch):
     while threads():
         time.sleep(0.01)
     Blocking.release.clear()
-    converse(given, "step blocks")  # those whose call has returned are not counted
+    converse(given, "step blocks")  # calls that have returned are not counted
 
 
 def test_slow_calls_of_many_are_not_taken_for_a_loop_that_is_blocked(caplog):
@@ -150,14 +150,14 @@ def test_slow_calls_of_many_are_not_taken_for_a_loop_that_is_blocked(caplog):
             return "", 1.0, True, False, {}
 
     with opened(limits(), Slow) as worlds:
-        worlds.reset([({"name": "slow", "how": "slow"}, 0)] * 9)  # together they take longer than one may
+        worlds.reset([({"name": "slow", "how": "slow"}, 0)] * 9)  # together they exceed the limit of a single call
         assert [answer.failure for answer in worlds.step(dict.fromkeys(range(9), SAID))] == [""] * 9
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("how", ["step blocks", "waits", "swallows"])
 def test_an_exception_of_a_signal_handler_ends_the_wait_at_once(how):
-    """With limits of an hour: neither the call nor the end of the batch is waited for."""
+    """With limits of an hour, the exception waits neither for the call nor for the end of the batch."""
 
     def stop(number, frame):
         raise KeyboardInterrupt

@@ -20,7 +20,7 @@ def test_who_comes_first_goes_first_and_who_gives_up_takes_no_slot():
             await asyncio.sleep(0)
             tasks[1].cancel()
             await asyncio.sleep(0)
-        tasks[0].cancel()  # whose turn it is already
+        tasks[0].cancel()  # this task has already been granted its slot
         await asyncio.gather(*tasks, return_exceptions=True)
         await one("d")
         return order, [task.cancelled() for task in tasks]
@@ -41,7 +41,7 @@ def test_an_error_inside_gives_the_slot_back():
 
 
 def waiting(slots: Slots) -> tuple[asyncio.AbstractEventLoop, asyncio.Task[str]]:
-    """A loop that is not running, whose task waits for a slot or holds one."""
+    """Return a stopped loop, and its task that waits for a slot or holds one."""
     loop = asyncio.new_event_loop()
 
     async def hold() -> str:
@@ -83,7 +83,7 @@ def test_an_abandoned_loop_gives_back_what_it_holds_once_and_gets_no_more():
     assert slots._free == 0
     slots.abandon(behind)
     slots.abandon(stuck)
-    assert list(slots._holders) == [waiter]  # not `follower`, which came first
+    assert list(slots._holders) == [waiter]  # `follower` came first, and was abandoned
     discard(stuck, holder)  # its own release comes too late
     discard(behind, follower)
     assert list(slots._holders) == [waiter]

@@ -11,7 +11,7 @@ EOS = 2
 
 
 def ids(text: str) -> list[int]:
-    """Of text in the tiny tokenizer; a full stop is the end token."""
+    """Return the ids of text in the tiny tokenizer. A full stop is the end token."""
     return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
 
 
@@ -44,7 +44,7 @@ def test_text_becomes_one_message_of_the_role_behind_the_end_of_the_answer():
 def test_a_template_without_end_tokens_ends_an_answer_by_its_own_text():
     assert writer(BARE).between("7", ids("x")) == ids("\ntool 7\nA ")
     assert writer(BARE).between("7", ids("x\n")) == ids("tool 7\nA ")
-    assert writer(BARE).between("7", ()) == ids("\ntool 7\nA ")  # behind a turn that was cut off, whatever it ends in
+    assert writer(BARE).between("7", ()) == ids("\ntool 7\nA ")  # after a turn that was cut off, with any last token
     assert writer(BARE).between("7", ids("x.")) == ids("\ntool 7\nA ")
 
 

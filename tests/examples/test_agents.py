@@ -1,4 +1,4 @@
-"""The examples of environments: their logic by hand, and each run for a few steps, as its command line does."""
+"""Test the examples of environments: their logic, and a few training steps with their command lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def example(monkeypatch):
 
 
 def talk(environment, row: dict, *texts: str) -> list[tuple]:
-    """What an environment answers: observation, reward, terminated, truncated."""
+    """Return what an environment answers to each text: observation, reward, terminated, truncated."""
 
     async def conversation():
         assert await environment.reset(row, seed=0) == ("", {})
@@ -56,12 +56,13 @@ def test_the_game_says_higher_and_lower_and_ends_with_the_secret(example):
 
 @pytest.mark.parametrize(("name", "sft_steps"), [("calculator_agent", 100), ("guessing_game", 3)])
 def test_an_example_runs_as_its_command_line_does(name, sft_steps, example, tmp_path, capsys):
-    """With as many steps of imitation as it takes to be right now and then: else there is nothing to learn from."""
+    """Imitation takes enough steps for the model to be sometimes right. Otherwise all rewards are equal and nothing
+    is learned."""
     steps = ["--sft-steps", str(sft_steps), "--steps", "2"]
     result = example(name).main(["--output-dir", str(tmp_path), "--seed", "1", *steps])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert Path(last["curves"]).read_bytes()[:4] == b"\x89PNG"
     assert len(result.series("turns")) == 2
     assert result.series("missing_rewards") == [0.0] * 2
-    assert result.series("first_logprob_diff_max")[0] < 1e-4  # log-probs of sampled turns are those of the whole text
+    assert result.series("first_logprob_diff_max")[0] < 1e-4  # log-probs of sampled turns equal those of the whole text
     assert (tmp_path / "grpo" / "final" / "actor" / "model.safetensors").exists()

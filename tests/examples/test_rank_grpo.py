@@ -1,4 +1,5 @@
-"""The example of a custom advantage estimator: its ranks by hand, and the invariances of a train step."""
+"""Test the example of a custom advantage estimator: its ranks for given rewards, and the
+invariances of a train step."""
 
 from __future__ import annotations
 

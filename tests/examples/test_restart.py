@@ -31,7 +31,7 @@ STAND_INS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a script did in a folder."""
+    """Results of a script that ran in a folder."""
 
     code: int
     calls: list[str]

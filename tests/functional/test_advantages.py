@@ -18,7 +18,7 @@ ALL = torch.ones(5, dtype=torch.bool)
 
 
 def reference_gae(rewards, values, gamma, lam, bootstrap):
-    """One sequence of trainable tokens, in plain Python."""
+    """Compute GAE of one sequence of trainable tokens in plain Python."""
     advantages, after, value_after = [], 0.0, bootstrap
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         after = reward + gamma * value_after - value + gamma * lam * after
@@ -64,7 +64,7 @@ def test_trap_c4_returns_are_raw_advantages_plus_values_on_the_mask():
     generator = torch.Generator().manual_seed(0)
     rewards_T, values_T = torch.randn(2, 12, generator=generator)
     mask_T = torch.rand(12, generator=generator) < 0.6
-    values_T[~mask_T] = 1e30  # what a critic says after the end, or on the prompt
+    values_T[~mask_T] = 1e30  # arbitrary critic values on prompts and after the end
     advantages_T, returns_T = gae(rewards_T, values_T, mask_T, cu_seqlens_of([5, 7]), gamma=0.9, lam=0.9)
     assert torch.equal(returns_T[mask_T], advantages_T[mask_T] + values_T[mask_T])
     assert not returns_T[~mask_T].any()

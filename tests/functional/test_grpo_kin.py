@@ -1,7 +1,8 @@
-"""GRPO and its kin are flags of one normalisation: each against its own formula, by name, in numpy.
+"""Compare GRPO and its variants, which are settings of one normalization, with their own formulas in numpy.
 
-Every reference is written as its paper or the peer named in it has it, one group at a time, with the constants of that
-peer. Groups are ragged and stand in any order.
+Each reference follows its paper or the named library, one group at a time, with the constants of that library.
+Groups are ragged, and their responses are in any order.
+
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.functional.test_normalization import flags, over_ranks
 
 
 class Rollout:
-    """Ragged groups of at least two responses of at least one token, some of whose tokens do not train."""
+    """Ragged groups of at least two responses. Each response has at least one token, and some
+    tokens are not trained."""
 
     def __init__(self, seed, binary=False):
         rng = np.random.default_rng(seed)
@@ -33,7 +35,7 @@ class Rollout:
         starts = np.cumsum(self.lengths) - self.lengths
         self.mask[starts] = True
         self.sequence = np.repeat(np.arange(n), self.lengths)
-        self.tokens = np.bincount(self.sequence, weights=self.mask)  # trained tokens of each response
+        self.tokens = np.bincount(self.sequence, weights=self.mask)  # trained tokens per response
         self.cu_seqlens = cu_seqlens_of(self.lengths.tolist())
 
     def normalized(self, spec, x=None):
@@ -45,7 +47,8 @@ class Rollout:
         return normalize(torch.as_tensor(x_T), group_T, torch.tensor(self.mask), **spec).numpy()
 
     def by_group(self, formula):
-        """`formula(rewards, trained tokens)` of each group, put back in its places."""
+        """Apply `formula(rewards, trained tokens)` to each group, and return the results in the order of the
+        responses."""
         out = np.zeros(len(self.rewards))
         for group in set(self.groups):
             members = self.groups == group
@@ -95,7 +98,8 @@ def test_one_number_per_response(formula, spec, rollout):
 @every_rollout
 @given(ANY_ROLLOUT)
 def test_lite_ppo_takes_the_mean_of_the_group_and_the_deviation_of_the_batch(rollout):
-    """arXiv:2508.08221; as TRL's `scale_rewards="batch"`, the deviation is that of the rewards, not of what is left."""
+    """arXiv:2508.08221. As with TRL's `scale_rewards="batch"`, the std is of the rewards before the mean is
+    subtracted."""
     spec = flags(Scope.group, Scope.batch, unbiased=True, eps=1e-4)
     expected = rollout.by_group(dr_grpo) / (rollout.rewards.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(rollout.normalized(spec), expected, rtol=1e-9, atol=1e-12)
@@ -104,14 +108,15 @@ def test_lite_ppo_takes_the_mean_of_the_group_and_the_deviation_of_the_batch(rol
 @every_rollout
 @given(ANY_ROLLOUT)
 def test_opo_is_the_group_mean_at_token_level(rollout):
-    """arXiv:2505.23585: the baseline is sum(length * reward) / sum(length), the mean of rewards given to each token."""
+    """arXiv:2505.23585: the baseline is sum(length * reward) / sum(length), the mean of the rewards assigned to each
+    token."""
     got = rollout.normalized_tokens(flags(Scope.group, Scope.none), rollout.rewards[rollout.sequence])
     expected = rollout.by_group(opo)[rollout.sequence] * rollout.mask
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
 
 
 def whitened(x, mask):
-    """verl's masked_whiten: the sample variance, and eps inside the root."""
+    """Compute verl's masked_whiten: the sample variance, with eps inside the root."""
     values = x[mask]
     return np.where(mask, (x - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8), 0)
 
@@ -122,7 +127,7 @@ WHITENING = flags(Scope.batch, Scope.batch, unbiased=True, eps=1e-8, eps_inside_
 @every_rollout
 @given(ANY_ROLLOUT, st.sampled_from([1.0, 0.9]))
 def test_reinforce_plus_plus_whitens_the_returns_of_tokens_over_the_batch(rollout, gamma):
-    """arXiv:2501.03262, as in verl, with a KL penalty in the rewards of tokens."""
+    """arXiv:2501.03262, as in verl, with a KL penalty in the token rewards."""
     kl = np.random.default_rng(0).normal(size=len(rollout.mask))
     mask_T = torch.tensor(rollout.mask)
     rewards_T = token_rewards(
@@ -143,7 +148,7 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens_over_the_batch(rollou
 @every_rollout
 @given(ANY_ROLLOUT)
 def test_reinforce_plus_plus_baseline_is_two_normalisations_in_a_row(rollout):
-    """arXiv:2501.03262: rewards less their group's mean, then whitened over the tokens of the batch."""
+    """arXiv:2501.03262: subtract the group mean from the rewards, then whiten over the tokens of the batch."""
     first = rollout.normalized(flags(Scope.group, Scope.none))
     got = rollout.normalized_tokens(WHITENING, first[rollout.sequence])
     expected = whitened(rollout.by_group(dr_grpo)[rollout.sequence], rollout.mask)
@@ -151,7 +156,8 @@ def test_reinforce_plus_plus_baseline_is_two_normalisations_in_a_row(rollout):
 
 
 def gpg(rollout):
-    """arXiv:2504.02546 with F_norm = 1: alpha (r - mean), alpha = B / (B - M), M responses in groups of one reward."""
+    """arXiv:2504.02546 with F_norm = 1: alpha (r - mean) with alpha = B / (B - M). M responses are in groups of equal
+    rewards."""
     constant = rollout.by_group(lambda r, _: np.full(len(r), np.ptp(r) == 0)).astype(bool)
     alpha = len(constant) / max((~constant).sum(), 1) if (~constant).any() else 1.0
     return alpha, alpha * rollout.by_group(dr_grpo), constant
@@ -194,8 +200,8 @@ def test_the_loss_of_gpg_and_that_rescaling_is_leaving_constant_groups_out(seed)
 def test_gpg_by_hand_and_what_verl_counts_instead():
     rewards_S, group_S = torch.tensor([1.0, 1, 1, 0, 0, 0]), torch.tensor([5, 5, 2, 2, 9, 9])
     everyone = torch.ones(6, dtype=torch.bool)
-    assert degenerate_rescale(rewards_S, group_S, everyone).item() == 3  # only group 2 says something
-    assert len(rewards_S) / rewards_S.count_nonzero().item() == 2  # verl's alpha: half of the answers are right
+    assert degenerate_rescale(rewards_S, group_S, everyone).item() == 3  # only group 2 has different rewards
+    assert len(rewards_S) / rewards_S.count_nonzero().item() == 2  # alpha of verl: half of the answers are right
     assert degenerate_rescale(rewards_S, group_S, group_S != 5).item() == 2
     assert degenerate_rescale(rewards_S, group_S, group_S == 5).item() == 1
     assert degenerate_rescale(rewards_S, group_S, ~everyone).item() == 1

@@ -1,8 +1,9 @@
-"""What must hold for every loss, estimator and aggregation, whoever wrote it (traps A5, A6, A14, D1, D13).
+"""Test invariances of all losses, estimators and aggregations, including new ones (traps A5, A6, A14, D1, D13).
 
-The functions are found by introspection and fed by argument name, so a new public function in `losses`, `objectives`,
-`kl`, `advantages` or `aggregation` is tested the moment it exists. If it has an argument that this file does not know,
-the tests fail and say what to add.
+The tests find functions by introspection and pass arguments by name. They include each new public function in
+`losses`, `objectives`, `kl`, `advantages` or `aggregation`. If a function has an unknown argument, the tests fail and
+the message says what to add.
+
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def number(generator: torch.Generator, size: int) -> Tensor:
     return torch.randn(size, generator=generator, dtype=torch.float64)
 
 
-# How a tensor argument is made. A name in _T is one value per token, in _S one per sequence.
+# Functions that create tensor arguments. Names with _T have one value per token, names with _S one per sequence.
 TENSORS: dict[str, Callable[[torch.Generator, int], Tensor]] = {
     "logprobs_T": logprob,
     "old_logprobs_T": logprob,
@@ -54,7 +55,7 @@ TENSORS: dict[str, Callable[[torch.Generator, int], Tensor]] = {
     "scores_S": number,
     "bootstrap_S": number,
 }
-# The values that a plain argument takes; every combination is tested. Enums are enumerated by their annotation.
+# Values of plain arguments. All combinations are tested. Enum values come from the annotations.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "clip_low": (0.2,),
     "clip_high": (0.3,),
@@ -81,12 +82,12 @@ HOW_TO_TEACH = (
 
 @dataclass(frozen=True)
 class Case:
-    """A public function, with one choice of its plain arguments and of which optional tensors are given."""
+    """Public function with one choice of its plain arguments, and of the optional tensors to pass."""
 
     function: Callable[..., Any]
     tensors: tuple[str, ...]
     options: dict[str, Any]
-    whole: bool  # takes cu_seqlens
+    whole: bool  # whether the function needs cu_seqlens
 
     def __str__(self) -> str:
         chosen = [f"{k}={v.value if isinstance(v, Enum) else v}" for k, v in self.options.items()]
@@ -118,7 +119,7 @@ def cases_of(function: Callable[..., Any]) -> Iterator[Case]:
 
 
 def combination_is_valid(tensors: tuple[str, ...], options: dict[str, Any]) -> bool:
-    """Leaves out what the functions refuse, as their own tests show."""
+    """Exclude combinations that the functions reject. Other tests cover these errors."""
     if options.get("kl_coef") and "kl_T" not in tensors:
         return False
     return "constant" not in options or (options["constant"] is not None) == (
@@ -150,7 +151,7 @@ class Batch:
         return Batch(lengths, mask_T, tensors, number(generator, size["T"]).to(dtype))
 
     def take(self, rows: list[int]) -> Batch:
-        """The sequences `rows`, packed in that order."""
+        """Return the sequences `rows`, packed in that order."""
         slots_T = self.slots(rows)
         tensors = {name: x[slots_T if name.endswith("_T") else rows] for name, x in self.tensors.items()}
         lengths = [self.lengths[row] for row in rows]
@@ -161,7 +162,7 @@ class Batch:
         return torch.tensor([t for row in rows for t in range(starts[row], starts[row + 1])], dtype=torch.int64)
 
     def spoil(self, garbage: float | None) -> Batch:
-        """Fill every slot off the mask, of every token-level input, and the values of sequences with no such slot."""
+        """Overwrite token-level inputs off the mask, and sequence-level inputs of sequences without trained tokens."""
         generator = torch.Generator().manual_seed(9)
         index_T = sequence_index(cu_seqlens_of(self.lengths))
         trained_S = torch.zeros(len(self.lengths), dtype=torch.bool)
@@ -180,7 +181,7 @@ class Outcome:
 
 
 def run(case: Case, batch: Batch) -> Outcome:
-    """Outputs, and the gradient by each tensor of all outputs times a fixed weight per token."""
+    """Return outputs, and the gradient of their weighted sum with respect to each tensor (fixed weights per token)."""
     leaves = {name: batch.tensors[name].clone().requires_grad_() for name in case.tensors}
     arguments = {**leaves, **case.options, "mask_T": batch.mask_T}
     if case.whole:
@@ -207,7 +208,7 @@ def partitions() -> Iterator[list[list[int]]]:
 
 
 def put_together(batch: Batch, parts: list[list[int]], outcomes: list[Outcome]) -> Outcome:
-    """The outcomes of the micro-batches as that of the whole: tokens back in their slots, scalars added up."""
+    """Combine the outcomes of micro-batches: put tokens back in their slots, and sum scalars."""
     slots_T = torch.cat([batch.slots(rows) for rows in parts])
 
     def join(pieces: list[Tensor]) -> Tensor:
@@ -283,7 +284,7 @@ def test_trap_d13_every_loss_under_every_aggregation_is_blind_to_the_partition(c
     leaf = "logprobs_T" if "logprobs_T" in case.tensors else case.tensors[0]
 
     def parts_of_loss(parts):
-        shared = torch.ones((), dtype=torch.float64, requires_grad=True)  # stands for a parameter of the network
+        shared = torch.ones((), dtype=torch.float64, requires_grad=True)  # represents a parameter of the network
         total, weight = torch.zeros((), dtype=torch.float64), torch.zeros(())
         for rows in parts:
             part = batch.take(rows)
@@ -332,7 +333,7 @@ def test_trap_d13_an_unknown_argument_fails_and_says_what_to_do():
 
 
 def leaky_mean(logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The classic mistake: a mean per micro-batch, over the padding as well."""
+    """Return a common error: a mean per micro-batch that includes the padding."""
     return -logprobs_T * mask_T / len(logprobs_T)
 
 

@@ -23,7 +23,7 @@ LOGPROB = st.floats(-15, 0)
 
 
 def expected_estimate(z, estimator):
-    """The exact expectation of an estimator over the three words that the policy softmax(z) may sample."""
+    """Return the exact expectation of an estimator over the three words that the policy softmax(z) may sample."""
     logp = z.log_softmax(0)
     return (logp.detach().exp() * kl_estimate(logp, REF.log(), ALL, estimator)).sum()
 
@@ -114,7 +114,7 @@ def test_a_nan_on_the_mask_is_not_hidden():
 @pytest.mark.parametrize(
     ("kl", "n_steps", "expected"),
     [
-        (6.0, 64, 0.15),  # no error, no change
+        (6.0, 64, 0.15),  # no error, so no change
         (6.6, 1000, 0.15 * (1 + 0.1 * 0.1)),
         (5.4, 1000, 0.15 * (1 - 0.1 * 0.1)),
         (600.0, 1000, 0.15 * (1 + 0.2 * 0.1)),  # clipped above

@@ -31,7 +31,7 @@ def make(kind="plain", seed=0, dtype=torch.float64, n=N, grad=True):
 
 
 def reference(hidden, head, targets, temperature):
-    """Log-probs and entropies through plain autograd on whole logits, written out again."""
+    """Compute log-probs and entropies with plain autograd on all logits."""
     logits = hidden @ head.weight_VH.T
     if head.bias_V is not None:
         logits = logits + head.bias_V
@@ -43,7 +43,7 @@ def reference(hidden, head, targets, temperature):
 
 
 def weighted(*outputs):
-    """A scalar in which every token has a weight of its own."""
+    """Return a scalar in which each token has a different weight."""
     total = 0.0
     for i, x in enumerate(outputs):
         total = total + (x * torch.linspace(-1, 2 + i, len(x), dtype=x.dtype)).sum()
@@ -111,7 +111,7 @@ def test_trap_b8_nothing_of_the_size_of_the_logits_is_kept(with_entropy, kind):
 
 
 def test_trap_b8_memory_of_one_call_is_a_few_chunks():
-    """Counts every allocation of the two passes: the largest single one is a chunk, not [N, V]."""
+    """Inspect all allocations of both passes: the largest one is a chunk, smaller than [N, V]."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 8, generator=generator, requires_grad=True)
     head = LMHead(torch.randn(4096, 8, generator=generator, requires_grad=True))

@@ -25,7 +25,7 @@ def ones(n):
 
 
 def at_ratio(ratio, advantage, **options):
-    """The loss of one token, and its derivative by the ratio."""
+    """Return the outputs and loss of one token, and the derivative of the loss with respect to the ratio."""
     logprobs_T = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     out = policy_loss(
         logprobs_T, torch.zeros(1).double(), torch.tensor([advantage], dtype=torch.float64), ones(1), **options
@@ -34,7 +34,8 @@ def at_ratio(ratio, advantage, **options):
     return out, out.loss_T.item(), float(logprobs_T.grad) / ratio
 
 
-# ratio, advantage, loss, d loss / d ratio, clipped, dual clipped (clip 0.2 below, 0.3 above, dual clip at 3)
+# Columns: ratio, advantage, loss, d loss / d ratio, clipped, dual clipped (clip 0.2 below, 0.3 above, dual clip at
+# 3).
 TABLE = [
     (1.0, 2.0, -2.0, -2.0, False, False),
     (1.2, 2.0, -2.4, -2.0, False, False),
@@ -140,7 +141,7 @@ def test_a_floor_is_the_other_end_of_the_cap():
     weight_T, keep_T = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.mask)  # IcePop
     assert keep_T.tolist() == [True, False, False]
     assert weight_T.tolist() == [1, 0, 0]
-    weight_T, keep_T = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS on both sides
+    weight_T, keep_T = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS with both bounds
     assert keep_T.tolist() == [True] * 3
     assert weight_T.tolist() == [1, 2, 0.5]
     weight_T, keep_T = behavior_weights(*args, floor=0.5)
@@ -180,12 +181,12 @@ def test_trap_f10_every_weight_is_1_when_the_proximal_policy_is_the_behavior_pol
     assert keep_T.all()
 
 
-# value, old value, return, loss, d loss / d value, clipped (clip 0.2)
+# Columns: value, old value, return, loss, d loss / d value, clipped (clip 0.2).
 VALUE_TABLE = [
     (1.0, 1.0, 3.0, 2.0, -2.0, False),
     (1.1, 1.0, 3.0, 1.805, -1.9, False),
-    (1.5, 1.0, 3.0, 1.62, 0.0, True),  # moved towards the target beyond the range: held at 1.2
-    (0.5, 1.0, 3.0, 3.125, -2.5, False),  # moved away: the unclipped error is the larger
+    (1.5, 1.0, 3.0, 1.62, 0.0, True),  # moved beyond the range towards the target: clipped to 1.2
+    (0.5, 1.0, 3.0, 3.125, -2.5, False),  # moved away from the target: the unclipped error is larger
     (1.5, 1.0, 0.0, 1.125, 1.5, False),
 ]
 
@@ -212,7 +213,8 @@ def test_trap_c14_values_inside_the_range_are_not_clipped_by_rounding():
     generator = torch.Generator().manual_seed(0)
     values_T, old_T, returns_T = torch.rand(3, 1000, generator=generator) * 0.19 - 0.095
     held_T = old_T + (values_T - old_T).clamp(-0.2, 0.2)
-    assert ((held_T - returns_T) ** 2 > (values_T - returns_T) ** 2).any()  # what clipping the step would report
+    # so an error computed from the clipped step alone would count as clipped
+    assert ((held_T - returns_T) ** 2 > (values_T - returns_T) ** 2).any()
     _, clipped_T = value_loss(values_T, old_T, returns_T, ones(1000), clip=0.2)
     assert not clipped_T.any()
 

@@ -25,7 +25,7 @@ def fed(batches, kind=CUMULATIVE, **options):
 
 
 def trlx(batches):
-    """trlX's running moments by the letter: mean, and the sample deviation of all values so far."""
+    """Compute trlX's running moments: the mean and the sample std of all values so far."""
     mean, var, count = 0.0, 1.0, 1e-24
     for values in batches:
         n, batch_mean, batch_var = len(values), np.mean(values), np.var(values)
@@ -36,7 +36,7 @@ def trlx(batches):
 
 
 def realhf(batches, beta):
-    """realhf's exponential moments: averages of values and of squares, both divided by 1 - beta^updates."""
+    """Compute realhf's exponential moments: averages of values and squares, both divided by 1 - beta^updates."""
     mean = square = debias = 0.0
     for values in batches:
         mean = beta * mean + (1 - beta) * np.mean(values)
@@ -65,7 +65,7 @@ def test_exponential_moments_are_those_of_realhf(beta):
 
 def test_by_hand():
     moments = fed([[1.0, 3.0]], EXPONENTIAL, beta=0.9)
-    assert (moments.mean, moments.std) == (2.0, 1.0)  # no bias towards the start at 0
+    assert (moments.mean, moments.std) == (2.0, 1.0)  # no bias towards the initial value 0
     moments = fed([[1.0, 3.0], [8.0]], EXPONENTIAL, beta=0.5)
     assert moments.mean == pytest.approx((2 * 1 + 8 * 2) / 3)
     assert moments.std**2 == pytest.approx((5 * 1 + 64 * 2) / 3 - 36)
@@ -142,7 +142,7 @@ def test_trap_a6_nothing_off_the_mask_has_an_effect(kind, garbage):
     mask_N = torch.tensor([True, False, True])
     clean.update(torch.tensor([1.0, 0.0, 3.0]), mask_N)
     dirty.update(torch.tensor([1.0, garbage, 3.0]), mask_N)
-    dirty.update(torch.full((3,), garbage), torch.zeros(3, dtype=torch.bool))  # and an empty batch changes nothing
+    dirty.update(torch.full((3,), garbage), torch.zeros(3, dtype=torch.bool))  # an empty batch has no effect
     dirty.update(torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     assert dirty.state_dict() == clean.state_dict()
 

@@ -19,7 +19,7 @@ from realign.functional.packed import cu_seqlens_of
 def flags(
     mean=Scope.batch, std=Scope.batch, *, leave_one_out=False, unbiased=False, eps=1e-8, eps_inside_sqrt=False
 ) -> dict:
-    """All keywords of `normalize` except `reduce`."""
+    """Return all keyword arguments of `normalize` except `reduce`."""
     return dict(locals())
 
 
@@ -35,7 +35,7 @@ def of_group(values, spec=GROUP):
 
 
 def reference(x, group, mask, spec):
-    """`normalize` by the letter, in numpy, one element at a time."""
+    """Compute `normalize` from its definition in numpy, one element at a time."""
     out = np.zeros(len(x))
     for i in np.flatnonzero(mask):
         units = {Scope.batch: mask, Scope.group: mask & (group == group[i])}
@@ -157,7 +157,7 @@ def test_trap_e9_rejected_rows_touch_nobody(scopes, garbage):
 
 
 def test_trap_e11_where_eps_stands():
-    x = [0.0, 2.0]  # deviation 1
+    x = [0.0, 2.0]  # standard deviation 1
     outside = flags(Scope.group, Scope.group, eps=1.0)
     inside = flags(Scope.group, Scope.group, eps=1.0, eps_inside_sqrt=True)
     assert of_group(x, outside).tolist() == pytest.approx([-0.5, 0.5])
@@ -197,7 +197,7 @@ def test_trap_c13_dtypes():
 
 
 def over_ranks(parts, call):
-    """Run `call(part, reduce)` on one thread per part; `reduce` adds up over the threads."""
+    """Run `call(part, reduce)` in one thread per part. `reduce` sums over the threads."""
     barrier, slots, results = threading.Barrier(len(parts), timeout=20), [None] * len(parts), [None] * len(parts)
 
     def worker(rank):

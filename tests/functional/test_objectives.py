@@ -1,4 +1,4 @@
-"""Every policy objective against its formula, written here one sequence and one token at a time in plain floats."""
+"""Compare each policy objective with its formula, computed one sequence and one token at a time in plain floats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss_of(
     tau_pos=1.0,
     tau_neg=1.05,
 ):
-    """The objective of this name; a bound that is None does not apply."""
+    """Compute the objective of this name. A bound of None is not applied."""
     args = (logprobs_T, old_T, advantages_T, mask_T)
     top = math.inf if high is None else high
     bottom = 1.0 if low is None else low
@@ -62,9 +62,11 @@ def within(x, low, high):
 
 
 def reference(logp, old, adv, mask, weight, objective, low, high, dual, tau_pos, tau_neg):
-    """One sequence: the loss of each token, and d (sum of cotangent * loss) / d logp as a function of the cotangents.
+    """Return the loss of each token of one sequence, and d (sum of cotangent * loss) / d logp as a function of
+    cotangents.
 
-    All in Python floats, the derivative by hand. `low` and `high` are bounds of the ratio (of its logarithm in gmpo).
+    The derivatives are manual and use Python floats. `low` and `high` bound the ratio (in gmpo: its logarithm).
+
     """
     tokens = [t for t in range(len(logp)) if mask[t]]
     n = max(len(tokens), 1)
@@ -135,7 +137,7 @@ SETTINGS = [
 
 
 def of_formula(rows, objective, options, cotangent_T, *, weighted=False):
-    """The loss of every token, and the gradient of its product with `cotangent_T`, from `reference`."""
+    """Return the loss of each token, and the gradient of its product with `cotangent_T`, from `reference`."""
     low, high = options["low"], options["high"]
     if objective == "gmpo":
         bounds = (-math.inf if low is None else -low, math.inf if high is None else high)
@@ -187,7 +189,7 @@ def test_the_settings_above_reach_every_branch():
 
 
 def at_ratio(objective, ratio, advantage, **options):
-    """The loss of a sequence of one token whose old log-prob is 0, its derivative by the log-prob, and all outputs."""
+    """Return the loss of a one-token sequence with old log-prob 0, its derivative by the log-prob, and all outputs."""
     logprobs_T = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     options = {"low": 0.2, "high": 0.3, **options}
     advantages_T = torch.tensor([advantage], dtype=torch.float64)
@@ -198,7 +200,7 @@ def at_ratio(objective, ratio, advantage, **options):
     return out.loss_T.item(), float(logprobs_T.grad), out
 
 
-# ratio, advantage, loss, d loss / d log-prob, clipped; by hand, clip 0.2 below and 0.3 above
+# Columns: ratio, advantage, loss, d loss / d log-prob, clipped. Computed manually with clip 0.2 below and 0.3 above.
 GOLDEN = {
     "clip": [(1.5, 2, -2.6, 0, True), (0.5, 2, -1, -1, False), (0.5, -2, 1.6, 0, True), (1.5, -2, 3, 3, False)],
     "gspo": [(1.5, 2, -2.6, 0, True), (0.5, 2, -1, -1, False), (0.5, -2, 1.6, 0, True), (1.5, -2, 3, 3, False)],
@@ -270,7 +272,7 @@ def test_trap_f6_sequence_ratios_equal_a_padded_reference(objective):
         moves[i, : len(logp)], mask[i, : len(logp)] = logp - old, kept
         advantages[i] = adv[0] if len(adv) else 0
     count = mask.sum(1)
-    if objective == "gmpo":  # as TRL and verl write it: one-sided, in logarithms
+    if objective == "gmpo":  # as in TRL and verl: one-sided, on logarithms
         moves = np.where(advantages >= 0, np.minimum(moves, 0.1), np.maximum(moves, -0.1))
     ratio = np.exp((moves * mask).sum(1) / np.maximum(count, 1))
     gain = ratio * advantages[:, 0]
@@ -295,7 +297,7 @@ def test_gspo_has_the_gradient_of_gspo_token_where_an_advantage_belongs_to_a_seq
     args = (mine, old_T, advantages_T, mask_T, cu_seqlens)
     out = loss_of(*args, objective="gspo", **options)
     aggregate(out.loss_T, mask_T, cu_seqlens, AggregationMode.seq_mean_token_mean).backward()
-    theirs = logprobs_T.clone().requires_grad_()  # s as a constant, times a token's own ratio to itself
+    theirs = logprobs_T.clone().requires_grad_()  # s as a constant, times the ratio of a token to its detached self
     log_s_T = out.ratio_T.log() + theirs - theirs.detach()
     loss_T = policy_loss(log_s_T, torch.zeros_like(log_s_T), advantages_T, mask_T, clip_low=0.02, clip_high=0.02).loss_T
     aggregate(loss_T, mask_T, cu_seqlens, AggregationMode.seq_mean_token_mean).backward()

@@ -31,9 +31,9 @@ def test_boundaries_of_ragged_sequences():
 
 
 def test_trap_a4_index_table_of_a_five_token_sequence():
-    """prompt p0 p1, response r2 r3 r4, packed behind another sequence: all that concerns token t stands at t."""
+    """Pack prompt p0 p1 and response r2 r3 r4 after another sequence: all values of token t are at index t."""
     cu_seqlens = cu_seqlens_of([1, 5])
-    hidden_T = torch.tensor([9.0, 0.0, 1.0, 2.0, 3.0, 4.0])  # what the model computed at each slot
+    hidden_T = torch.tensor([9.0, 0.0, 1.0, 2.0, 3.0, 4.0])  # output of the model at each slot
     loss_mask_T = torch.tensor([False, False, False, True, True, True])
     assert previous(hidden_T, cu_seqlens, -1.0).tolist() == [-1.0, -1.0, 0.0, 1.0, 2.0, 3.0]
     assert last_true(loss_mask_T, cu_seqlens).tolist() == [-1, 5]

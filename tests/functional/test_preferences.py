@@ -35,7 +35,8 @@ def test_pairs_are_neighbours_and_the_larger_label_is_chosen():
     pairs = pairs_by_label(labels, torch.tensor([True] * 7 + [False]))
     assert pairs.chosen_P.tolist() == [0, 3, 4, 6]
     assert pairs.rejected_P.tolist() == [1, 2, 5, 7]
-    assert pairs.counts_P.tolist() == [True, True, False, False]  # equal labels; an absent response
+    # equal labels do not count; neither does an absent response
+    assert pairs.counts_P.tolist() == [True, True, False, False]
     with pytest.raises(ValueError, match="even number of sequences, found 3"):
         pairs_by_label(torch.zeros(3), torch.ones(3, dtype=torch.bool))
 
@@ -61,7 +62,7 @@ def test_pairwise_loss_by_hand():
 
 
 def divergence_reference(values, ids, chosen, rejected, margin):
-    """Plain Python: walk from the first difference to the end of the longer one."""
+    """Compute the loss in plain Python, from the first difference to the end of the longer response."""
     a, b = ids[chosen], ids[rejected]
     end = max(len(a), len(b))
     if not end:
@@ -100,7 +101,8 @@ def test_divergence_loss_leaves_out_what_the_two_share_and_differentiates_the_re
     after = f64(9.0, 1.0, 2.0, -9.0, 0.0).requires_grad_()
     pairs = pairs_by_label(f64(1.0, 0.0), torch.tensor([True, True]))
     loss = divergence_loss(after, torch.tensor([5, 6, 7, 5, 8]), torch.tensor([0, 3, 5]), pairs)
-    assert loss.item() == pytest.approx((softplus(-1.0) + softplus(-2.0)) / 2)  # 1 - 0, then 2 - 0 (held)
+    # 1 - 0, then 2 - 0 (last score repeated)
+    assert loss.item() == pytest.approx((softplus(-1.0) + softplus(-2.0)) / 2)
     loss.sum().backward()
     down = [math.exp(-softplus(x)) / 2 for x in (1.0, 2.0)]
     assert after.grad.tolist() == pytest.approx([0, -down[0], -down[1], 0, sum(down)])

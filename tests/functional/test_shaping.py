@@ -11,7 +11,7 @@ from realign.functional.shaping import keep_best, overlong_penalty
 
 
 def test_the_penalty_of_dapo_equation_13():
-    # limit 10, buffer 4: nothing up to 6, then a quarter per token, 1 at the limit and beyond
+    # Limit 10, buffer 4: no penalty up to 6 tokens, then a quarter per token, and 1 from the limit on.
     lengths_S = torch.tensor([0, 5, 6, 7, 8, 9, 10, 11])
     expected = [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
     assert overlong_penalty(lengths_S, 10, 4, 1.0).tolist() == expected
@@ -49,10 +49,11 @@ def best(rewards, groups, valid, k):
 def test_the_best_of_each_group():
     rewards, groups = [1, 5, 3, 2, 2, 2, 9], [8, 8, 8, 4, 4, 4, 1]
     everyone = [True] * 7
-    assert best(rewards, groups, everyone, 1) == [1, 3, 6]  # among equals the first
+    assert best(rewards, groups, everyone, 1) == [1, 3, 6]  # ties are won by the first
     assert best(rewards, groups, everyone, 2) == [1, 2, 3, 4, 6]
     assert best(rewards, groups, everyone, 3) == list(range(7))
-    assert best(rewards, [8, 4, 8, 4, 8, 4, 1], everyone, 1) == [1, 2, 6]  # groups need not stand together
+    # the responses of a group need not be adjacent
+    assert best(rewards, [8, 4, 8, 4, 8, 4, 1], everyone, 1) == [1, 2, 6]
 
 
 def test_trap_e9_rejected_responses_take_no_place():
@@ -81,7 +82,7 @@ def test_the_choice_is_that_of_sorting_each_group(rows, k):
 
 
 def test_ties_go_to_the_first_in_batches_of_any_size():
-    rewards_S, group_S = torch.zeros(20_000), torch.arange(20_000) % 2  # sizes at which a plain sort reorders equals
+    rewards_S, group_S = torch.zeros(20_000), torch.arange(20_000) % 2  # at this size an unstable sort reorders ties
     rewards_S[::7] = 1
     keep_S = keep_best(rewards_S, group_S, torch.ones(20_000, dtype=torch.bool), 3)
     assert keep_S.nonzero()[:, 0].tolist() == [0, 7, 14, 21, 28, 35]

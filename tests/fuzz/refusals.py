@@ -1,4 +1,5 @@
-"""What every fuzz target asks: a call gives something that works, or a ValueError of ours that names the thing."""
+"""Shared oracle of all fuzz targets: a call returns a usable result, or realign raises an error
+that names the cause."""
 
 from __future__ import annotations
 
@@ -16,26 +17,27 @@ BOUNDED = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-"""Of the tests, which draw the same examples in every run; `benchmarks/fuzz.py` draws others."""
+"""Settings of the tests, which draw the same examples in every run. `benchmarks/fuzz.py` draws other examples."""
 
 
 class Refused:
-    """What stands in place of a result."""
+    """Result of a call that raised an intended error."""
 
     def __init__(self, message: str) -> None:
         self.message = message
 
 
 def attempt(call: Callable[[], Any], *names: str) -> Any:
-    """What `call` gives, or `Refused` if it raised an error on purpose.
+    """Return the result of `call`, or `Refused` if realign raised an error.
 
     Args:
-        call: what is tried.
-        names: the message must hold one of these; without any, it must just say something.
+        call: function to try.
+        names: texts of which the message must contain one. Without names, the message must not be empty.
 
     Raises:
-        AssertionError: the error was raised by numpy, torch or Python, and not by a `raise` of realign, or its
-            text names nothing.
+        AssertionError: numpy, torch or Python raised the error instead of a `raise` in realign, or its text has no
+            name.
+
     """
     try:
         return call()

@@ -1,6 +1,8 @@
-"""Checkpoints with damaged or forged files.
+"""Fuzz checkpoints with damaged or forged files.
 
-Oracle: what is read is bit for bit what was written, or the checkpoint is corrupt and the message names the file.
+Oracle: either reading returns bit for bit what was written, or the checkpoint is corrupt and the message names the
+file.
+
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ def tree() -> dict[str, Any]:
 
 @cache
 def pristine() -> tempfile.TemporaryDirectory[str]:
-    """A folder with a checkpoint, to be copied; it goes with the process."""
+    """Return a folder with a checkpoint to copy. It is removed at the end of the process."""
     folder = tempfile.TemporaryDirectory()
     write_checkpoint(Path(folder.name), 7, tree())
     return folder
 
 
 def read_or_named(folder: Path) -> None:
-    """The oracle."""
+    """Apply the oracle to a checkpoint folder."""
     checkpoint = Checkpoint(folder / "step_000007", 7)
     found = attempt(checkpoint.read, *FILES)
     if isinstance(found, Refused):
@@ -73,7 +75,7 @@ def test_damaged_bytes(name, at, put, cut, missing):
 
 
 def sealed(manifest: Any) -> bytes:
-    """A manifest as the library writes it, with a right sha256 of itself."""
+    """Return a manifest in the library's format, with its correct sha256."""
     if not isinstance(manifest, dict):
         return json.dumps(manifest).encode()
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()

@@ -1,7 +1,8 @@
-"""Shipped experiments with overrides that somebody could have typed, and others.
+"""Fuzz shipped experiments with plausible and implausible overrides.
 
-Oracles: an unknown key is never taken; what is taken stands in the resolved config, has no NaN, and the resolved config
-makes the same experiment again. Nothing that is named is called.
+Oracles: unknown keys raise errors. The resolved config contains each accepted value, has no NaN, and builds the same
+experiment again. Names in values are never called.
+
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ODD = st.one_of(
 
 
 def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Path and value of everything in a config, mappings and lists included."""
+    """Yield path and value of everything in a config, including mappings and lists."""
     if path:
         yield path, node
     items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
@@ -55,11 +56,11 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 @cache
 def whole(name: str) -> dict[str, Any]:
-    """Every value of a shipped experiment, defaults included."""
+    """Return all values of a shipped experiment, including defaults."""
     overrides = [f"experiment={name}"]
     try:
         config = compose(overrides)
-    except ConfigError as error:  # what only a user knows
+    except ConfigError as error:  # values that users must set
         missing = str(error).partition(". Set")[0].removeprefix("missing values: ").split(", ")
         values = {"interfaces.reward.function": "realign.rewards.arithmetic:exact_answer"}
         config = compose([*overrides, *(f"{key}={values.get(key, 'x')}" for key in missing)])
@@ -68,21 +69,21 @@ def whole(name: str) -> dict[str, Any]:
 
 @contextmanager
 def no_call() -> Iterator[None]:
-    """Fail where a config reaches something that does harm."""
+    """Fail if a config calls a function that could cause damage."""
     refuse = mock.Mock(side_effect=AssertionError("called"))
     with mock.patch.multiple(os, system=refuse, popen=refuse), mock.patch.object(subprocess, "Popen", refuse):
         yield
 
 
 def put(node: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Set what stands at `path`."""
+    """Set the value at `path`."""
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
 
 
 def get(node: Any, path: tuple[Any, ...]) -> Any:
-    """What stands at `path`; None where there is nothing."""
+    """Return the value at `path`, or None if there is none."""
     for key in path:
         if not isinstance(node, Mapping | list) or (isinstance(node, Mapping) and key not in node):
             return None
@@ -91,7 +92,7 @@ def get(node: Any, path: tuple[Any, ...]) -> Any:
 
 
 def check(plain: Mapping[str, Any]) -> Any:
-    """Build an experiment of plain values; what was taken makes itself again."""
+    """Build an experiment from plain values. An accepted config must build the same experiment again."""
 
     def build() -> tuple[ExperimentConfig, Any]:
         config = config_of(copy.deepcopy(dict(plain)))
@@ -121,7 +122,7 @@ def test_a_value_that_is_odd(name, data):
         return
     shown = get(found, path)
     if isinstance(value, int | float) and not isinstance(value, bool) and isinstance(shown, int | float):
-        assert float(shown) == float(value)  # what was typed is what is used
+        assert float(shown) == float(value)  # the accepted value equals the given one
     if path[-1] == "_target_" or (isinstance(value, dict) and value.get("_target_") in CALLABLES):
         assert value in (None, {}), f"{'.'.join(map(str, path))} took {value}"
 

@@ -1,7 +1,9 @@
-"""Data files: any bytes under any ending, and shipped datasets over them.
+"""Fuzz data files with arbitrary bytes and suffixes, and shipped datasets that read them.
 
-Oracle: a file that is read has the rows that Python's own reader finds in it, one for one, or it is refused by its
-name. What a dataset takes in can be sampled, and has the tokens of its text.
+Oracle: either the rows equal those of Python's own reader, or the error names the file. Rows accepted by a dataset
+can
+be sampled, and have the tokens of their text.
+
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ SEPARATOR = st.sampled_from([b"\n", b"\n", b"\r\n", b"\n\n", b"\r", b" ", b",", 
 
 @st.composite
 def damaged(draw: Any, whole: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes with a few of them changed, cut out, or put in."""
+    """Return bytes with some of them changed, removed or inserted."""
     data = draw(whole)
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(data)))
@@ -46,7 +48,7 @@ def damaged(draw: Any, whole: st.SearchStrategy[bytes]) -> bytes:
 
 
 def as_parquet(rows: list[dict[str, Any]]) -> bytes:
-    """The rows as a parquet file; all values as text, since a column has one type."""
+    """Return the rows as a parquet file. All values are text, since a column has one type."""
     names = sorted({name for row in rows for name in row})
     columns = {n: [str(r[n]).encode(errors="replace").decode() if n in r else None for r in rows] for n in names}
     out = io.BytesIO()
@@ -66,7 +68,7 @@ FILES = st.one_of(
 
 @contextmanager
 def written(name: str, data: bytes) -> Iterator[Path]:
-    """A file with these bytes, for as long as the block takes."""
+    """Write a file with these bytes for the duration of the block."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, name)
         file.write_bytes(data)
@@ -74,7 +76,7 @@ def written(name: str, data: bytes) -> Iterator[Path]:
 
 
 def plain_rows(name: str, data: bytes) -> list[Any] | None:
-    """What Python makes of the bytes; None where it makes nothing."""
+    """Return the rows that Python reads from the bytes, or None if it reads none."""
     try:
         if name.endswith(".jsonl"):
             return [json.loads(line) for line in io.BytesIO(data) if line.strip()]
@@ -89,7 +91,7 @@ def plain_rows(name: str, data: bytes) -> list[Any] | None:
 
 
 def is_text(row: Any) -> bool:
-    """Whether it can be written: half of a surrogate pair cannot."""
+    """Return whether a row can be encoded. Half of a surrogate pair cannot."""
     try:
         return bool(json.dumps(row, ensure_ascii=False, default=str).encode())
     except UnicodeEncodeError:
@@ -112,7 +114,7 @@ def test_rows_of_any_file(file, limit):
         return
     assert expected is not None
     assert 0 < len(found) <= (limit or len(expected))
-    assert repr(list(found.rows)) == repr(expected[:limit])  # NaN is not itself
+    assert repr(list(found.rows)) == repr(expected[:limit])  # NaN differs from itself
     assert all(isinstance(row, dict) for row in found.rows)
 
 
@@ -151,7 +153,7 @@ def test_a_dataset_of_any_rows(kind, rows, name):
 
 @cache
 def saved() -> tempfile.TemporaryDirectory[str]:
-    """A folder written by `save_to_disk`, to be copied; it goes with the process."""
+    """Return a folder written by `save_to_disk` to copy. It is removed at the end of the process."""
     import datasets
 
     folder = tempfile.TemporaryDirectory()

@@ -1,6 +1,7 @@
-"""Micro-batch plans and graphs of calls.
+"""Fuzz micro-batch plans and graphs of calls.
 
-Oracles: loads counted with plain loops; a graph judged by a search of its own, over the names alone.
+Oracles: loads are counted with plain loops. Graphs are checked by a separate search over names only.
+
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ METHODS = ("generate", "inference", "credit", "train_step")
 
 @st.composite
 def calls(draw: Any) -> dict[str, Any]:
-    """Arguments of an `RPC`, right more often than not."""
+    """Draw arguments of an `RPC`, which are usually valid."""
     method = draw(st.sampled_from([*METHODS, *METHODS, "infer", ""]))
     outputs = () if method == "train_step" and draw(st.integers(0, 3)) else draw(st.lists(KEYS, max_size=2))
     return {
@@ -97,7 +98,7 @@ def calls(draw: Any) -> dict[str, Any]:
 
 
 def call_is_right(call: dict[str, Any]) -> bool:
-    """The rules of one call."""
+    """Return whether a single call is valid."""
     own = {graph: name for name, graph in call["rename"].items()}
     seen = [[own.get(key, key) for key in call[side]] for side in ("inputs", "outputs")]
     return (
@@ -111,7 +112,7 @@ def call_is_right(call: dict[str, Any]) -> bool:
 
 
 def waits_for(call: dict[str, Any], given_: list[dict[str, Any]]) -> set[str]:
-    """Names of the calls that must come first."""
+    """Return the names of the calls that must come first."""
     before = {other["name"] for other in given_ if set(other["outputs"]) & set(call["inputs"])} | set(call["after"])
     if call["method"] == "train_step":
         before |= {o["name"] for o in given_ if o["model"] == call["model"] and o["method"] != "train_step"}
@@ -119,7 +120,7 @@ def waits_for(call: dict[str, Any], given_: list[dict[str, Any]]) -> set[str]:
 
 
 def can_be_ordered(given_: list[dict[str, Any]]) -> bool:
-    """Whether taking calls whose predecessors are done ends with all done."""
+    """Return whether an order exists in which each call follows its predecessors."""
     done: set[str] = set()
     for _ in given_:
         done |= {call["name"] for call in given_ if waits_for(call, given_) <= done}

@@ -1,7 +1,8 @@
-"""`Lengths` and `SequenceSample` under whatever they can be given.
+"""Fuzz `Lengths` and `SequenceSample` with arbitrary arguments.
 
-Oracle: plain Python over nested lists. What is accepted holds exactly what the lists say; what the lists allow is
+Oracle: plain Python over nested lists. Accepted samples contain exactly the values of the lists. All valid lists are
 accepted.
+
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4)
 
 
 def fits(counts: Any, flat: Any) -> bool:
-    """Whether these are lengths of something that could exist."""
+    """Return whether these are valid lengths."""
     for values in (counts, flat):
         if not isinstance(values, list) or not all(type(x) is int and 0 <= x <= LARGEST for x in values):
             return False
@@ -109,17 +110,17 @@ def test_nested_sequences_come_back_as_they_were_or_are_refused(nested):
             assert sequence.shape == expected.shape
             assert torch.equal(sequence.double().nan_to_num(7.25), expected.double().nan_to_num(7.25))
             if all(type(x) is int for x in given_) and not sequence.is_floating_point():
-                assert sequence.tolist() == list(given_)  # no digit is lost
+                assert sequence.tolist() == list(given_)  # the conversion keeps all digits
 
 
 class Plain:
-    """A sample as nested lists: for each key, for each prompt, its sequences."""
+    """Sample as nested lists: for each key and each prompt, its sequences."""
 
     def __init__(self, ids: list[str], data: dict[str, list[list[list[int]]]], rows: list[int]) -> None:
         self.ids, self.data, self.rows = ids, data, rows
 
     def packed(self) -> SequenceSample:
-        """The same as a sample."""
+        """Return the same data as a sample."""
         nested = {
             key: [[torch.tensor(s, dtype=torch.int64) for s in group] for group in groups]
             for key, groups in self.data.items()
@@ -127,12 +128,12 @@ class Plain:
         return SequenceSample.from_sequences(self.ids, nested, {"row": self.rows})
 
     def take(self, at: list[int]) -> Plain:
-        """These prompts."""
+        """Return the prompts at these indices."""
         data = {key: [groups[i] for i in at] for key, groups in self.data.items()}
         return Plain([self.ids[i] for i in at], data, [self.rows[i] for i in at])
 
     def assert_same(self, sample: SequenceSample) -> None:
-        """Compare everything."""
+        """Compare all data with a sample."""
         assert list(sample.ids) == self.ids
         assert set(sample.data) == set(self.data)
         assert list(sample.metadata.get("row", self.rows)) == self.rows
@@ -146,7 +147,8 @@ class Plain:
 
 @st.composite
 def plain_samples(draw: Any, prefix: str = "p") -> Plain:
-    """Some prompts; `mask` is cut as `input_ids`, `score` has one element per sequence, `free` is cut freely."""
+    """Draw some prompts. `mask` has the lengths of `input_ids`, `score` one element per sequence, and `free` any
+    lengths."""
     shapes, free = draw(PROMPTS), draw(PROMPTS)
     free = (free + [[]] * len(shapes))[: len(shapes)]
     count = iter(range(1000))
@@ -167,7 +169,7 @@ INDICES = st.one_of(st.lists(st.integers(-2, 6), max_size=5), st.lists(NUMBERS, 
 
 
 def as_indices(values: Any, n: int) -> list[int] | None:
-    """Indices below n, or None."""
+    """Return indices below n, or None if the values are not such indices."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     good = isinstance(plain, list) and all(type(i) is int and 0 <= i < n for i in plain)
     return plain if good else None

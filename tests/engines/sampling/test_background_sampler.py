@@ -100,7 +100,7 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
         for versions_T in one.sequences("versions"):
             changes = versions_T[versions_T >= 0].diff()
             assert changes.min() >= 0
-            assert int(changes.sum()) == 1  # old tokens, then new ones
+            assert int(changes.sum()) == 1  # tokens of the old version, followed by tokens of the new one
     later = engine.generate(prompts(range(5)), CONFIG, seed=2)
     same(later, tiny_engine(model={"seed": 7}).generate(prompts(range(5)), CONFIG, seed=2), exact=True)
 
@@ -215,7 +215,7 @@ def test_the_streaming_engine_meets_the_contract_of_samplers(name, max_slots):
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """Do something in another thread before decode step `number`, while the loop waits for `go_on`."""
+    """Run a function in another thread before decode step `number`, while the loop waits for `go_on`."""
     advance, count = Stream.advance, [0]
     reached, go_on = threading.Event(), threading.Event()
 
@@ -301,7 +301,7 @@ def test_no_decode_step_is_made_in_a_pause(open_engine, at_step):
 
 
 def sampled(completions, config):
-    """Tokens and log-probs of two prompts: those of the engine, or of submitted requests."""
+    """Return tokens and log-probs of two prompts, from the engine or from completions of submitted requests."""
     if completions is None:
         return tiny_engine().generate(prompts(range(2)), config, seed=1)
     from realign.api.sampler import sample_of
@@ -332,12 +332,12 @@ def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
     engine = StreamingEngine("actor", tiny_engine(max_slots=2))
     engine.pause()
     handles = [engine.submit(r) for r in requests_of(prompts(range(3)), LONG, 1)]
-    assert handles[0].cancel()  # before the loop has seen it
+    assert handles[0].cancel()  # canceled before the loop has seen it
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(handles[1].result)
         engine.resume()
         first.result()
-        assert handles[5].cancel()  # or ended: two slots for five responses of 100 tokens
+        assert handles[5].cancel()  # it cannot have ended: two slots serve five responses of 100 tokens
     assert [len(h.result().ids) for h in handles[1:5]] == [100] * 4
     assert len(handles[5].tokens().ids) < 100
     engine.close()

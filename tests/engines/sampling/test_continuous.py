@@ -42,7 +42,7 @@ def models():
 
 @torch.no_grad()
 def fresh_logprobs(model, ids, response):
-    """Of each response token, from one plain pass over the whole text."""
+    """Return the log-prob of each response token from one plain pass over the whole text."""
     text = torch.cat([ids, torch.tensor(response)])
     engine = tiny_engine()
     engine.load_weights(dict(model.named_parameters()))
@@ -53,7 +53,7 @@ def fresh_logprobs(model, ids, response):
 
 @torch.no_grad()
 def test_prompts_may_join_at_any_time_and_change_nothing_for_the_others(models):
-    """The cache grows in slots and in length while sequences are in it, and rows of responses are used again."""
+    """The cache gets more slots and longer slots while sequences use it, and rows of responses are reused."""
     want = {}
     for length, ids in ((3, range(10)), (40, range(10, 13))):
         alone = stream_of(models[0])
@@ -76,7 +76,7 @@ def test_prompts_may_join_at_any_time_and_change_nothing_for_the_others(models):
     stream.run()
     got |= {j: responses_of(stream, sequences_S) for j, sequences_S in calls.items()}
     assert stream.cache.length >= 43 + 24
-    assert len(stream.responses.lengths) < 26  # rows were used again
+    assert len(stream.responses.lengths) < 26  # rows were reused
     for i in range(13):
         for (tokens, logprobs, _), (want_tokens, want_logprobs, _) in zip(got[i], want[i], strict=True):
             assert tokens == want_tokens

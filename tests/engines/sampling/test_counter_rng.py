@@ -14,14 +14,14 @@ MASK = 2**64 - 1
 
 
 def splitmix64(state):
-    """One number of the generator as its authors wrote it, in Python's integers."""
+    """Return one number of SplitMix64, computed with Python integers as in the original code."""
     z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
     return z ^ (z >> 31)
 
 
 def test_numbers_are_those_of_splitmix64():
-    assert splitmix64(GAMMA) == 0xE220A8397B1DCDAF  # the first number of seed 0, in every implementation
+    assert splitmix64(GAMMA) == 0xE220A8397B1DCDAF  # first number of seed 0 in the reference implementations
     keys = [0, 1, -1, 2**62 + 12345, -(2**63)]
     first = [0, 3, 7, 1000, 0]
     found_KB = uniforms(torch.tensor(keys), torch.tensor(first), 4)
@@ -47,9 +47,10 @@ def test_numbers_are_uniform_within_a_stream_across_streams_and_in_pairs():
     for x in (found_KB.flatten(), found_KB[0], found_KB[5], uniforms(keys_B[:1], torch.zeros(1).long(), 16_000)[:, 0]):
         counts, _ = np.histogram(x, bins=64, range=(0, 1))
         expected = len(x) / 64
-        assert ((counts - expected) ** 2 / expected).sum() < 120  # 63 degrees of freedom: exceeded once in 60,000
+        # 63 degrees of freedom: random numbers exceed this once in 60,000 tests
+        assert ((counts - expected) ** 2 / expected).sum() < 120
     neighbours = [(found_KB[0], found_KB[1]), (found_KB[:, 0::2].ravel(), found_KB[:, 1::2].ravel())]
-    for x, y in neighbours:  # places of a response, responses of a prompt
+    for x, y in neighbours:  # positions of a response, and responses of a prompt
         counts, _, _ = np.histogram2d(x, y, bins=8, range=((0, 1), (0, 1)))
         expected = len(x) / 64
         assert ((counts - expected) ** 2 / expected).sum() < 120
@@ -76,7 +77,7 @@ def test_tokens_do_not_depend_on_slots_or_waves(model, max_slots):
 
 
 def test_tokens_do_not_depend_on_the_cut_or_the_order_of_the_batch(model):
-    """What makes 1, 2 and 3 ranks sample the same."""
+    """This makes runs with 1, 2 and 3 ranks sample the same tokens."""
     whole = sampled(model, range(12))
     assert sampled(model, [11, 3, 7, 0, 5, 1, 2, 4, 6, 8, 9, 10]) == whole
     parts = [sampled(model, ids) for ids in ([0, 4, 8], [5, 1], [2, 3, 6, 7, 9, 10, 11])]

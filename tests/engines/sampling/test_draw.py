@@ -21,7 +21,7 @@ def numbers(n, seed=0):
 
 
 def probabilities(logits, config):
-    """The distribution that `config` asks for, by the definitions, in plain Python."""
+    """Return the sampling distribution of `config`, computed from the definitions in plain Python."""
     exps = [math.exp(x / config.temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     if config.top_k:
@@ -60,7 +60,7 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(config):
     assert not found_V[want_V == 0].any()
     possible = want_V > 0
     chi_square = ((found_V - n * want_V)[possible] ** 2 / (n * want_V)[possible]).sum()
-    assert chi_square < 24  # 6 degrees of freedom: exceeded once in 2000 seeds
+    assert chi_square < 24  # 6 degrees of freedom: exceeded for one seed in 2000
 
 
 def test_draws_follow_the_probabilities():
@@ -73,7 +73,7 @@ def test_draws_follow_the_probabilities():
 
 
 def test_tokens_far_down_the_running_sum_can_be_drawn():
-    """Tokens of 1e-9 behind one that takes all the rest: an fp32 sum would stand still among them."""
+    """1000 tokens have probability 1e-9 and one has the rest: an fp32 running sum would not change between them."""
     probs_V = torch.cat([torch.tensor([1.0]), torch.full((1000,), 1e-9)])
     tokens_N = torch.tensor([1, 2, 500, 1000])
     uniform_N = (1.0 + 1e-9 * (tokens_N.double() - 0.5)) / (1.0 + 1e-9 * 1000)

@@ -53,7 +53,7 @@ def rollout(model, fused, max_slots=5, **config):
 def test_known_families_sample_the_same(case):
     family, overrides = KNOWN[case]
     model = tiny_model(family, **overrides)
-    for norm in (m for name, m in model.named_modules() if name.endswith("norm")):  # ones would hide an error
+    for norm in (m for name, m in model.named_modules() if name.endswith("norm")):  # weights of 1 would hide errors
         torch.nn.init.normal_(norm.weight, mean=1, std=0.3)
     fused = Fusion(model)
     got, want = rollout(model, fused), rollout(model, None)
@@ -69,7 +69,8 @@ def test_other_families_run_their_modules(family):
     fused = Fusion(model)
     found, want = rollout(model, fused, max_new_tokens=4), rollout(model, None, max_new_tokens=4)
     assert torch.equal(found["input_ids"], want["input_ids"])
-    torch.testing.assert_close(found["logprobs"], want["logprobs"])  # the layout of the head's weight differs
+    # not bitwise equal: the layout of the head's weight differs
+    torch.testing.assert_close(found["logprobs"], want["logprobs"])
     assert f"model family {model.config.model_type!r} is not supported" in fused.obstacle
 
 

@@ -23,7 +23,8 @@ def args(window=None, softcap=None, sinks_H=None):
 
 
 def decode_and_reference(layers, slots=4, dtype=torch.float32):
-    """Prefill, then decode `STEPS` tokens; and the packed attention of the whole sequences at once."""
+    """Return attention outputs of prefill and `STEPS` decode steps, and of packed attention over
+    the whole sequences."""
     total = [n + STEPS for n in PROMPTS]
     whole = [tuple(x.to(dtype) for x in qkv(i, sum(total), *shape)) for i, (shape, _) in enumerate(layers)]
     starts = [sum(total[:i]) for i in range(len(total))]

@@ -18,7 +18,7 @@ from tests.tiny import FAMILIES, OTHERS, VOCAB, tiny_model, tiny_tokenizer
 LENGTHS = (7, 1, 12, 4)
 EOS = 2
 UNTIED = {"tie_word_embeddings": False}
-"""With tied embeddings, random weights make a model repeat one token."""
+"""Settings without tied embeddings. With them, a model with random weights repeats one token."""
 
 
 def prompts(lengths=LENGTHS, seed=0):
@@ -55,7 +55,7 @@ def same(a, b):
 
 
 def assert_logprobs_are_those_of(plain, out, temperature=1.0, atol=1e-5):
-    """Against a forward pass of the model's own code over each sequence alone."""
+    """Compare with a forward pass of the model's own code over each single sequence."""
     for ids, logprobs, mask in zip(*(out.sequences(k) for k in ("input_ids", "logprobs", "loss_mask")), strict=True):
         with torch.no_grad():
             logits = plain(input_ids=ids[None], use_cache=False).logits[0] / temperature
@@ -73,7 +73,7 @@ def pair(family, **overrides):
 def test_sampled_logprobs_equal_a_plain_forward(family):
     ours, plain = pair(family)
     out = rollout(ours, n=3, max_slots=5, eos=range(2, 8), max_new_tokens=40, temperature=0.8)
-    assert len({len(r) for r in responses(out)}) > 3  # rows really leave at different times
+    assert len({len(r) for r in responses(out)}) > 3  # responses end at different steps
     assert_logprobs_are_those_of(plain, out, temperature=0.8)
 
 
@@ -118,7 +118,7 @@ def test_each_prompt_is_read_once_and_each_token_fed_once():
 
 
 def test_cache_is_cut_to_a_memory_budget(monkeypatch):
-    per_slot = 3 * 2 * (2 * 16) * (max(LENGTHS) + 24) * 4  # layers, k and v, heads x size, tokens, bytes
+    per_slot = 3 * 2 * (2 * 16) * (max(LENGTHS) + 24) * 4  # layers, keys and values, heads x size, tokens, bytes
     monkeypatch.setattr(decoding, "CACHE_BYTES", 5 * per_slot + 1)
     seen = []
 
@@ -254,7 +254,7 @@ def test_min_new_tokens_is_part_of_the_reported_distribution():
 
 
 class Syllables:
-    """A tokenizer whose tokens are one to three letters of two, so that strings cross tokens in many ways."""
+    """Tokenizer with tokens of one to three letters from {a, b}, so that strings span tokens in many ways."""
 
     words = ("a", "b", "ab", "ba", "aab", "bba", "")
 

@@ -39,7 +39,7 @@ def test_the_average_follows_the_formula_and_is_saved_beside_the_model(tmp_path)
     for seed in range(4):
         step(engine, seed)
         want = {name: DECAY * ema + (1 - DECAY) * own[name].detach().double() for name, ema in want.items()}
-    step(engine, step_if=lambda stats: False)  # no optimizer step, and so nothing to count in
+    step(engine, step_if=lambda stats: False)  # without an optimizer step, the average does not change
     trained = {name: p.detach().clone() for name, p in own.items()}
     engine.save(tmp_path / "out" / "actor")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["actor", "actor_ema"]
@@ -67,7 +67,7 @@ def test_the_average_of_adapters_is_saved_merged(tmp_path):
     a, b = (parameters[id(x["default"].weight)] for x in (layer.lora_A, layer.lora_B))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "actor_ema").model.layers[0].mlp.up_proj.weight
     torch.testing.assert_close(found, layer.base_layer.weight + 8 * b @ a, atol=1e-6, rtol=1e-6)
-    assert len(parameters) == 2 * 7 * 3  # adapters of seven linear layers in three blocks: the base has no average
+    assert len(parameters) == 2 * 7 * 3  # adapters of seven linear layers in three blocks; the base has no average
 
 
 def test_the_average_continues_exactly(tmp_path):

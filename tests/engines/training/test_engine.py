@@ -29,13 +29,13 @@ ONE = MicroBatchSpec()
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
 SPECS = [ONE, *(MicroBatchSpec(n_microbatches=n) for n in (2, 3, 4, 9))]
 SPECS += [MicroBatchSpec(max_tokens_per_microbatch=n) for n in (12, 15, 21, 40)]
-# plain gradient descent in disguise would hide nothing, but Adam's first step is lr * sign(gradient): a large eps
-# keeps the step proportional to the gradient, so that equal parameters mean equal gradients
+# The first step of Adam is lr * sign(gradient), which would hide errors. A large eps keeps the step proportional to
+# the gradient, so that equal parameters imply equal gradients.
 STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
 
 
 class Likelihood:
-    """A supervised loss in one of the aggregations, as an interface states it."""
+    """Supervised loss with a choice of aggregation, as an interface defines it."""
 
     def __init__(self, mode=AggregationMode.token_mean, constant=None):
         self.mode, self.constant = mode, constant
@@ -76,7 +76,7 @@ def assert_same(a, b, atol=1e-6):
 
 
 def test_one_step_equals_padded_reference_with_plain_torch():
-    """The gradient of a plain transformers forward pass, one sequence at a time, and the definition of Adam."""
+    """The reference uses a plain transformers pass per sequence and the definition of Adam."""
     engine = tiny_engine(optimizer=STEP)
     reference = copy.deepcopy(engine.module)
     reference.set_attn_implementation("eager")
@@ -109,7 +109,7 @@ def test_trap_d1_d3_step_does_not_depend_on_the_cut(mode):
     assert {n for _, _, n in results} >= {1.0, 2.0, 3.0, 4.0}
     for found, stats, _ in results[1:]:
         assert_same(found, results[0][0])
-        assert stats == pytest.approx(results[0][1], rel=1e-4)  # every metric, too
+        assert stats == pytest.approx(results[0][1], rel=1e-4)  # all metrics are equal, too
 
 
 def test_trap_d1_step_does_not_depend_on_the_order():
@@ -122,7 +122,8 @@ def test_trap_d1_step_does_not_depend_on_the_order():
 
 
 def test_trap_d1_golden_token_mean():
-    """Lengths 2, 4, 10 with per-token loss 1, 2, 3: token-mean 2.5, where means per micro-batch give 2.0 or 2.33."""
+    """Lengths 2, 4, 10 with per-token loss 1, 2, 3: the token mean is 2.5. Means per micro-batch would give 2.0 or
+    2.33."""
     data = random_sample([[2], [4], [10]], prompt=0)
     per_token = torch.tensor([1.0] * 2 + [2.0] * 4 + [3.0] * 10)
     data = data.with_tokens(given=per_token)
@@ -151,7 +152,7 @@ def test_trap_d5_group_size_does_not_scale_the_gradient():
 def test_trap_d7_microbatches_without_trainable_tokens_change_nothing():
     data = random_sample([[9, 4], [5], [6]])
     mask_T = data["loss_mask"].clone()
-    mask_T[13:18] = False  # the second prompt trains nowhere
+    mask_T[13:18] = False  # the second prompt has no trained tokens
     data = data.with_tokens(loss_mask=mask_T)
     results = []
     for sample, spec in ((data.take([0, 2]), ONE), (data, MicroBatchSpec(n_microbatches=3)), (data, ONE)):
@@ -166,7 +167,7 @@ def test_trap_d7_batch_without_trainable_tokens_is_no_step():
     data = random_sample([[9, 4], [5]])
     data = data.with_tokens(loss_mask=torch.zeros(18, dtype=torch.bool))
     engine = tiny_engine(optimizer=OptimizerSpec(lr=0.1, weight_decay=0.5, schedule=Schedule("linear", total=10)))
-    train(engine, random_sample([[7]]))  # moments are not zero
+    train(engine, random_sample([[7]]))  # now the moments of the optimizer are not zero
     before, lr = weights(engine), engine._stepper.lr
     stats = stat_values(train(engine, data))
     assert stats["skipped_steps"] == stats["zero_weight_steps"] == 1
@@ -224,7 +225,7 @@ def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
         assert stats["nonfinite_steps"] == stats["skipped_steps"] == 1
         assert "loss" not in stats
         assert moved(engine, before) == 0
-    assert stat_values(train(engine, data))["skipped_steps"] == 0  # a good step resets the count
+    assert stat_values(train(engine, data))["skipped_steps"] == 0  # a successful step resets the count
     after = weights(engine)
     for _ in range(2):
         with pytest.warns(UserWarning, match="is skipped"):
@@ -239,7 +240,7 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
     spec = OptimizerSpec(lr=0.1, weight_decay=0.5, schedule=Schedule("linear", total=10), ema_decay=0.5)
     engine = tiny_engine(optimizer=spec)
     data, loss, seen = random_sample(LENGTHS), Likelihood(), []
-    train(engine, random_sample(LENGTHS, seed=1))  # moments are not zero
+    train(engine, random_sample(LENGTHS, seed=1))  # now the moments of the optimizer are not zero
     before = copy.deepcopy(engine.state_dict())
     plain = stat_values(train(copy.deepcopy(engine), data))
 
@@ -250,7 +251,7 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
     for spec in (ONE, MicroBatchSpec(n_microbatches=3)):
         found = stat_values(engine.train_batch(data, spec, loss.loss, loss.weight, veto))
         assert (found["vetoed_steps"], found["skipped_steps"], found["optimizer_steps"]) == (1, 1, 0)
-        for name in ("nll", "nll_max", "loss", "grad_norm", "lr", "tokens"):  # reported as what they would have been
+        for name in ("nll", "nll_max", "loss", "grad_norm", "lr", "tokens"):  # reported as without the veto
             assert found[name] == pytest.approx(plain[name], rel=1e-5), name
         asked = {k: plain[k] for k in ("nll", "nll_max", "pair", "tokens")}
         assert {k: seen[-1][k] for k in asked} == pytest.approx(asked, rel=1e-5)
@@ -262,7 +263,7 @@ def test_a_vetoed_step_moves_no_weight_moment_schedule_or_average():
 
 
 def test_a_part_with_the_weight_of_the_whole_is_differentiated_and_applied():
-    """What two ranks would do: their gradients, added, are that of the whole batch; so are their merged metrics."""
+    """This is how two ranks train: their gradients sum to the gradient of the whole batch, and so do merged metrics."""
     engine, data, loss = tiny_engine(optimizer=STEP), random_sample(LENGTHS), Likelihood()
     weight, parts = loss.weight(data), data.chunks(2)
     gradients, metrics = [], []
@@ -287,7 +288,7 @@ def test_a_step_without_a_gradient_is_refused_or_counted():
 
 
 def assert_equal(a, b):
-    """Nested state, bit by bit."""
+    """Compare nested state bit by bit."""
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b)
     elif isinstance(a, dict):
@@ -303,7 +304,8 @@ def assert_equal(a, b):
 
 
 def test_a_batch_that_makes_no_step_for_another_reason_is_counted_as_that():
-    """The veto is asked where a step could be made: not for a batch of weight 0; a bad gradient counts as such."""
+    """The veto is only called if a step is possible. Batches of weight 0 and non-finite gradients are counted
+    separately."""
     engine, asked = tiny_engine(optimizer=STEP), []
 
     def veto(stats):
@@ -347,7 +349,7 @@ def test_gradient_is_clipped_to_its_norm():
     engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=limit))
     before = weights(engine)
     assert stat_values(train(engine, data))["grad_norm"] == pytest.approx(plain, rel=1e-5)  # the norm before clipping
-    # lr * g / (|g| + 1) is inverted to find the gradient that was used
+    # Invert lr * g / (|g| + 1) to obtain the gradient that was used.
     used = [(before[n] - x) / 1e-2 for n, x in weights(engine).items()]
     used = [u / (1 - u.abs()) for u in used]
     assert float(torch.stack([u.norm() for u in used]).norm()) == pytest.approx(limit, rel=1e-2)
@@ -357,7 +359,7 @@ def test_trap_d14_schedule_counts_optimizer_steps():
     engine = tiny_engine(optimizer=OptimizerSpec(lr=1.0, grad_clip=1e-9, schedule=Schedule("linear", total=4)))
     data, empty = random_sample([[7]]), random_sample([[2]])
     found = [stat_values(train(engine, d))["lr"] for d in (data, data, empty, data, data, data)]
-    assert found == pytest.approx([1.0, 0.75, 0.5, 0.5, 0.25, 0.0])  # the empty batch is no step
+    assert found == pytest.approx([1.0, 0.75, 0.5, 0.5, 0.25, 0.0])  # the empty batch is not a step
 
 
 def test_trap_d14_a8_schedule_counts_rollout_batches():
@@ -426,7 +428,7 @@ def test_settings_of_the_optimizer_are_those_of_now():
 
 
 def test_whether_rollouts_are_fused_is_found_out_with_the_weights_that_the_run_began_with(monkeypatch):
-    """A resumed run would otherwise compare with trained weights, and may then decide otherwise."""
+    """Otherwise a resumed run would compare with trained weights, and might decide differently."""
     prompt = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[5, 6, 7]]]})
     first = tiny_engine(optimizer=OptimizerSpec(lr=1e-2))
     assert not first.state_dict()["fused"]
@@ -449,7 +451,7 @@ def keep_logprobs(out, mb):
 
 
 class DifferenceToBefore:
-    """The largest change of log-probs since `before` was written."""
+    """Reports the largest difference between log-probs and `before`."""
 
     def loss(self, output, data):
         logprobs_T = output.logprobs()
@@ -462,7 +464,7 @@ class DifferenceToBefore:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trap_b1_b6_first_ratio_is_one(family, checkpointing):
-    """Dropout in the config; it is off, with and without recomputation in the backward pass."""
+    """The config sets dropout. The engine disables it, with and without gradient checkpointing."""
     rates = {"gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"), "opt": ("dropout", "attention_dropout")}
     rates |= {"gpt_neox": ("attention_dropout", "hidden_dropout"), "phi3": ("resid_pdrop", "embd_pdrop")}
     config = dict.fromkeys(rates.get(family, ("attention_dropout",)), 0.3)
@@ -488,7 +490,7 @@ def test_trap_b6_checkpointing_recomputes_and_changes_nothing(family):
         results.append(weights(engine))
         calls.append(len(count))
         engine.forward(data, ONE, keep_logprobs)
-        assert len(count) == calls[-1] + 1  # scoring recomputes nothing
+        assert len(count) == calls[-1] + 1  # scoring does not recompute layers
     assert calls == [1, 2]
     assert_same(*results)
 
@@ -502,13 +504,13 @@ def test_dropout_is_applied_when_asked_and_only_while_training():
             "gpt2", model=rates, optimizer=OptimizerSpec(lr=0.0), dropout=dropout, gradient_checkpointing=checkpointing
         )
         scores.append(engine.forward(data, ONE, keep_logprobs)["logprobs"])
-        torch.rand(1)  # the noise must not come from the global generator
+        torch.rand(1)  # the noise must not depend on the global generator
         losses.append(stat_values(train(engine, data)))
         assert not any(m.training for m in engine.module.modules())
     assert all(torch.equal(x, scores[0]) for x in scores)
     assert abs(losses[0]["loss"] - losses[1]["loss"]) > 1e-3
     assert losses[1] == losses[2]  # the noise is a function of the seed
-    assert losses[3] == pytest.approx(losses[1], rel=1e-5)  # and the recomputed layers see it again
+    assert losses[3] == pytest.approx(losses[1], rel=1e-5)  # recomputed layers use the same noise
 
 
 def test_dropout_of_a_token_classifier_is_off_unless_asked():
@@ -552,7 +554,7 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
         def loss(out, mb, seen=seen, dtype=dtype):
             rows, weight = (x.detach().to(dtype) for x in (out.hidden_TH, out.head.weight_VH))
             seen.append(out.logprobs().dtype)
-            assert torch.equal(out.logits, (rows @ weight.T).float())  # the head multiplies in that precision
+            assert torch.equal(out.logits, (rows @ weight.T).float())  # the head multiplies in this precision
             return Likelihood().loss(out, mb)
 
         results[dtype] = stat_values(engine.train_batch(data, ONE, loss, Likelihood().weight))
@@ -560,7 +562,7 @@ def test_trap_b9_bfloat16_computes_over_fp32_weights():
         state = engine._stepper.optimizer.state_dict()["state"]
         assert {x.dtype for s in state.values() for x in s.values() if x.ndim} == {torch.float32}
         assert seen == [torch.float32]
-        assert moved(engine, before) > 0  # steps far below the resolution of bfloat16 are not lost
+        assert moved(engine, before) > 0  # fp32 weights keep steps far below the resolution of bfloat16
     assert results[torch.bfloat16]["loss"] == pytest.approx(results[torch.float32]["loss"], rel=2e-2)
     assert results[torch.bfloat16]["loss"] != results[torch.float32]["loss"]
 

@@ -1,4 +1,4 @@
-"""Who is named when a loss or gradient is not finite."""
+"""Test which prompts the error names if a loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1), (7,))
 
 
 class Poisoned:
-    """A sum of log-probs in which some prompts have a loss, or only a gradient, that is not finite."""
+    """Sum of log-probs in which some prompts have a non-finite loss, or only a non-finite gradient."""
 
     def __init__(self, data: SequenceSample, ids: tuple[str, ...], *, gradient: bool = False) -> None:
         self.ids, self.gradient, self.calls = ids, gradient, 0
@@ -29,7 +29,7 @@ class Poisoned:
         loss = output.logprobs(where_T=data["loss_mask"])[data["loss_mask"]].sum()
         for i in set(data.ids) & set(self.ids):
             zero = output.logprobs().sum() * 0
-            # the square root of 0 has the value 0 and an infinite slope
+            # The square root of 0 has value 0 and an infinite slope.
             loss = loss + (zero.sqrt() if self.gradient else zero + float("nan")) * (1 + len(str(i)))
         return loss, {}
 

@@ -12,7 +12,7 @@ from realign.errors import SettingsError
 
 
 def run(spec, start, gradients):
-    """Parameters after each of our steps, at the learning rates of the schedule."""
+    """Return the parameters after each step of our optimizer, with the learning rates of the schedule."""
     parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
     optimizer = build_optimizer(spec, [parameter])
     path = []
@@ -25,7 +25,7 @@ def run(spec, start, gradients):
 
 
 def gradients(n=20, shape=(3, 2)):
-    # small entries too: there the place of epsilon matters
+    # For small entries, the position of epsilon matters.
     return np.random.default_rng(0).normal(size=(n, *shape)) * np.array([1.0, 1e-5])
 
 
@@ -42,7 +42,7 @@ def test_a35_epsilon_hat_adam_equals_tensorflows():
     got = run(spec, start, gradients())
     np.testing.assert_allclose(got, np.stack(path), rtol=1e-9)
     plain = run(OptimizerSpec(lr=0.01, betas=(0.9, 0.99), eps=1e-5), start, gradients())
-    assert np.abs(got - plain).max() > 1e-3  # the two are not the same optimizer
+    assert np.abs(got - plain).max() > 1e-3  # plain Adam is a different optimizer
 
 
 def test_adamw_against_its_paper():
@@ -80,7 +80,7 @@ def test_trap_d14_learning_rate_by_formula():
 
     assert rates(3) == [2.0, 2.0, 2.0]
     assert rates(4, warmup=3) == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    # lr * (1 - step / n), as in openai/lm-human-preferences; after the end it stays where it arrived
+    # lr * (1 - step / n), as in openai/lm-human-preferences. After the end, the rate stays constant.
     assert rates(6, kind=ScheduleKind.linear, total=4) == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0, 0.0])
     assert rates(6, kind=ScheduleKind.linear, total=5, warmup=1) == pytest.approx([1.0, 2.0, 1.5, 1.0, 0.5, 0.0])
     cosine = [2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * s / 4))) for s in range(5)]

@@ -71,7 +71,8 @@ def test_a_tensor_of_another_or_an_ambiguous_length_raises():
     with pytest.raises(ValueError, match=r"as many responses as tokens\. Return Estimate"):
         Estimate.of(torch.ones(2), empty_and_long, "Own")
     one_each = torch.tensor([0, 1, 2], dtype=torch.int32)
-    assert Estimate.of(torch.ones(2), one_each, "Own").advantages_S is not None  # both mean the same
+    # responses and tokens are then the same
+    assert Estimate.of(torch.ones(2), one_each, "Own").advantages_S is not None
 
 
 def two_groups() -> SequenceSample:

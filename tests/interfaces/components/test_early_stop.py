@@ -9,7 +9,7 @@ from realign.interfaces.components import EarlyStop
 
 
 class Unread(dict):
-    """Metrics that raise when they are read."""
+    """Metrics that raise an error when they are read."""
 
     def items(self):
         raise AssertionError("read")
@@ -25,7 +25,7 @@ def test_a_step_within_its_bounds_is_allowed_and_one_beyond_any_of_them_is_not()
     assert not stop.allows(stats(approx_kl=0.126, ratio_mean=1.0))
     assert not stop.allows(stats(approx_kl=0.0, ratio_mean=2.1))
     assert EarlyStop(ratio=2.0).allows(stats(approx_kl=9.0, ratio_mean=1.0))
-    assert stop.allows(stats())  # an empty mini-batch has no such metric
+    assert stop.allows(stats())  # an empty mini-batch lacks this metric
 
 
 def test_without_a_bound_no_metric_is_read():

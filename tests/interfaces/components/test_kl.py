@@ -81,7 +81,7 @@ def test_metrics_of_a_batch_are_per_trained_sequence():
     found = stat_values(KLControl(KLPenalty("reward")).stats(data))
     assert found["ref_kl_per_sequence"] == pytest.approx(float(kl_S[trained_S].mean()), rel=1e-5)
     assert "ref_kl" in found
-    assert "ref_kl" not in KLControl(KLPenalty("loss")).stats(data)  # the loss reports its own
+    assert "ref_kl" not in KLControl(KLPenalty("loss")).stats(data)  # the loss reports this metric itself
     assert KLControl(KLPenalty("loss")).stats(data.select(["input_ids", "loss_mask", "logprobs"])) == {}
 
 
@@ -91,10 +91,10 @@ def per_sequence(kl: float, sequences: int) -> dict:
 
 def test_an_adaptive_coefficient_follows_the_kl_over_all_ranks_and_the_metric_is_the_one_before():
     control = KLControl(KLPenalty("reward", 0.1, target=1.0, horizon=100))
-    metric = control.update(per_sequence(5.0, 10), lambda x: 2 * x)  # a second rank has the same
+    metric = control.update(per_sequence(5.0, 10), lambda x: 2 * x)  # the second rank has the same values
     assert stat_values(metric)["kl_coef"] == pytest.approx(0.1)
     assert control.coef == pytest.approx(0.1 * (1 + 0.2 * 20 / 100))
-    control.update(per_sequence(0.0, 0), identity)  # nothing trained: nothing is known
+    control.update(per_sequence(0.0, 0), identity)  # without trained tokens the KL is unknown
     assert control.coef == pytest.approx(0.1 * (1 + 0.2 * 20 / 100))
 
 

@@ -37,7 +37,7 @@ OWN = [Clip(), Gspo(), Cispo(), Sapo(), Gmpo(), Reinforce()]
 
 
 def tokens_of(rows, requires_grad: bool = False) -> tuple[PolicyTokens, torch.Tensor]:
-    """The tokens of packed rows, and the leaf of their log-probs."""
+    """Return the tokens of packed rows, and the leaf tensor of their log-probs."""
     logprobs_T, old_T, advantages_T, mask_T, _ = packed(rows)
     ids = [[1] * n for n in LENGTHS]
     data = SequenceSample.from_sequences(["q"], {"input_ids": [ids]})
@@ -47,7 +47,7 @@ def tokens_of(rows, requires_grad: bool = False) -> tuple[PolicyTokens, torch.Te
 
 
 def made(name: str, options: dict) -> Objective | None:
-    """The objective with those of these options that it has; None where a bound may not be unset."""
+    """Build the objective with the options that it reads. Return None if it requires a bound that is None."""
     chosen = {key: value for key, value in options.items() if key in READS[name]}
     if name in ("clip", "gspo") and None in (chosen["low"], chosen["high"]):
         return None
@@ -105,14 +105,14 @@ def test_only_the_log_probs_of_the_policy_are_differentiable():
 
 
 class Plain(Objective):
-    """Returns a tensor."""
+    """Objective that returns a tensor."""
 
     def loss(self, tokens):
         return -tokens.advantages_T * tokens.ratio_T + 3.0
 
 
 class Full(Objective):
-    """Returns a `PolicyLoss`."""
+    """Objective that returns a `PolicyLoss`."""
 
     def loss(self, tokens):
         never_T = torch.zeros_like(tokens.mask_T)

@@ -1,4 +1,4 @@
-"""A component in a file outside the package is short and keeps every other feature of the actor."""
+"""Test that a component in a file outside the package is short and works with all other features of the actor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEYS = ("input_ids", "loss_mask", "logprobs", "truncated", "rewards", "ref_logpr
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A class of an example, imported from a copy of its file in a folder of the user's."""
+    """Return a function that imports a class of an example from a copy of its file in a user folder."""
 
     def load(file: str, name: str):
         path = tmp_path / file
@@ -58,7 +58,7 @@ def maxrl(own):
 
 
 def lines_of_code(path: Path) -> int:
-    """Lines of a file after `ruff format`, without blank lines, comments, imports and docstrings."""
+    """Count the lines of a file after `ruff format`, without blank lines, comments, imports and docstrings."""
     ruff = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length=120", "-"]
     source = subprocess.run(ruff, input=path.read_text(), capture_output=True, text=True, check=True).stdout
     tree, dropped = ast.parse(source), set[int]()
@@ -85,7 +85,7 @@ def batch(*more: str):
 
 
 def moved(interface, other, data=None) -> bool:
-    """Whether a training step with `other` gives other weights than one with `interface`."""
+    """Return whether training steps with `interface` and `other` result in different weights."""
     data = batch() if data is None else data
     a, b = (train_once(x, data, MicroBatchSpec()).parameters[0] for x in (interface, other))
     assert a.isfinite().all()
@@ -98,7 +98,7 @@ COMPONENTS = pytest.mark.parametrize("place", ["objective", "advantage"])
 
 @pytest.fixture
 def settings(place, topr, maxrl):
-    """The settings of an actor with the user's component in this place, and no further normalization."""
+    """Return the settings of an actor with the user's component at this place, and no further normalization."""
     own = {"objective": topr()} if place == "objective" else {"advantage": maxrl()}
     return own | {"adv_norm": Normalization("none", "none")}
 
@@ -109,7 +109,7 @@ def test_with_an_own_component_kl_in_the_loss_and_entropy_move_the_weights(actor
     plain = actor(**settings)
     assert moved(plain, actor(**settings, kl=KLPenalty("loss", 0.5)))
     assert moved(plain, actor(**settings, entropy_coef=0.1))
-    assert moved(plain, actor())  # and the component itself does
+    assert moved(plain, actor())  # the component itself changes the weights, too
 
 
 @ACTORS
@@ -161,7 +161,7 @@ class TokenReward(AdvantageEstimator):
 @pytest.mark.parametrize("flags", [{"mean": "none"}, {"mean": "batch"}], ids=str)
 @pytest.mark.parametrize("advantage", [Reward, TokenReward])
 def test_with_an_own_advantage_the_scope_of_the_mean_moves_the_weights(actor, advantage, flags):
-    """Not MaxRL, whose advantages have a mean of 0 in each group."""
+    """MaxRL is excluded, since its advantages have a mean of 0 in each group."""
     groups = {"mean": "group", "std": "group"}
     first, second = Normalization(**groups), Normalization(**(groups | flags))
     assert moved(*(actor(advantage=advantage(), adv_norm=norm) for norm in (first, second)))
@@ -187,7 +187,7 @@ def test_with_an_own_advantage_each_flag_of_the_normalization_moves_the_weights(
 
 
 class Saturating(Objective):
-    """Not linear in the advantage."""
+    """Objective that is not linear in the advantage."""
 
     def loss(self, tokens):
         return -tokens.advantages_T.tanh() * tokens.ratio_T
@@ -211,11 +211,11 @@ def test_a_correction_weights_the_loss_of_an_objective_that_is_not_linear_in_the
     want = float((weight_T * loss_T)[mask_T].sum())
     assert float(corrected.loss(output, data)[0]) == pytest.approx(want)
     other_T, _ = by_hand(data.with_tokens(advantages=data["advantages"] * weight_T))
-    assert float(other_T[mask_T].sum()) != pytest.approx(want, rel=1e-4)  # weighting the advantage is something else
+    assert float(other_T[mask_T].sum()) != pytest.approx(want, rel=1e-4)  # weighting the advantage gives another result
 
 
 class Centered(Objective):
-    """Subtracts the mean advantage of the whole mini-batch, which `prepare` computes."""
+    """Objective that subtracts the mean advantage of the mini-batch, which `prepare` computes."""
 
     def __init__(self):
         self.prepared, self.seen = [], []
