@@ -114,7 +114,6 @@ def test_loads_are_evened_out_over_what_was_opened_late() -> None:
     """Plan 13 pieces of 5 tokens with budget 19.
 
     Four micro-batches have room for 65 tokens, but only for 12 pieces. The plan balances the loads of all five.
-
     """
     nested = [[5]] * 13
     assert sorted(loads_of(plan_microbatches(Lengths.of(nested), MicroBatchSpec(19)), nested)) == [10, 10, 15, 15, 15]

@@ -41,7 +41,6 @@ def run(page: Path) -> None:
 
     Raises:
         AssertionError: a block prints something else than the `output` block right after it, or prints without one.
-
     """
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
     sys.modules[module.__name__] = module  # dataclasses look up their own module
@@ -84,7 +83,6 @@ def tables(text: str) -> Iterator[tuple[list[str], list[str]]]:
 
     Raises:
         ValueError: a `table` block is empty, or is not right after a `bash` block with exactly one `realign` command.
-
     """
     found, lines = blocks(text), text.splitlines()
     for before, block in zip([None, *found], found, strict=False):

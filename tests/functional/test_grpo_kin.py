@@ -2,7 +2,6 @@
 
 Each reference follows its paper or the named library, one group at a time, with the constants of that library.
 Groups are ragged, and their responses are in any order.
-
 """
 
 from __future__ import annotations

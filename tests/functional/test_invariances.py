@@ -3,7 +3,6 @@
 The tests find functions by introspection and pass arguments by name. They include each new public function in
 `losses`, `objectives`, `kl`, `advantages` or `aggregation`. If a function has an unknown argument, the tests fail and
 the message says what to add.
-
 """
 
 from __future__ import annotations

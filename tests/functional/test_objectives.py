@@ -66,7 +66,6 @@ def reference(logp, old, adv, mask, weight, objective, low, high, dual, tau_pos,
     cotangents.
 
     The derivatives are manual and use Python floats. `low` and `high` bound the ratio (in gmpo: its logarithm).
-
     """
     tokens = [t for t in range(len(logp)) if mask[t]]
     n = max(len(tokens), 1)

@@ -37,7 +37,6 @@ def attempt(call: Callable[[], Any], *names: str) -> Any:
     Raises:
         AssertionError: numpy, torch or Python raised the error instead of a `raise` in realign, or its text has no
             name.
-
     """
     try:
         return call()

@@ -2,7 +2,6 @@
 
 Oracle: either reading returns bit for bit what was written, or the checkpoint is corrupt and the message names the
 file.
-
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Oracles: unknown keys raise errors. The resolved config contains each accepted value, has no NaN, and builds the same
 experiment again. Names in values are never called.
-
 """
 
 from __future__ import annotations

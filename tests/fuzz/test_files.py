@@ -3,7 +3,6 @@
 Oracle: either the rows equal those of Python's own reader, or the error names the file. Rows accepted by a dataset
 can
 be sampled, and have the tokens of their text.
-
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Fuzz micro-batch plans and graphs of calls.
 
 Oracles: loads are counted with plain loops. Graphs are checked by a separate search over names only.
-
 """
 
 from __future__ import annotations

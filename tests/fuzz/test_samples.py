@@ -2,7 +2,6 @@
 
 Oracle: plain Python over nested lists. Accepted samples contain exactly the values of the lists. All valid lists are
 accepted.
-
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ KEYS = ["input_ids", "loss_mask", "values", "returns"]
 
 
 def step(interface: PPOCriticInterface, data: SequenceSample, *, seed: int = 5) -> tuple[np.ndarray, dict[str, float]]:
-    """The gradient of the table of values that one training step took, and its metrics."""
+    """Return the gradient of the value table in one training step, and the metrics of the step."""
     engine = BigramEngine(seed=seed, lr=1.0)
     before = engine.values_V.clone()
     stats = interface.train_step(Model("critic", engine), data, MicroBatchSpec(n_microbatches=3))
@@ -25,7 +25,7 @@ def step(interface: PPOCriticInterface, data: SequenceSample, *, seed: int = 5) 
 
 
 def reference(data: SequenceSample, table: np.ndarray, objective: ValueObjective) -> np.ndarray:
-    """The gradient of the mean value loss, token by token, from its definition."""
+    """Compute the gradient of the mean value loss from its definition, token by token."""
     gradient, n = np.zeros_like(table), 0
     for ids, mask, old, target in zip(*(data.sequences(k) for k in KEYS), strict=True):
         for t in np.flatnonzero(mask.numpy()):
@@ -97,7 +97,7 @@ def test_normalisation_is_the_identity_before_the_first_update_and_then_that_of_
     assert torch.equal(before["values"], plain.inference(model, ask, MicroBatchSpec())["values"])
     interface.train_step(model, data, MicroBatchSpec())
     returns = data["returns"][data["loss_mask"]].numpy()
-    # the moments of one batch, whatever way they are kept: population for the exponential ones, sample for all so far
+    # Moments of a single batch: exponential moments use the population std, moments of all values the sample std.
     std = returns.std(ddof=0 if scale is ValueScale.exponential else 1)
     raw = plain.inference(model, ask, MicroBatchSpec())
     got = interface.inference(model, ask, MicroBatchSpec())
@@ -109,11 +109,11 @@ def test_normalisation_is_the_identity_before_the_first_update_and_then_that_of_
 
 
 def test_with_normalisation_targets_are_normalised_returns_and_old_values_are_the_outputs_of_then():
-    """The clip compares an output with the output of then, not with a value in other units."""
+    """The clip compares an output with the output at sampling time, in the same units."""
     data = random_batch(3).select(["input_ids", "loss_mask", "returns"])
     engine, model_engine = BigramEngine(seed=5), BigramEngine(seed=5, lr=1.0)
     interface = PPOCriticInterface(normalization=ValueNormalization(ValueScale.exponential, beta=0.5, eps=0.0))
-    # some moments from an earlier step
+    # The moments contain values of an earlier step.
     interface.moments.update(torch.tensor([3.0, 7.0]), torch.tensor([True, True]), lambda x: x)
     model = Model("critic", model_engine)
     data = data.merge(interface.inference(model, data.select(["input_ids", "loss_mask"]), MicroBatchSpec()))

@@ -40,18 +40,18 @@ OBJECTIVES = [Clip(), Gspo(), Cispo(), Sapo(), Gmpo(), Reinforce()]
 
 
 def decoupled(weight=None, rejection=None, keep_in_divisor=False, **settings) -> DecoupledPPOActorInterface:
-    """Decoupled PPO with these ranges."""
+    """Build decoupled PPO with these ranges."""
     correction = ImportanceCorrection(weight or RatioRange(), rejection, keep_in_divisor)
     return DecoupledPPOActorInterface(correction=correction, **settings)
 
 
 def token_values(rows: list[list[float]]) -> torch.Tensor:
-    """[T] the values of each sequence's sampled tokens, 0 for its prompt token."""
+    """Return [T] values of the sampled tokens of each sequence, with 0 for its prompt token."""
     return torch.tensor([x for row in rows for x in (0.0, *row)], dtype=torch.float64)
 
 
 def batch(log_weights: list[list[float]], advantages: list[list[float]] | None = None) -> SequenceSample:
-    """Sequences of a prompt token and sampled ones, with these log-ratios of proximal to behavior policy."""
+    """Return sequences of a prompt token and sampled tokens with these log-ratios of proximal to behavior policy."""
     data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, *range(2, 2 + len(x))] for x in log_weights]]})
     sampled = torch.cat([torch.arange(1 + len(x)) > 0 for x in log_weights])
     behavior = torch.full((len(sampled),), -2.0, dtype=torch.float64)
@@ -65,7 +65,7 @@ def batch(log_weights: list[list[float]], advantages: list[list[float]] | None =
 
 
 class Output:
-    """Log-probs that are leaves, to look at the gradient of every token."""
+    """Model output with log-probs as leaf tensors, to inspect the gradient of each token."""
 
     def __init__(self, logprobs_T: torch.Tensor) -> None:
         self.logprobs_T = logprobs_T.clone().requires_grad_()
@@ -75,13 +75,13 @@ class Output:
 
 
 def gradient(interface: PPOActorInterface, data: SequenceSample, logprobs_T: torch.Tensor) -> torch.Tensor:
-    """[T] the gradient of the divided loss by the log-probs."""
+    """Return [T] the gradient of the divided loss with respect to the log-probs."""
     output = Output(logprobs_T)
     (interface.loss(output, data)[0] / interface.loss_weight(data)).backward()
     return output.logprobs_T.grad
 
 
-# An independent reference: one sequence, one token at a time.
+# Independent reference: one sequence and one token at a time.
 
 
 def ratios(log_ratios: list[float], level: ImportanceLevel) -> list[float]:
@@ -93,7 +93,7 @@ def ratios(log_ratios: list[float], level: ImportanceLevel) -> list[float]:
 
 
 def reference(interface: DecoupledPPOActorInterface, data: SequenceSample, table: np.ndarray):
-    """Loss and gradient by the table of logits."""
+    """Return the loss, and its gradient with respect to the table of logits."""
     correction, clip = interface.correction, interface.objective
     w, r = correction.weight, correction.rejection or RatioRange()
     loss, divisor, grad = 0.0, 0.0, np.zeros_like(table)
@@ -181,7 +181,7 @@ def test_trap_f2_what_is_rejected_leaves_the_divisor_unless_it_is_asked_to_stay(
     cap = RatioRange(cap=2.0)
     kept, truncated, everything = decoupled(rejection=cap), decoupled(cap), decoupled(None, cap, True)
     assert [float(x.loss_weight(data)) for x in (kept, truncated, everything)] == [3, 6, 6]
-    now_T = data["prox_logprobs"]  # ratio 1: a token's gradient is minus its weight, divided
+    now_T = data["prox_logprobs"]  # at ratio 1, the gradient of a token is minus its weight, divided
     e = math.exp(-1)
     assert gradient(kept, data, now_T).tolist() == pytest.approx([0, -1 / 3, 0, -e / 3, 0, -1 / 3, 0, 0])
     assert gradient(everything, data, now_T).tolist() == pytest.approx([0, -1 / 6, 0, -e / 6, 0, -1 / 6, 0, 0])
@@ -231,7 +231,7 @@ def test_trap_f3_metrics_of_the_weights_exist_where_both_policies_are_known_and_
 
 
 def test_trap_f4_a_response_is_rejected_as_a_whole_whatever_its_tokens_say():
-    """The second token's own ratio and advantage are harmless, but its response is out."""
+    """The ratio and the advantage of the second token are harmless, but its response is rejected."""
     data = batch([[0.5, -0.25, 0.75], [0.1, -0.2]], [[-0.5, 0.25, -0.25], [1.0, 1.0]])
     for level, cap in ((SEQUENCE, 1.5), (GEOMETRIC, 1.2)):
         interface = decoupled(rejection=RatioRange(level, cap=cap))
@@ -280,7 +280,7 @@ def test_trap_f6_a_response_has_one_weight_in_a_packed_batch():
             assert weight[mask].tolist() == pytest.approx(want, rel=1e-9)
 
 
-# ratio, advantage, loss per unit of weight (clip 0.2 below, 0.3 above, dual clip at 3)
+# Columns: ratio, advantage, loss per unit of weight (clip 0.2 below, 0.3 above, dual clip at 3).
 TABLE = [(1.2, 2.0, -2.4), (1.5, 2.0, -2.6), (0.5, 2.0, -1.0), (0.5, -2.0, 1.6), (2.9, -2.0, 5.8), (3.5, -2.0, 6.0)]
 
 
@@ -379,7 +379,8 @@ def test_with_rewards_normalized_in_groups_it_has_the_advantages_of_grpo():
 
 
 def learn(interface: DecoupledPPOActorInterface, *, staleness: int, shuffle: bool, steps: int = 16) -> list[float]:
-    """Mean reward (the fraction of token 3) of each step, of responses that a policy `staleness` steps old sampled."""
+    """Train on responses of a policy that is `staleness` steps old. Return the mean reward (fraction of token 3) per
+    step."""
     engine = BigramEngine(lr=4.0)
     model = Model("actor", engine)
     older = deque([deepcopy(engine)], maxlen=staleness + 1)

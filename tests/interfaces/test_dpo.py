@@ -28,7 +28,7 @@ VARIANTS = [
 
 
 def reference(interface: DPOInterface, table: torch.Tensor, data: SequenceSample) -> tuple[torch.Tensor, int]:
-    """Loss as a mean over pairs, one pair and one token after another."""
+    """Compute the mean loss over pairs, one pair and one token at a time."""
     sequences = [data.sequences(key) for key in ("input_ids", "loss_mask", "ref_logprobs")]
     rows = list(zip(*sequences, data["labels"].tolist(), strict=True))
     losses = []
@@ -119,7 +119,7 @@ def test_a_pair_is_never_cut():
 
 
 def toy(seed: int, n: int = 96) -> SequenceSample:
-    """Random responses of five tokens; people prefer the one with more tokens 3."""
+    """Return random responses of five tokens. The label prefers the one with more tokens 3."""
     rng, rows, labels = np.random.default_rng(seed), [], []
     while len(rows) < n:
         pair = rng.integers(0, 6, (2, 6))

@@ -33,12 +33,12 @@ GO_ON, WON = ("", 0.0, False, False, {}), ("", 1.0, True, False, {})
 
 
 def ids(text: str) -> list[int]:
-    """Of text in the tiny tokenizer; a full stop is the end token."""
+    """Return the ids of text in the tiny tokenizer. A full stop is the end token."""
     return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
 
 
 class Scripted:
-    """An engine that says what it is told to, by the name of the call's prompt; log-prob -0.1 - place / 100."""
+    """Engine that samples scripted texts by prompt name. Log-probs are -0.1 - position / 100."""
 
     def __init__(self, lines: dict[str, str], versions: bool = False) -> None:
         self.lines, self.versions = lines, versions
@@ -112,7 +112,7 @@ def test_the_environment_hears_text_and_the_very_tokens():
 
 
 def test_trap_a12_sampled_tokens_are_never_encoded_again():
-    """A sampler may cut text otherwise than the tokenizer does; what trains is what it sampled."""
+    """A sampler may split text differently than the tokenizer. Training uses the sampled tokens."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["hello"])
     assert tokenizer("hello", add_special_tokens=False)["input_ids"] == [97]
@@ -158,7 +158,7 @@ def test_trap_a11_two_consecutive_tool_messages_are_one_turn_of_the_template():
         (True, prompt),
         (False, "x."),  # ends with the template's end token, which is not written twice
         (True, "\n(user =7==8=.\n(assistant "),
-        (False, "yz"),  # cut off: the template's end of the turn is given
+        (False, "yz"),  # cut off: the template's end of the turn is added
         (True, ".\n(user =9=.\n(assistant "),
         (False, "w."),
     ]
@@ -199,10 +199,11 @@ def test_episodes_end_by_the_environment_by_turns_and_by_tokens():
     assert out["turns"].tolist() == [1, 2, 1, 3, 2]
     assert out["rewards"].tolist() == [1.0, 0.5, 0.5, 0.0, 0.5]
     after = [len(x) - 2 for x in lists(out, "input_ids")]
-    # 4 sampled and 10 observed leave room for 8 of 24; with 4 and 10 more there is none, and they are not read
+    # 4 sampled and 10 observed tokens leave room for 8 of 24. With another 4 and 10 tokens there is no room, so they
+    # are not appended.
     assert after == [4, 8, 4, 4 + 1 + 4 + 1 + 4, 4 + 10 + 4]
     assert max(after) <= interface.plan().longest_response == 24
-    assert [len(c) for c in engine.contexts] == [5, 3, 1]  # all that live take their turn in one call
+    assert [len(c) for c in engine.contexts] == [5, 3, 1]  # all live episodes take their turn in the same call
     assert [world.closed for world in Tool.made] == [1] * 5
 
 
@@ -226,7 +227,7 @@ def test_dense_rewards_stand_at_the_last_sampled_token_of_each_turn():
 
 
 def test_trap_c3_credit_passes_over_observations():
-    """r = [0, 0, 1] on mask = [1, 0, 1] with gamma 0.5: returns [0.5, ., 1], as without the observation."""
+    """r = [0, 0, 1] on mask = [1, 0, 1] with gamma 0.5: the returns are [0.5, ., 1], as without the observation."""
     row = {"script": [("7", 0.0, False, False, {}), WON]}
     out = hold(settings(), Scripted({"q/0/turn0": "x", "q/0/turn1": "y"}), batch({"q": row}, prompt="a"))
     actor = PPOActorInterface(advantage=GAE(gamma=0.5, lam=1.0))
@@ -236,7 +237,8 @@ def test_trap_c3_credit_passes_over_observations():
 
 
 def test_an_algorithm_learns_nothing_from_what_was_observed():
-    """Other observations of the same length, at log-probs that no token has, change no weight of a policy."""
+    """Replacing observations by others of the same length, with impossible log-probs, does not change the trained
+    policy."""
     row = {"script": [("7", 0.0, False, False, {}), WON]}
     lost = {"script": [("7", 0.0, False, False, {}), ("", 0.0, True, False, {})]}
     lines = {f"{q}/{j}/turn{k}": "x." for q in "qr" for j in range(2) for k in range(2)}
@@ -266,7 +268,7 @@ def test_an_environment_that_fails_costs_its_own_episode_the_reward(caplog):
     out = hold(interface, engine, batch(rows))
     assert out["rewards"].isnan().tolist() == [False, True, True, True, True]
     assert out["truncated"].tolist() == [False] * 5
-    assert lists(out, "input_ids")[4] == ids("ab")  # it had not begun
+    assert lists(out, "input_ids")[4] == ids("ab")  # this episode had not begun
     assert Bad.closed == 5
     assert caplog.text.count("failed in an episode") == 1
     assert 'raise RuntimeError("the tool broke")' in caplog.text
@@ -308,7 +310,7 @@ def test_too_many_failures_end_the_run_with_the_first_traceback():
 
 
 def test_failures_of_the_parts_of_a_batch_count_together():
-    """Where a batch is sampled prompt by prompt, one bad row is not taken for all of the batch."""
+    """If a batch is sampled prompt by prompt, the failures of one bad row count as a fraction of the whole batch."""
     engine = Scripted({"q/0/turn0": "x."})
     interface, tally = settings(BAD), Tally(parts=4)
     with tally.counting():
@@ -328,7 +330,7 @@ def test_an_environment_that_hangs_is_left_behind():
     started = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=r"1 times no answer within timeout_s=0\.2"):
         hold(settings(f"{FIXTURES}:Threaded", timeout_s=0.2), engine, batch({"q": {}}))
-    assert time.monotonic() - started < 4  # and not when the thread has ended, after 5 s
+    assert time.monotonic() - started < 4  # before the thread ends, which takes 5 s
 
 
 def test_blocked_event_loops_are_counted_over_the_batches_of_a_run(caplog, monkeypatch):
@@ -352,7 +354,7 @@ def test_plain_environments_are_made_beside_each_other_in_the_threads_of_their_r
     rows = {f"q{i}": {} for i in range(12)}
     engine = Scripted({f"{q}/0/turn0": "x." for q in rows})
     out = hold(settings(f"{FIXTURES}:SlowToMake", timeout_s=3.0), engine, batch(rows))
-    assert out["rewards"].tolist() == [1.0] * 12  # one after the other they would take 3.6 s
+    assert out["rewards"].tolist() == [1.0] * 12  # in sequence they would take 3.6 s
 
 
 def test_calls_of_several_threads_are_bounded_together():
@@ -427,7 +429,7 @@ def test_versions_of_the_sampler_are_kept():
 
 
 def test_of_several_processes_one_asks_and_all_hear_the_same():
-    """The leading process asks; another is handed what came of that, and makes no environment."""
+    """The leading process runs environments. The other process receives the results, and creates no environment."""
     rows = {"q": {"script": [("7", 0.5, False, False, {}), WON]}, "r": {"script": [WON]}}
     lines = {"q/0/turn0": "x.", "q/0/turn1": "y.", "r/0/turn0": "z."}
     heard = []

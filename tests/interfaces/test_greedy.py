@@ -35,7 +35,7 @@ def answers(engine: BigramEngine, generation: GenerationConfig) -> SequenceSampl
 
 
 def most_likely(logits_VV: torch.Tensor, prompt: list[int], limit: int, fixed_length: bool) -> list[int]:
-    """The chain of most likely tokens, one after another; 0 is the end token."""
+    """Return the chain of most likely tokens. Token 0 is the end token."""
     tokens = list(prompt)
     for _ in range(limit):
         tokens.append(max(range(11), key=lambda v: float(logits_VV[tokens[-1], v])))
@@ -46,7 +46,7 @@ def most_likely(logits_VV: torch.Tensor, prompt: list[int], limit: int, fixed_le
 
 def test_every_prompt_gets_its_most_likely_answer_whatever_the_actor_samples():
     engine = BigramEngine(seed=3)
-    engine.logits_VV[7, 0] = 9.0  # this answer ends at once
+    engine.logits_VV[7, 0] = 9.0  # the answer to this prompt ends immediately
     for fixed_length in (False, True):
         sampler = GenerationConfig(n=4, max_new_tokens=5, temperature=0.7, fixed_length=fixed_length)
         out = answers(engine, sampler)
@@ -74,7 +74,7 @@ SAMPLER = GenerationConfig(n=2, max_new_tokens=5)
 
 @dataclass
 class Seen(PPOActorInterface):
-    """Keeps the batch as it is after credit."""
+    """Stores the batch after advantage estimation."""
 
     credited: list[SequenceSample] = field(default_factory=list)
 
@@ -85,8 +85,7 @@ class Seen(PPOActorInterface):
 
 @dataclass
 class Judge(CountToken):
-    """Reward: how often token 3 was sampled; none for the answers to prompts that end in `silent`, if there is one
-    answer each."""
+    """Reward that counts the sampled tokens 3. Greedy answers to prompts that end in `silent` get no reward."""
 
     silent: int | None = None
 
@@ -136,7 +135,7 @@ def test_the_baseline_of_a_prompt_is_the_reward_of_its_greedy_answer_under_the_p
         assert [x.tolist() for x in batch.sequences("greedy_input_ids")] == greedy
         assert batch["baseline_rewards"].tolist() == [float(ids[2:].count(3)) for ids in greedy]
         found.append(batch["baseline_rewards"].sum())
-    assert found[0] != found[1]  # the weights moved, and the greedy answers with them
+    assert found[0] != found[1]  # the update changed the greedy answers
 
 
 def test_the_advantage_of_every_token_is_reward_minus_baseline(tmp_path):
@@ -153,7 +152,7 @@ def test_the_advantage_of_every_token_is_reward_minus_baseline(tmp_path):
 def test_the_kl_penalty_of_the_tokens_from_t_on_is_part_of_the_advantage_at_t(tmp_path):
     runtime = LocalRuntime(remax(tmp_path, kl=KLPenalty("reward", 0.3)))
     runtime.step(1)
-    _, batch = runtime.step(2)  # the policy has left the reference
+    _, batch = runtime.step(2)  # the policy differs from the reference
     credited = runtime.interfaces["actor"].credited[-1]
     keys = ("logprobs", "ref_logprobs", "loss_mask")
     for s, (logp, ref, mask) in enumerate(zip(*map(batch.sequences, keys), strict=True)):
@@ -165,7 +164,8 @@ def test_the_kl_penalty_of_the_tokens_from_t_on_is_part_of_the_advantage_at_t(tm
 
 
 def test_the_gradient_is_that_of_the_paper(tmp_path):
-    """Mean over responses of (reward - baseline) times the gradient of the response's log-prob (eq. 5)."""
+    """Expected: the mean over responses of (reward - baseline) times the gradient of the response's
+    log-prob (eq. 5)."""
     runtime = LocalRuntime(remax(tmp_path, lr=1.0))
     engine = runtime.models["actor"].engine
     table = engine.logits_VV.clone().numpy()

@@ -15,7 +15,7 @@ from realign.testing import BigramEngine, random_batch
 
 
 def batch(rewards: list[list[float]], tokens: int = 3) -> SequenceSample:
-    """Sequences of one prompt token and `tokens - 1` sampled ones, with these rewards per group."""
+    """Return sequences of one prompt token and `tokens - 1` sampled tokens, with these rewards per group."""
     ids = [f"p{i}" for i in range(len(rewards))]
     data = SequenceSample.from_sequences(ids, {"input_ids": [[[1] * tokens for _ in group] for group in rewards]})
     mask = torch.tensor(([False] + [True] * (tokens - 1)) * sum(map(len, rewards)))
@@ -24,7 +24,7 @@ def batch(rewards: list[list[float]], tokens: int = 3) -> SequenceSample:
 
 
 def advantages(data: SequenceSample, **settings) -> list[float]:
-    """The advantage of each sequence's last token."""
+    """Return the advantage of the last token of each sequence."""
     out = GRPOActorInterface(**settings).estimate_advantages(Model("actor", BigramEngine()), data)
     return [float(x[-1]) for x in out.sequences("advantages")]
 
@@ -58,7 +58,7 @@ def test_trap_e5_a_group_of_one_raises_in_the_config_and_gives_0_in_the_data():
     message = r"generation\.n=1: adv_norm compares the responses to a prompt"
     with pytest.raises(SettingsError, match=message):
         GRPOActorInterface(generation=GenerationConfig(n=1))
-    divided = Normalization(Scope.batch, Scope.group)  # the std of one response is 0, so every advantage would be 0
+    divided = Normalization(Scope.batch, Scope.group)  # the std of one response is 0, so all advantages would be 0
     with pytest.raises(SettingsError, match=message):
         GRPOActorInterface(
             generation=GenerationConfig(n=1), adv_norm=divided, advantage=GroupRelative(min_group_size=1)
@@ -72,7 +72,7 @@ def test_trap_e5_a_group_of_one_raises_in_the_config_and_gives_0_in_the_data():
 
 def test_trap_e6_order_and_equal_texts_do_not_matter():
     rewards = [[1.0, 0.0, 0.0], [0.0, 2.0], [1.0, 0.0, 0.0]]
-    data = batch(rewards)  # every prompt has the same text; ids keep them apart
+    data = batch(rewards)  # all prompts have the same text, and different ids
     straight = dict(zip(data.ids, np.split(np.array(advantages(data)), [3, 5]), strict=True))
     order = [2, 0, 1]
     shuffled = data.take(order)
@@ -122,7 +122,7 @@ def test_rescaling_makes_up_for_groups_of_equal_rewards():
         "advantage": GroupRelative(rescale_degenerate=True),
     }
     interface = GRPOActorInterface(**settings)
-    factor = 7 / 2  # the group of one is left out; of 3 + 2 + 2 responses two are told apart
+    factor = 7 / 2  # the group of one is excluded; among 3 + 2 + 2 responses, two have different rewards
     expected = [0, 0, 0, 0.5 * factor, -0.5 * factor, 0, 0, 0, 0]
     assert advantages(batch(rewards), **settings) == pytest.approx(expected)
     assert interface.describe(4)["advantage"].endswith("times B / (B - M)")
@@ -150,7 +150,7 @@ def test_length_weighted_statistics_weight_a_response_by_its_length():
 
 @pytest.mark.parametrize("advantage", [GroupRelative(), GroupRelative(length_weighted=True), GAE(lam=1.0)], ids=str)
 def test_statistics_of_the_batch_are_added_up_over_the_ranks(advantage):
-    """A second rank whose rewards are all 0 pulls the mean down; statistics of a group stay where the group is."""
+    """A second rank with rewards of 0 reduces the mean. Statistics of a group do not depend on other ranks."""
     own, other = batch([[4.0, 2.0], [2.0, 0.0]]), batch([[0.0, 0.0], [0.0, 0.0]])
     interface = GRPOActorInterface(adv_norm=Normalization(Scope.batch, Scope.none), advantage=advantage)
 

@@ -1,7 +1,9 @@
-"""GRPO and its kin as shipped (`algorithm=NAME`): the whole update of each against a reference in plain numpy.
+"""Compare complete updates of GRPO and its shipped variants (`algorithm=NAME`) with references in plain numpy.
 
-A reference reads its algorithm's formula one response at a time, in float64, and gives the loss as a function of the
-policy; its gradient is taken by central differences, so that nothing but the formula is shared.
+A reference applies the formula of its algorithm one response at a time, in float64. It returns the loss as a function
+of
+the policy. Its gradient is computed by central differences, so the reference shares only the formula with the
+package.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def shipped(name: str, *overrides: str):
 
 @dataclass
 class Response:
-    """One response: its sampled tokens, those before each of them, and everything that credit is made of."""
+    """One response: its sampled tokens, the token before each of them, and the inputs of advantage estimation."""
 
     group: int
     before: np.ndarray
@@ -58,7 +60,7 @@ class Response:
 
 
 def responses(data: SequenceSample) -> list[Response]:
-    """Those with a reward and a token that trains."""
+    """Return the responses with a reward and at least one trained token."""
     keys = ("input_ids", "loss_mask", "logprobs", "ref_logprobs")
     rows = zip(data.group_index().tolist(), data["rewards"].tolist(), *map(data.sequences, keys), strict=True)
     made = []
@@ -70,13 +72,13 @@ def responses(data: SequenceSample) -> list[Response]:
     return [r for r in made if len(r) and np.isfinite(r.reward)]
 
 
-# --- credit: for each response the advantages of its tokens ---
+# --- advantage estimation: for each response the advantages of its tokens ---
 
 Credit = list[np.ndarray]
 
 
 def compared(formula: Callable[[np.ndarray, np.ndarray], np.ndarray]):
-    """`formula(rewards, lengths)` of each group, for every token of a response."""
+    """Return an estimator that applies `formula(rewards, lengths)` to each group, for all tokens of a response."""
 
     def credit(batch: list[Response], scores: list[float] | None = None) -> Credit:
         scores = [r.reward for r in batch] if scores is None else scores
@@ -130,7 +132,7 @@ def whitened(credit: Credit) -> Credit:
 
 
 def returns(batch, coef: float, baseline: bool = False) -> Credit:
-    """Reward still to come at each token, a penalty of `coef` times KL at this and each later token included."""
+    """Return the remaining reward at each token, minus `coef` times the KL at this and all later tokens."""
     kl = [np.cumsum((r.old - r.ref)[::-1])[::-1] for r in batch]
     return [r.reward - baseline * r.baseline - coef * k for r, k in zip(batch, kl, strict=True)]
 
@@ -147,7 +149,7 @@ def policy_gradient(a, logp, r, start):
 
 
 def weighted(a, logp, r, start):
-    return -np.minimum(start, 5.0) * a * logp  # the weight is no function of the policy
+    return -np.minimum(start, 5.0) * a * logp  # the weight is a constant for the gradient
 
 
 def sequence_clipped(a, logp, r, start):
@@ -190,7 +192,7 @@ class Formula(NamedTuple):
     aggregate: Callable[[list[np.ndarray]], float]
     penalty: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
     groups: bool = True
-    """A response without a sibling is left out."""
+    """Whether responses without a sibling are excluded."""
 
 
 PPO = clipped(0.2, 0.2)
@@ -215,7 +217,7 @@ FORMULAS = {
 
 
 def reference(formula: Formula, data: SequenceSample, table: np.ndarray) -> tuple[float, np.ndarray]:
-    """The loss at `table`, and its gradient."""
+    """Return the loss at `table`, and its gradient."""
     batch = responses(data)
     groups = [r.group for r in batch]
     batch = [r for r in batch if groups.count(r.group) > 1 or not formula.groups]
@@ -240,7 +242,7 @@ def reference(formula: Formula, data: SequenceSample, table: np.ndarray) -> tupl
 
 
 def batch_and_engine(seed: int) -> tuple[SequenceSample, BigramEngine]:
-    """A ragged batch that was sampled near the engine's policy: ratios around the bounds of every clip."""
+    """Return a ragged batch that was sampled near the engine's policy, with ratios around the bounds of all clips."""
     engine = BigramEngine(vocabulary=VOCABULARY, seed=seed, lr=1.0)
     data = random_batch(seed, n_prompts=24, vocabulary=VOCABULARY)
     rng = np.random.default_rng(seed)
@@ -280,13 +282,14 @@ def test_no_two_of_them_are_the_same_update():
 
 
 ON_POLICY = {"gpg": 60.0, "opo": 10.0, "remax": 10.0, "rloo": 10.0}
-"""Those that make one step per batch, and their learning rates: plain SGD feels the size of an advantage, and sums."""
+"""Learning rates of algorithms with one step per batch. With SGD they depend on the scale of
+advantages, and on sums."""
 OTHERS = {"dr_grpo": 30.0, "gspo": 20.0}
-"""Learning rates of those with a ratio, whose second step per batch sees it leave 1; else 10."""
+"""Learning rates of algorithms with a ratio, which differs from 1 in the second step per batch. The default is 10."""
 
 
 class Start(BigramModel):
-    """Actor and reference begin as the same policy."""
+    """Model spec that gives actor and reference the same initial policy."""
 
     def load(self, name, *, seed):
         return super().load(name, seed=1)

@@ -1,4 +1,4 @@
-"""Every algorithm and every component that ships, found by introspection, passes the conformance kit."""
+"""Run the conformance kit on all shipped algorithms and components, which are found by introspection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NORMALIZATIONS = [
 ]
 LIMITS = c.RatioRange(cap=1.1)
 CENTERED = c.Normalization(Scope.group, Scope.none)
-# Settings of every component class, under which it is checked; a class that is not here fails a test.
+# Tested settings of each component class. A test fails if a class is missing here.
 COMPONENTS: dict[type, list] = {
     c.Clip: [c.Clip(), c.Clip(0.1, 0.3, dual=3.0)],
     c.Gspo: [c.Gspo(), c.Gspo(0.1, 0.1, dual=1.5)],
@@ -94,7 +94,8 @@ GAE_ONLY = [
     },
     {"critic": "shared", "correction": c.ImportanceCorrection(rejection=LIMITS), "credit_per_minibatch": True},
 ]
-# Settings beyond the defaults under which an interface is checked, by class name; a subclass inherits its parent's.
+# Tested settings of each interface besides the defaults, by class name. Subclasses inherit the settings of their
+# parent.
 SETTINGS: dict[str, list[dict]] = {
     "DecoupledPPOActorInterface": [{"epochs": 2, "n_minibatches": 2}, {"critic": "own"}, {"correction": None}],
     "DPOInterface": [
@@ -150,7 +151,7 @@ def trainers() -> list[type[ModelInterface]]:
 
 
 def graphs(dataflow):
-    """The graph without flags, and with each value of each flag alone."""
+    """Yield the graph without flags, and with each value of each single flag."""
     choices = {}
     for name, parameter in inspect.signature(dataflow).parameters.items():
         kind = type(parameter.default)
@@ -166,7 +167,7 @@ def interface_names(rpc):
 
 
 def actor_inputs(interface: PPOActorInterface) -> list[tuple[str, ...]]:
-    """What its train_step reads: what its settings need, and all that it knows, without and with advantages."""
+    """Return input sets of train_step: the keys its settings need, and all known keys, without and with advantages."""
     (train,) = (rpc for rpc in rl_graph({"actor": interface}).rpcs if rpc.name == "actor_train")
     known, uses = interface_names(train), interface.keys("train_step").uses
     least, credited = interface.keys("train_step").needs, {"advantages", "returns"}
@@ -183,7 +184,7 @@ def critic_inputs() -> list[tuple[str, ...]]:
 
 
 def input_sets(interface: ModelInterface) -> list[tuple[str, ...]]:
-    """What the train_step RPCs of the class's own file read, by the interface's names of the keys."""
+    """Return the input sets of the train_step RPCs in the class's own file, by the interface's names of the keys."""
     if isinstance(interface, PPOActorInterface):
         return actor_inputs(interface)
     module = importlib.import_module(type(interface).__module__)
@@ -208,7 +209,7 @@ def settings(cls: type[ModelInterface]) -> list[dict]:
 
 
 def cases():
-    """Every class with its settings, on every set of inputs."""
+    """Yield each class with its settings, for each set of inputs."""
     for cls in trainers():
         for kwargs in settings(cls):
             for inputs in input_sets(cls(**kwargs)):
@@ -216,7 +217,7 @@ def cases():
 
 
 def subclasses(base: type) -> list[type]:
-    """Every class of the package below `base` that can be built, in whichever module of the package it is."""
+    """Return all concrete subclasses of `base` in the package."""
     found = {base}
     while more := {sub for cls in found for sub in cls.__subclasses__()} - found:
         found |= more
@@ -225,7 +226,7 @@ def subclasses(base: type) -> list[type]:
 
 
 def grid():
-    """Any advantage with any objective, with each correction or none, on both actors."""
+    """Yield all combinations of advantage and objective, with each correction or none, for both actors."""
     objectives = [x for kind in subclasses(c.Objective) for x in COMPONENTS[kind]]
     advantages = [x for kind in subclasses(c.AdvantageEstimator) for x in COMPONENTS[kind]]
     corrections = [None, c.ImportanceCorrection(LIMITS, c.RatioRange("sequence", 0.5, 2.0))]
@@ -236,7 +237,7 @@ def grid():
 
 
 def each_component():
-    """Every component in every setting, on both actors."""
+    """Yield each component in each of its settings, for both actors."""
     for actor, (place, base) in itertools.product((PPOActorInterface, GRPOActorInterface), BASES.items()):
         for kind in subclasses(base):
             for component in COMPONENTS[kind]:
@@ -273,7 +274,7 @@ def test_every_component_is_invariant(actor, chosen):
 
 @pytest.mark.parametrize("base", BASES.values(), ids=lambda base: base.__name__)
 def test_no_component_of_the_package_escapes(base):
-    assert modules()  # all are imported, so that all subclasses are known
+    assert modules()  # imports all modules, so that all subclasses are known
     found = subclasses(base)
     assert found
     for cls in found:

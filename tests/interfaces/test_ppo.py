@@ -63,7 +63,8 @@ def test_generation_differs_from_step_to_step_and_not_from_run_to_run():
 
 
 def test_trap_a4_everything_about_token_t_stands_at_index_t():
-    """Five tokens, the last three sampled: log-prob, value, mask, reward and credit by hand."""
+    """Use five tokens, of which the last three are sampled. Check log-prob, value, mask, reward and advantage of
+    each."""
     data = (
         SequenceSample.from_sequences(["q"], {"input_ids": [[[1, 2, 3, 4, 5]]]})
         .with_tokens(
@@ -96,7 +97,7 @@ def test_trap_a10_credit_adds_up_to_score_minus_kl_and_stands_on_trained_tokens_
 
 
 def reference_step(data: SequenceSample, table: np.ndarray, *, low: float, high: float, lam: float) -> np.ndarray:
-    """The gradient step of PPO without critic, sequence by sequence, token by token; whitened over the batch."""
+    """Compute the gradient step of PPO without critic, token by token, with advantages whitened over the batch."""
     rows = []
     for ids, mask, old, reward in zip(
         *(data.sequences(k) for k in ("input_ids", "loss_mask", "logprobs")), data["rewards"].tolist(), strict=True
@@ -112,7 +113,7 @@ def reference_step(data: SequenceSample, table: np.ndarray, *, low: float, high:
     for (before, token, old, _), a in zip(rows, advantage, strict=True):
         logp = table[before] - np.log(np.exp(table[before]).sum())
         ratio = math.exp(logp[token] - old)
-        if ratio * a <= np.clip(ratio, 1 - low, 1 + high) * a:  # the unclipped branch carries the gradient
+        if ratio * a <= np.clip(ratio, 1 - low, 1 + high) * a:  # the unclipped branch has the gradient
             onehot = np.eye(len(table))[token]
             gradient[before] -= a * ratio * (onehot - np.exp(logp)) / len(rows)
     return gradient
@@ -129,7 +130,8 @@ def test_the_step_equals_a_plain_reference():
 
 
 def test_trap_a11_tool_tokens_are_read_but_neither_credited_nor_trained():
-    """Two tool messages in a row (tokens 4 to 7) between two sampled spans; the reward belongs to the last sampled."""
+    """Two consecutive tool messages (tokens 4 to 7) are between two sampled spans. The last sampled token gets the
+    reward."""
     ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     sampled = torch.tensor([False, False, True, False, False, False, False, True, True])
     data = SequenceSample.from_sequences(["q"], {"input_ids": [[ids]]})
@@ -141,7 +143,7 @@ def test_trap_a11_tool_tokens_are_read_but_neither_credited_nor_trained():
     before = engine.logits_VV.clone()
     interface.train_step(Model("actor", engine), data, MicroBatchSpec())
     changed = (engine.logits_VV != before).any(1).nonzero().flatten().tolist()
-    assert changed == [2, 7, 8]  # the tokens before each sampled one: nothing was learned of 4, 5, 6 and 7
+    assert changed == [2, 7, 8]  # the tokens before each sampled token; tokens 4, 5, 6 and 7 are not learned
 
 
 def test_trap_d8_statistics_of_the_batch_are_taken_before_it_is_cut():
@@ -178,7 +180,7 @@ def test_trap_d15_every_term_of_the_loss_is_weighed_alike():
 
 
 def test_metrics_of_a_step_are_the_plain_means_they_are_named_after():
-    """On one unclipped step; `logprobs` of the batch are noise, so no ratio is 1."""
+    """Use one unclipped step. `logprobs` of the batch are noise, so ratios differ from 1."""
     data = random_batch(3).select(["input_ids", "loss_mask", "logprobs", "rewards"])
     engine = BigramEngine()
     metrics = train_once(PPOActorInterface(), data, MicroBatchSpec(n_microbatches=2)).metrics
@@ -207,7 +209,7 @@ def test_metrics_of_a_step_are_the_plain_means_they_are_named_after():
 
 
 def test_trap_b1_the_difference_to_the_sampler_is_that_before_the_first_update():
-    """Later optimizer steps move the policy, which is no fault of the sampler's."""
+    """Later optimizer steps change the policy, which is not a difference to the sampler."""
     interface = PPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=5), epochs=3)
     model = Model("actor", BigramEngine(lr=5.0))
     data = rollout(interface, model, lambda ids: (ids == 3).sum())
@@ -217,7 +219,7 @@ def test_trap_b1_the_difference_to_the_sampler_is_that_before_the_first_update()
 
 
 class Likelihood(PPOActorInterface):
-    """Overrides the whole loss, and returns no metrics."""
+    """Interface that overrides the whole loss and returns no metrics."""
 
     def loss(self, output, minibatch):
         mask_T = minibatch["loss_mask"]
@@ -261,7 +263,7 @@ def test_recomputed_log_probs_are_what_ratios_and_kl_are_taken_against():
 def test_a_dual_clip_bounds_what_a_negative_advantage_can_cost():
     data = random_batch(0)
     engine = BigramEngine()
-    sampled = engine.output(data).logprobs() - math.log(4)  # every ratio is 4
+    sampled = engine.output(data).logprobs() - math.log(4)  # all ratios are 4
     far = data.select(["input_ids", "loss_mask"]).with_tokens(logprobs=sampled, advantages=-torch.ones_like(sampled))
     loss, stats = PPOActorInterface(objective=Clip(dual=3.0)).loss(engine.output(far), far)
     trained = int(far["loss_mask"].sum())
@@ -330,7 +332,7 @@ def test_trap_c6_a_step_on_the_kl_alone_lowers_the_exact_kl():
             generation=GenerationConfig(n=64, max_new_tokens=16, fixed_length=True),
             kl=KLPenalty(KLPlace.loss, 1.0, estimator),
         )
-        data = rollout(interface, model, lambda ids: 0.0)  # equal rewards: the KL is all there is
+        data = rollout(interface, model, lambda ids: 0.0)  # with equal rewards, only the KL is trained
         ids = data["input_ids"]
         ref_T = torch.cat([torch.zeros(1), ref[ids[:-1], ids[1:]].float()])
         before = exact_kl(engine, ref)
@@ -344,7 +346,7 @@ def exact_kl(engine: BigramEngine, ref: torch.Tensor) -> float:
 
 
 def component_needs(interface: PPOActorInterface, method: str = "train_step") -> dict[str, str]:
-    """The needed keys that exist only for a component, with the settings that ask for them."""
+    """Return the needed keys that exist only for a component, with the settings that require them."""
     return {key: setting for key, setting in interface.keys(method).needs.items() if is_component_key(key)}
 
 
@@ -364,7 +366,7 @@ def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
         interface = PPOActorInterface(adv_norm=RAW, kl=KLPenalty(place, 0.5, KLEstimator.k2))
         model = Model("actor", BigramEngine())
         credits = [interface.credit(model, x, MicroBatchSpec()) for x in (data, other)]
-        # the loss alone: the credit is given, and the same
+        # Test the loss alone, with the same given advantages.
         given = {"advantages": credits[0]["advantages"], "loss_mask": credits[0]["loss_mask"]}
         trained_ = [train_once(interface, x.with_tokens(**given), MicroBatchSpec()) for x in (data, other)]
         moved[place] = (
@@ -489,7 +491,7 @@ def test_trap_d11_every_prompt_is_used_once_per_epoch():
     PPOActorInterface(epochs=2, n_minibatches=3).train_step(Model("actor", Watching()), data, MicroBatchSpec())
     teaching = sorted(trained(PPOActorInterface().score(Model("actor", BigramEngine()), data)).ids)
     half = len(seen) // 2
-    assert 5 <= len(teaching) < len(data)  # of one prompt nothing trains
+    assert 5 <= len(teaching) < len(data)  # one prompt has no trained tokens
     assert sorted(seen[:half]) == sorted(seen[half:]) == teaching
     assert seen[:half] != seen[half:]
 

@@ -1,4 +1,4 @@
-"""PPO's credit against a reference in plain Python, and what decides which mini-batches are learned from."""
+"""Compare PPO's advantage estimation with a reference in plain Python, and test which mini-batches are trained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(**engine) -> Model:
 
 
 def credit_in_plain_python(data: SequenceSample, p: PPOActorInterface) -> list[dict]:
-    """Advantages and returns of every sequence that trains, from the definitions, for one process."""
+    """Compute advantages and returns of each trained sequence from the definitions, for a single process."""
     kept = []
     columns = [data.sequences(k) for k in ("loss_mask", "logprobs", "ref_logprobs", "values", "dense_rewards")]
     columns += [data[k].tolist() for k in ("rewards", "truncated", "bootstrap_values")]
@@ -210,7 +210,7 @@ def test_trap_e7_an_answer_has_the_same_advantages_on_whatever_rank_and_in_whate
     def advantages(rows, reduce=lambda x: x):
         engine = BigramEngine()
         engine.reduce = reduce
-        one, own = Model("actor", engine), deepcopy(interface)  # it may keep moments
+        one, own = Model("actor", engine), deepcopy(interface)  # the interface may store moments
         return own.estimate_advantages(one, own.score(one, data.take(rows)))["advantages"]
 
     ranks = over_ranks([order[:3], order[3:]], advantages)
@@ -218,18 +218,19 @@ def test_trap_e7_an_answer_has_the_same_advantages_on_whatever_rank_and_in_whate
     alone = dict(zip(data.ids, per_prompt(data, advantages(range(len(data)))), strict=True))
     for i, moved in zip(data.take(order).ids, per_prompt(data.take(order), ranks), strict=True):
         torch.testing.assert_close(moved, alone[i], rtol=0, atol=1e-6)
-    for part in data.minibatches(3, np.random.default_rng(seed)):  # a group is never dealt out
+    for part in data.minibatches(3, np.random.default_rng(seed)):  # mini-batches never split a group
         for i, ids in zip(part.ids, per_prompt(part, part["input_ids"]), strict=True):
             assert torch.equal(ids, data.take([data.ids.index(i)])["input_ids"])
 
 
 def per_prompt(data: SequenceSample, x_T: torch.Tensor) -> list[torch.Tensor]:
-    """The values of `x_T` [T], prompt by prompt."""
+    """Return the values of `x_T` [T] by prompt."""
     return list(x_T.split(data.lengths["input_ids"].per_prompt.tolist()))
 
 
 def two_prompts(**sequence_keys) -> SequenceSample:
-    """One prompt token each, and responses of 1, 2 and 3 tokens to the first prompt, of 2 and 2 to the second."""
+    """Return two prompts of one token, with responses of 1, 2 and 3 tokens to the first, and of 2 and 2 to the
+    second."""
     ids = [[[1, 2], [1, 2, 3], [1, 2, 3, 4]], [[1, 5, 6], [1, 6, 5]]]
     data = SequenceSample.from_sequences(["a", "b"], {"input_ids": ids})
     mask = torch.cat([torch.arange(len(x)) > 0 for x in data.sequences("input_ids")])
@@ -268,7 +269,7 @@ def test_the_reward_of_a_greedy_answer_is_the_baseline():
     interface = PPOActorInterface(advantage=GAE(lam=1.0), adv_norm=RAW, reward=RewardShaping(gain=10.0))
     out = interface.credit(model(), data, MicroBatchSpec())
     assert out["advantages"].tolist() == [0, -10, 0, 10, 10, 0, 0, 0, 0, *[0] * 6]
-    assert not out["loss_mask"][9:].any()  # without a baseline there is nothing to be better than
+    assert not out["loss_mask"][9:].any()  # without a baseline, no response is better than another
 
 
 def test_reinforce_plus_plus_baseline_is_a_group_mean_and_then_whitening_over_all_tokens():
@@ -308,7 +309,7 @@ def test_whitening_by_minibatch_uses_its_statistics():
 def test_early_stop_takes_back_the_step_that_went_too_far_and_ends_the_batch():
     data = random_batch(3).select(CREDIT)
     scored = PPOActorInterface().inference(model(lr=3.0), data.select(["input_ids", "loss_mask"]), MicroBatchSpec())
-    data = data.with_tokens(logprobs=scored["logprobs"])  # on-policy: the first mini-batch has no KL at all
+    data = data.with_tokens(logprobs=scored["logprobs"])  # on-policy: the first mini-batch has a KL of 0
     bounded, once = model(lr=3.0), model(lr=3.0)
     stats = stat_values(
         PPOActorInterface(epochs=4, early_stop=EarlyStop(kl=1e-3)).train_step(bounded, data, MicroBatchSpec())
@@ -361,7 +362,7 @@ def test_the_loss_of_values_is_added_with_its_weight():
 
 def test_the_best_of_dense_rewards_are_those_with_the_largest_sums():
     data = two_prompts(rewards=[0.0] * 5, truncated=[False] * 5)
-    dense = torch.tensor([9.0, 1, 9, 1, 1, 9, 1, 1, 1, 9, 3, 0, 9, 2, 2])  # those of prompts do not count
+    dense = torch.tensor([9.0, 1, 9, 1, 1, 9, 1, 1, 1, 9, 3, 0, 9, 2, 2])  # rewards of prompt tokens do not count
     data = data.with_tokens(dense_rewards=dense)
     interface = PPOActorInterface(keep_best=1, generation=GenerationConfig(n=3))
     assert training(interface, data) == [False, False, True, False, True]

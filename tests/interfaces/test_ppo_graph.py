@@ -1,4 +1,4 @@
-"""The graph that follows from the settings of an actor."""
+"""Test the graphs that result from the settings of an actor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REWARDED = ("rewards", "turns")
 
 @dataclass
 class Reward(ModelInterface):
-    """Declares what a reward writes."""
+    """Declares the keys that a reward writes."""
 
     dense: bool = False
 
@@ -67,26 +67,26 @@ actor_train: actor.train_step input_ids not_own?loss_mask logprobs truncated rew
     greedy_baseline?baseline_rewards kl?ref_logprobs recompute?prox_logprobs critic?values critic?bootstrap_values
     own?advantages own?returns own?loss_mask=train_mask ptx?ptx_input_ids ptx?ptx_loss_mask decoupled?versions ->
 """
-"""All calls, in the order of execution. `flag?x` is present only with the flag. `a=b` is the key `a` of the method,
-which the graph calls `b`."""
+"""All calls, in the order of execution. `flag?x` is present only with the flag. `a=b` renames the key `a` of the
+method to `b` in the graph."""
 DATASET = "prompt_ids row ptx?ptx_input_ids ptx?ptx_loss_mask"
 
 
 def present(words: str, true: set[str]) -> list[str]:
-    """The words without a flag, and those whose flag is true."""
+    """Return the words without a flag, and those whose flag is true."""
     split = [word.rpartition("?") for word in words.split()]
     return [word for flag, _, word in split if not flag or flag in true]
 
 
 def expected_graph(flags, *, decoupled: bool = False) -> DataflowGraph:
-    """The graph that `CALLS` describes for these flags."""
+    """Build the graph that `CALLS` describes for these flags."""
     true = {name for name, value in flags.items() if value is True}
     true |= {"none": {"not_own"}, "own": {"critic", "own"}, "shared": {"critic", "not_own"}}[flags["critic"]]
     true |= {"decoupled"} if decoupled else set()
     rpcs = []
     for line in CALLS.strip().replace("\n    ", " ").splitlines():
         reads, writes = (present(words, true) for words in line.split("->"))
-        if reads[0].endswith(":"):  # otherwise the call is absent, and so is its name
+        if reads[0].endswith(":"):  # without its name, the call is absent
             role, method = reads[1].split(".")
             inputs, outputs = ([word.rpartition("=")[2] for word in words] for words in (reads[2:], writes))
             rename = dict(word.split("=") for word in [*reads, *writes] if "=" in word)
@@ -95,7 +95,7 @@ def expected_graph(flags, *, decoupled: bool = False) -> DataflowGraph:
 
 
 def settings_of(flags) -> dict:
-    """The settings of an actor that need the calls of these flags."""
+    """Return the settings of an actor that need the calls of these flags."""
     return {
         "kl": KLPenalty("loss" if flags["kl"] else "none"),
         "recompute": flags["recompute"],
@@ -106,7 +106,7 @@ def settings_of(flags) -> dict:
 
 
 def assert_graph(found: DataflowGraph, expected: DataflowGraph) -> None:
-    """The graph has the expected calls and keys, runs the calls in the expected order, and all its keys are read."""
+    """Assert equal calls and keys, the same order of execution, and that all keys are read."""
     assert found == expected
     assert found.order == expected.rpcs
     assert found.unread() == []

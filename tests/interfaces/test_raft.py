@@ -23,7 +23,7 @@ READ = ("input_ids", "prompt_mask", "loss_mask", "rewards")
 
 
 class Watching(BigramEngine):
-    """Remembers what each optimizer step was given."""
+    """Engine that stores the batch of each optimizer step."""
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -35,7 +35,8 @@ class Watching(BigramEngine):
 
 
 def judged(rewards: list[list[float]], *, empty: tuple[int, ...] = ()) -> SequenceSample:
-    """Prompts "a", "b", ... of one token with responses of two; those in `empty` have no sampled token."""
+    """Return prompts "a", "b", ... of one token, with responses of two tokens. Those in `empty` have no sampled
+    token."""
     n = sum(map(len, rewards))
     ids = [[3, s % 5, (s + 1) % 5] for s in range(n)]
     starts = np.cumsum([0, *map(len, rewards)])
@@ -53,7 +54,7 @@ def chosen(data: SequenceSample, version: int = 0, **settings) -> list[int]:
 
 
 def likelihood(table: torch.Tensor, sequences, aggregation: Aggregation) -> torch.Tensor:
-    """Mean negative log-likelihood in float64, one token after another; `sequences` of (ids, mask)."""
+    """Compute the mean negative log-likelihood in float64, token by token, for `sequences` of (ids, mask)."""
     losses = []
     for ids, mask in sequences:
         trained = [t for t in range(len(ids)) if mask[t]]
@@ -73,7 +74,7 @@ def test_loss_and_gradient_are_the_likelihood_of_the_best_responses(aggregation)
     for group in range(len(data)):
         mine = [rows[s] for s in data.group_index().eq(group).nonzero().flatten().tolist()]
         mine = [row for row in mine if row[1].any() and not math.isnan(row[2])]
-        best += [max(mine, key=lambda row: row[2])[:2]] if mine else []  # max keeps the first of equal ones
+        best += [max(mine, key=lambda row: row[2])[:2]] if mine else []  # max returns the first of ties
     loss = likelihood(table, best, aggregation)
     loss.backward()
     interface = RAFTActorInterface(aggregation=aggregation, generation=GenerationConfig(n=4, temperature=0.3, top_k=2))
@@ -84,7 +85,7 @@ def test_loss_and_gradient_are_the_likelihood_of_the_best_responses(aggregation)
 
 def test_the_best_of_each_prompt_are_chosen_by_hand():
     data = judged([[0.0, 2.0, 2.0], [NAN, NAN], [NAN, -1.0, -2.0], [5.0, 4.0]], empty=(8,))
-    assert chosen(data) == [1, 6, 9]  # the first of equal ones; never NaN; never without tokens
+    assert chosen(data) == [1, 6, 9]  # the first of ties; never NaN; never without tokens
     assert chosen(data, keep_best=2) == [1, 2, 6, 7, 9]
     assert chosen(data, keep_best=8) == [0, 1, 2, 6, 7, 9]
     assert chosen(data, min_reward=2.0) == [1, 9]
@@ -148,12 +149,15 @@ def test_generation_takes_any_sampler_and_keeps_nothing_for_a_ratio():
 
 
 def liked(data: SequenceSample) -> torch.Tensor:
-    """[S] how many of a response's tokens are 3."""
+    """Count the tokens 3 of each response [S]."""
     return torch.tensor([float(ids[1:].eq(3).sum()) for ids in data.sequences("input_ids")])
 
 
 def rewards_of_training(interface, *, shuffle: bool, steps: int = 12) -> tuple[float, float]:
-    """Mean reward before and after on a bigram model; people like token 3. Shuffled: any response gets any reward."""
+    """Return the mean reward before and after training a bigram model to sample token 3.
+
+    With `shuffle`, rewards are randomly permuted over responses.
+    """
     model, rng = Model("actor", BigramEngine(vocabulary=6, lr=4.0)), np.random.default_rng(0)
     prompts = SequenceSample.from_sequences(list("abcdef"), {"prompt_ids": [[[i]] for i in range(6)]})
     means = []
@@ -175,7 +179,7 @@ TOY = GenerationConfig(n=8, max_new_tokens=5, fixed_length=True)
 def test_trap_g9_raft_learns_a_toy_reward_and_nothing_from_shuffled_ones(choice):
     interface = RAFTActorInterface(generation=TOY, n_minibatches=2, **choice)
     before, after = rewards_of_training(interface, shuffle=False)
-    assert after > before + 2  # of 5
+    assert after > before + 2  # the maximum is 5
     before, after = rewards_of_training(interface, shuffle=True)
     assert after < before + 1.0
 

@@ -33,7 +33,7 @@ VARIANTS = [
 
 
 def pair_loss(interface, table, chosen, rejected, margin):
-    """One pair, each of (ids, label)."""
+    """Compute the loss of one pair of responses from their ids and labels."""
     if not interface.from_divergence:
         return -torch.sigmoid(table[chosen[-1]] - table[rejected[-1]] - margin).log()
     end = max(len(chosen), len(rejected))
@@ -46,7 +46,7 @@ def pair_loss(interface, table, chosen, rejected, margin):
 
 
 def reference(interface: RewardModelInterface, table: torch.Tensor, data: SequenceSample) -> torch.Tensor:
-    """The loss, prompt after prompt in plain Python."""
+    """Compute the loss in plain Python, prompt by prompt."""
     prompts = []
     for prompt in data.unpack():
         rows = [
@@ -156,7 +156,7 @@ def test_rewards_are_gain_times_the_score_of_the_last_token_plus_bias():
 def test_normalize_gives_the_mean_and_population_deviation_that_were_asked_for_and_can_be_repeated():
     model, interface = Model("reward", scoring(0.0, 2.0, 1.0, 5.0, 4.0)), RewardModelInterface()
     interface.normalize(interface.inference(model, pairs_by_hand(), ONE)["rewards"])
-    assert interface.gain == pytest.approx(1 / math.sqrt(2.5))  # 1, 2, 4, 5
+    assert interface.gain == pytest.approx(1 / math.sqrt(2.5))  # scores 1, 2, 4, 5
     assert interface.bias == pytest.approx(-3 / math.sqrt(2.5))
     for mean, std in ((0.0, 1.0), (2.0, 0.5)):
         interface.normalize(interface.inference(model, pairs_by_hand(), ONE)["rewards"], mean=mean, std=std)
@@ -172,7 +172,7 @@ def test_scores_without_a_deviation_are_refused(scores):
 
 
 def test_normalize_says_what_it_found_over_all_ranks():
-    """Another rank has 4 and 5; this one 1 and 2."""
+    """The other rank has scores 4 and 5; this rank has 1 and 2."""
     interface, other = RewardModelInterface(), torch.tensor([4.0, 5.0], dtype=torch.float64)
 
     def reduce(x):
@@ -213,7 +213,7 @@ def test_a_reward_model_starts_from_the_folder_of_a_policy_or_a_critic(other):
 
 
 def answered_by_hand() -> SequenceSample:
-    """Responses 1 2 4, 3 and none, each after the prompt 0."""
+    """Return the responses 1 2 4, 3 and an empty one, each after the prompt 0."""
     data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[0, 1, 2, 4], [0, 3]], [[0]]]})
     return data.with_tokens(prompt_mask=data["input_ids"] == 0)
 
@@ -235,7 +235,8 @@ def test_trap_c11_a_cut_response_is_scored_at_its_mark_and_the_penalty_replaces_
     interface = RewardModelInterface(cut=ResponseCut([2], penalty=-9.0), clip=1.5)
     out = interface.inference(model, answered_by_hand(), ONE)
     assert out.keys == {"rewards"}
-    assert out["rewards"].tolist() == [1.0, -9.0, -9.0]  # the penalty is no score: neither scaled nor clipped
+    # the penalty is not a score, so it is neither scaled nor clipped
+    assert out["rewards"].tolist() == [1.0, -9.0, -9.0]
     assert interface.scores(model, answered_by_hand(), ONE).tolist() == [1.0, 5.0, 7.0]
     interface = RewardModelInterface(cut=ResponseCut([2], penalty=-9.0), dense=True)
     out = interface.inference(model, answered_by_hand(), ONE)
@@ -244,7 +245,7 @@ def test_trap_c11_a_cut_response_is_scored_at_its_mark_and_the_penalty_replaces_
 
 
 def test_the_last_token_is_found_by_lengths_not_by_an_end_token():
-    """A response that holds the end token twice, and one that holds none, are scored at their last tokens."""
+    """Responses that contain the end token twice, or never, are scored at their last tokens."""
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[0, 2, 1, 2], [0, 2, 4]]]})
     rewards = RewardModelInterface().inference(Model("reward", scoring(7.0, 2.0, 1.0, 5.0, 3.0)), data, ONE)["rewards"]
     assert rewards.tolist() == [1.0, 3.0]
@@ -260,7 +261,7 @@ def test_ratings_report_how_well_scores_and_labels_agree():
 
 
 def toy(seed: int, n: int = 96) -> SequenceSample:
-    """Random responses; people prefer the one that ends with the larger token."""
+    """Return random responses. The label prefers the one that ends with the larger token."""
     pairs = np.random.default_rng(seed).integers(0, 6, (2 * n, 2, 4))
     pairs = pairs[pairs[:, 0, -1] != pairs[:, 1, -1]][:n]
     data = SequenceSample.from_sequences(
@@ -324,7 +325,7 @@ def test_the_graph_is_one_training_call():
 
 
 def own_scores(folder, data: SequenceSample) -> torch.Tensor:
-    """What transformers itself says of each sequence alone."""
+    """Return the scores that transformers computes for each single sequence."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         return torch.cat([model(input_ids=ids[None]).logits[0] for ids in data.sequences()])

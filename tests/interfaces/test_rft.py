@@ -21,7 +21,7 @@ NAN = math.nan
 
 
 def batch(prompts: dict[str, tuple[list[int], dict[tuple[int, ...], float]]]) -> SequenceSample:
-    """By id: the tokens of the prompt, and rewards by the tokens of the response."""
+    """Build a batch from prompt tokens, and rewards by response tokens, for each prompt id."""
     rows = [[[*prompt, *r] for r in responses] for prompt, responses in prompts.values()]
     given = [[[True] * len(prompt) + [False] * len(r) for r in responses] for prompt, responses in prompts.values()]
     data = SequenceSample.from_sequences(list(prompts), {"input_ids": rows}).with_tokens(
@@ -53,7 +53,7 @@ def test_the_pool_keeps_distinct_judged_responses_of_a_prompt_over_epochs():
     assert pool.add(SECOND, trainable(SECOND)) == 3
     assert len(pool) == 7
     pooled = pool.take(SECOND)
-    assert pooled.ids == ("1@1", "0@1")  # each prompt once; 9@1 has no judged response
+    assert pooled.ids == ("1@1", "0@1")  # each prompt once; 9@1 has no scored response
     assert pooled.lengths["input_ids"].counts.tolist() == [3, 4]
     ids = [x.tolist() for x in pooled.sequences("input_ids")]
     assert ids == [[1, 2, 3], [1, 7], [1, 9, 9, 9], [1, 2, 3], [1, 2, 4, 5], [1, 2, 10], [1, 2, 5]]
@@ -98,10 +98,12 @@ def test_thresholds_by_hand():
     )
     threshold_S, chosen_S = above_percentile(data, 0.75)
     assert threshold_S.tolist() == pytest.approx([7.5] * 11 + [0.25] * 4 + [2.0] * 3)
-    assert chosen_S.nonzero().flatten().tolist() == [8, 9, 10, 14]  # equal rewards: none is better than another
+    # with equal rewards, no response is better than another
+    assert chosen_S.nonzero().flatten().tolist() == [8, 9, 10, 14]
     threshold_S, chosen_S = above_percentile(data, 0.5)
     assert threshold_S.tolist() == pytest.approx([5.0] * 11 + [0.0] * 4 + [2.0] * 3)
-    assert chosen_S.nonzero().flatten().tolist() == [5, 6, 7, 8, 9, 10, 14]  # the worst of b reach 0, and are not taken
+    # the lowest rewards of b equal the threshold, and are excluded
+    assert chosen_S.nonzero().flatten().tolist() == [5, 6, 7, 8, 9, 10, 14]
     best = batch({"a": ([1], {(s,): x for s, x in enumerate([0.1, 0.7, 0.7, 0.7])})})
     assert above_percentile(best, 0.95)[1].tolist() == [False, True, True, True]
 
@@ -169,7 +171,7 @@ def test_trap_g9_rft_learns_a_toy_reward_and_nothing_from_shuffled_ones():
         return RFTActorInterface(generation=TOY, n_improve_steps=3, n_minibatches=2)
 
     before, after = rewards_of_training(interface(), shuffle=False, steps=24)
-    assert after > before + 2  # of 5
+    assert after > before + 2  # the maximum is 5
     before, after = rewards_of_training(interface(), shuffle=True, steps=24)
     assert after < before + 1.0
 

@@ -16,7 +16,7 @@ LETTERS = "?abcdefgh"
 
 
 class Letters:
-    """A tokenizer of letters; 0 is a special token."""
+    """Tokenizer of letters. Token 0 is special."""
 
     def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return ["".join(LETTERS[i] for i in ids if i or not skip_special_tokens) for ids in sequences]
@@ -27,7 +27,8 @@ MODEL = Model("reward", None, Letters(), seed=3)
 
 @pytest.fixture
 def function(tmp_path) -> str:
-    """Reward: the length of the response times the row's price; none for "e", an exception for "h"."""
+    """Write a reward function: response length times the row's price. "e" gets no reward, and "h" raises an
+    exception."""
     path = tmp_path / "priced.py"
     path.write_text(
         "def score(prompt, response, row):\n"
@@ -41,7 +42,8 @@ def function(tmp_path) -> str:
 
 
 def batch(*groups: list[list[int]], prompt: int = 1) -> SequenceSample:
-    """Each response after a prompt of one token, 1 for the first group, 2 for the second, ..."""
+    """Return each response after a prompt of one token. The token is 1 for the first group, 2 for the second, and so
+    on."""
     ids = [[[prompt + g, *response] for response in group] for g, group in enumerate(groups)]
     data = SequenceSample.from_sequences([f"p{g}" for g in range(len(groups))], {"input_ids": ids})
     starts = data.cu_seqlens()[:-1].long()
@@ -85,7 +87,7 @@ def test_shuffled_rewards_are_the_same_numbers_for_other_responses_again_and_aga
     shuffled = rewards(RuleRewardInterface(function, workers=0, shuffle=True), data)
     assert shuffled != plain
     assert sorted(shuffled) == sorted(plain)
-    assert any((a < 9) != (b < 9) for a, b in zip(plain, shuffled, strict=True))  # across groups too
+    assert any((a < 9) != (b < 9) for a, b in zip(plain, shuffled, strict=True))  # the permutation also crosses groups
     assert rewards(RuleRewardInterface(function, workers=0, shuffle=True), data) == shuffled
 
 
@@ -107,7 +109,7 @@ def test_closing_stops_the_workers_and_can_be_repeated(function):
 
 
 def test_a_cut_response_is_judged_up_to_its_mark_and_one_without_is_not_judged_at_all(function):
-    data = batch([[3, 7, 4, 5], [3, 4]], [[7, 7], [8]])  # "cgde", "cd", "gg", "h"; the mark is "g"
+    data = batch([[3, 7, 4, 5], [3, 4]], [[7, 7], [8]])  # the responses are "cgde", "cd", "gg" and "h"; the mark is "g"
     assert rewards(RuleRewardInterface(function, workers=0, cut=ResponseCut([7])), data) == [2, 2, 10.5, None]
     strict = RuleRewardInterface(function, workers=0, cut=ResponseCut([7], penalty=-1.0), max_failed_fraction=0.0)
     assert rewards(strict, data) == [2, -1, 10.5, -1]
@@ -124,7 +126,10 @@ def test_penalties_are_dealt_out_at_random_as_other_rewards_are(function):
 
 @pytest.fixture
 def dense_function(tmp_path) -> str:
-    """One reward per token: its place, times the row's price where the token is "c"; too few for "h", none for "e"."""
+    """Write a reward function with one reward per token: its position, times the row's price for "c".
+
+    It returns too few rewards for "h", and None for "e".
+    """
     path = tmp_path / "dense.py"
     path.write_text(
         "def score(prompt, response, row, tokens):\n"

@@ -29,7 +29,6 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds:
     Raises:
         AssertionError: a rank raised. The message is the traceback of the lowest rank whose error is not about
             another rank.
-
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

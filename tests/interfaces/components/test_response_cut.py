@@ -12,7 +12,7 @@ END = 13
 
 
 def batch(*groups: list[tuple[list[int], list[int]]]) -> SequenceSample:
-    """Sequences given as (prompt, response), group by group."""
+    """Return sequences given as (prompt, response) by group."""
     ids = [[prompt + response for prompt, response in group] for group in groups]
     given = [[[True] * len(p) + [False] * len(r) for p, r in group] for group in groups]
     data = SequenceSample.from_sequences([f"p{g}" for g in range(len(groups))], {"input_ids": ids})
@@ -26,25 +26,25 @@ def remaining(cut: ResponseCut, data: SequenceSample) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("after", "response", "kept"),
     [
-        (0, [13, 5, 13, 6], [13]),  # the mark stays, what follows goes
+        (0, [13, 5, 13, 6], [13]),  # the end mark stays, and later tokens are removed
         (1, [13, 5, 13, 6], [13, 5, 13]),  # a mark before `after` is an ordinary token
-        (2, [13, 5, 13, 6], [13, 5, 13]),  # place 2 itself counts
-        (3, [13, 5, 13, 6], [13, 5, 13, 6]),  # no mark from here on
+        (2, [13, 5, 13, 6], [13, 5, 13]),  # the mark at position 2 counts
+        (3, [13, 5, 13, 6], [13, 5, 13, 6]),  # no mark from position 3 on
         (0, [5, 6, 7], [5, 6, 7]),
         (0, [5, 6, 13], [5, 6, 13]),
         (0, [], []),
         (9, [13], [13]),
-        (0, [14, 13], [14]),  # any of several marks
+        (0, [14, 13], [14]),  # either mark ends the response
     ],
 )
 def test_a_response_is_cut_after_its_first_mark(after, response, kept):
-    prompt = [END, 4, END]  # marks in a prompt do not count, and its tokens are no places
+    prompt = [END, 4, END]  # marks in a prompt do not count, and its tokens have no position
     found = remaining(ResponseCut([END, 14], after=after), batch([(prompt, response)]))
     assert found == [prompt + kept]
 
 
 def test_packed_ragged_groups_keep_their_prompts_and_places():
-    """Index by index: what remains of each slot, and whose text counts."""
+    """Check for each slot whether it remains, and for each response whether its text is scored."""
     data = batch([([1], [5, 13, 6]), ([1, 2], [7])], [([13], []), ([1], [13, 13, 8])], [([3, 13], [13])])
     cut = cut_responses(ResponseCut([END], after=1, penalty=-1.0), data, tiny_tokenizer())
     #                            1  5  13  6   1  2  7   13   1  13 13  8   3 13 13

@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 class Scores:
-    """Shaping with the running moments that an interface keeps for it."""
+    """Reward shaping with the running moments that an interface stores for it."""
 
     def __init__(self, **settings) -> None:
         self.shaping = RewardShaping(**settings)
@@ -62,7 +62,7 @@ def test_missing_scores_stay_missing_and_are_in_no_moment():
 
 def test_scores_that_are_all_the_same_are_left_as_they_are():
     assert Scores(scale=RewardScale.running)([2.0, 2.0]) == [2.0, 2.0]
-    nearly = [0.1, 0.1, 0.1 + 1e-8]  # the rounding of fp32 is no scale
+    nearly = [0.1, 0.1, 0.1 + 1e-8]  # a std from fp32 rounding is not used as a scale
     np.testing.assert_allclose(Scores(scale=RewardScale.ref)(nearly), nearly, rtol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Reward functions that try what the limits of a worker hold back; workers load this file by its path."""
+"""Reward functions that try to exceed the limits of a worker. Workers load this file by its path."""
 
 import os
 import resource

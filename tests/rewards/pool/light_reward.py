@@ -1,4 +1,4 @@
-"""A reward function whose file imports nothing."""
+"""Reward function in a file without imports."""
 
 import sys
 

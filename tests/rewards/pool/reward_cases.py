@@ -1,4 +1,4 @@
-"""Reward functions that misbehave in every way a user's can; workers load this file by its path."""
+"""Reward functions with all kinds of failures of user code. Workers load this file by its path."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ KEPT = []
 
 
 def act(prompt, response, row):
-    """Do what the row says; a plain row gives its value."""
+    """Do what the row says. A plain row returns its value."""
     match row.get("do"):
         case None:
             return row["value"]
@@ -83,7 +83,7 @@ def pops_its_row(prompt, response, row):
 
 
 class Scaled:
-    """A picklable callable with state."""
+    """Picklable callable with state."""
 
     def __init__(self, scale):
         self.scale = scale

@@ -27,7 +27,7 @@ def no_proxy(monkeypatch):
 
 @contextmanager
 def server(answer):
-    """A reward server whose `answer(request)` gives a status and a body; yields its URL and the requests it got."""
+    """Serve rewards: `answer(request)` returns a status and a body. Yields the URL and the list of requests."""
     got = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -140,14 +140,14 @@ def test_a_url_stands_where_a_function_does():
 
 
 def ask(url, responses, **settings):
-    """Judge in this process, with little time for each response."""
+    """Score responses in this process, with a short timeout per response."""
     defaults = {"workers": 0, "timeout_s": 0.2, "memory_mb": None, "max_failed_fraction": 0.5, "patience_s": 20.0}
     with RewardPool(url, **(defaults | settings)) as pool:
         return pool.score([""] * len(responses), responses, [{}] * len(responses))
 
 
 def test_a_server_that_restarts_costs_no_reward(caplog):
-    """It is out of order for longer than one response may take."""
+    """The server is unavailable for longer than the timeout of a response."""
     down = iter([200, 200] + 60 * [503])
 
     def answer(request):
@@ -192,7 +192,7 @@ def test_a_server_that_accepts_and_stays_silent_is_no_answer():
 
 
 def test_a_server_that_hangs_up_is_no_answer(monkeypatch):
-    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 100.0)  # there is no time to ask again
+    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 100.0)  # the pause leaves no time for a second attempt
     with socket.create_server(("127.0.0.1", 0)) as door:
         door.settimeout(10)
         host = threading.Thread(target=lambda: door.accept()[0].close())

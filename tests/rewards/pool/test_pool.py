@@ -40,7 +40,7 @@ def values(n):
 
 
 def gone(pid, within_s=10.0):
-    """Whether the process ends (a zombie counts as ended)."""
+    """Return whether the process ends in time. A zombie counts as ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -219,7 +219,7 @@ def test_a_memory_limit_leaves_room_beyond_the_imports_only():
 
 def test_slow_items_are_spread_over_the_workers():
     with make(f"{HERE / 'reward_cases.py'}:slow_pid") as pool:
-        for _ in range(100):  # until the second worker is up
+        for _ in range(100):  # until the second worker is ready
             if len(set(score(pool, [{"s": 0.1}] * 2).values)) == 2:
                 break
         pids = score(pool, [{"s": 0.1}] * 20).values
@@ -285,7 +285,7 @@ def test_a_function_that_cannot_be_pickled_is_refused_unless_inline():
     assert score(make(lambda p, r, row: 1.0, workers=0), [{}]).values == [1.0]
 
 
-# --- life and death of the processes ---
+# --- start and end of the processes ---
 
 
 def run_script(tmp_path, body, **popen):
@@ -326,7 +326,7 @@ def test_closing_ends_the_calls_of_other_threads():
 
 
 def test_parts_of_a_batch_are_counted_together():
-    """With a batch of four prompts, one whose row breaks the function is a quarter of it."""
+    """In a batch of four prompts, the prompt whose row breaks the function is a quarter of the batch."""
     bad, good = [{"do": "raise"}] * 3, values(3)
     tally = Tally(4)
     with make(workers=0, max_failed_fraction=0.5) as pool:
@@ -337,7 +337,7 @@ def test_parts_of_a_batch_are_counted_together():
             message = r"failed on 1 of 1 scored items \(exception 1; 3 items in total\), and on 6 of the other 9 items"
             with pytest.raises(RewardError, match=message):
                 score(pool, bad)
-        with pytest.raises(RewardError):  # outside a call is a batch
+        with pytest.raises(RewardError):  # outside `counting`, each call is a batch
             score(pool, bad)
 
 
@@ -345,7 +345,7 @@ def test_parts_that_are_judged_at_the_same_time_see_each_others_failures():
     tally = Tally(4)
 
     def broken(prompt, response, row):
-        tally.add(3)  # another part of the batch ends meanwhile
+        tally.add(3)  # meanwhile another part of the batch ends
         raise RuntimeError("broken")
 
     message = r"failed on 2 of 2 scored items \(exception 2; 3 items in total\), and on 6 of the other 9 items"
@@ -499,7 +499,7 @@ def test_dense_rewards_are_one_finite_number_per_token(value, expected):
 
 @LINUX
 def test_a_function_that_leaks_loses_no_reward(caplog):
-    """It keeps 20 MiB of every call; workers may have 300 MiB."""
+    """The function leaks 20 MiB per call. Workers are limited to 300 MiB."""
     with caplog.at_level(logging.WARNING), make(memory_mb=300) as pool:
         result = score(pool, [{"do": "leak", "value": i / 2} for i in range(60)])
     assert result.values == [i / 2 for i in range(60)]
@@ -512,7 +512,7 @@ def test_a_function_that_loads_something_large_once_is_not_taken_for_a_leak():
     with make(memory_mb=300, workers=1) as pool:
         result = score(pool, [{"do": "load"} for _ in range(40)])
     assert result.failures == []
-    assert len(set(result.values)) == 1  # the process that loaded it is the one that answered
+    assert len(set(result.values)) == 1  # the process that loaded the data answered all calls
 
 
 @LINUX
@@ -524,7 +524,7 @@ def test_a_leaking_worker_takes_along_what_the_function_started():
 
 
 def test_a_function_that_hangs_on_everything_is_given_up_long_before_every_item_was_asked(caplog):
-    """100 items would take a minute and more."""
+    """All 100 items together would take more than a minute."""
     pool = RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=2.5, memory_mb=None, max_failed_fraction=0.9)
     with pool, pytest.raises(RewardError, match=r"\(timeout 91; 100 items in total\)"):
         score(pool, [{"do": "hang"}] * 100)
@@ -533,7 +533,7 @@ def test_a_function_that_hangs_on_everything_is_given_up_long_before_every_item_
 
 
 def test_items_that_hang_among_others_do_not_end_the_patience():
-    """An answer restarts the patience, and a few silent items in a row do not end it."""
+    """An answer restarts the patience, and a few consecutive items without an answer do not exceed it."""
     rows = [{"do": "hang"} if i % 5 == 0 else {"value": i} for i in range(15)]
     with RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=0.0, memory_mb=None, max_failed_fraction=1) as pool:
         result = score(pool, rows)

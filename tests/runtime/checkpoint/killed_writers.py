@@ -1,4 +1,5 @@
-"""Processes that die while they write checkpoints; run as a program, since it forks. Prints what it saw as JSON.
+"""Kill processes while they write checkpoints. This file runs as a program, since it forks. It prints its results as
+JSON.
 
 python killed_writers.py every_point FOLDER    # at each system call of a write, one after the other
 python killed_writers.py random FOLDER COUNT   # at random moments of a loop of writes
@@ -34,7 +35,7 @@ def is_whole(found, round_=None):
 
 
 def child(work):
-    """Process id of a child that does `work` and exits with 0."""
+    """Fork a child that runs `work` and exits with 0. Return its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -45,7 +46,7 @@ def child(work):
 
 
 def die_at(point, after):
-    """Kill this process at its `point`-th call of what changes the disk, before or after the call."""
+    """Kill this process before or after its `point`-th call that changes the disk."""
     calls = 0
 
     def deadly(function):
@@ -75,7 +76,7 @@ def die_at(point, after):
 
 
 def every_point(folder):
-    """What stands after a kill at each point of a write: also where it removes an older one or replaces its own."""
+    """Return the checkpoints after a kill at each point of a write, including removal and replacement of older ones."""
     seen = []
     for before, step, keep in [([1, 2], 3, 2), ([1, 2], 3, 1), ([2], 2, 1), ([5, 2], 3, 1), ([], 1, 1)]:
         for after in (False, True):
@@ -109,9 +110,9 @@ def every_point(folder):
 
 
 def at_random(folder, count):
-    """Newest step before and after each of `count` kills.
+    """Return the newest step before and after each of `count` kills.
 
-    Every second kill waits until 3 steps are written, so that a slow machine makes progress, too.
+    Every second kill waits until 3 steps are written, so that slow machines also make progress.
     """
     moments = random.Random(0)
     seen = []
@@ -150,6 +151,6 @@ def at_random(folder, count):
 
 
 if __name__ == "__main__":
-    os.fsync = lambda number: None  # slow, and without effect on what a killed process leaves: the system lives on
+    os.fsync = lambda number: None  # fsync is slow, and has no effect if only the process is killed
     what, where, *more = sys.argv[1:]
     print(json.dumps(every_point(Path(where)) if what == "every_point" else at_random(Path(where), int(more[0]))))

@@ -107,7 +107,7 @@ def test_what_cannot_be_kept_is_refused_before_training_goes_on(tmp_path):
 
 
 class Full:
-    """A disk that is full from the `at`-th call on."""
+    """Disk operation that fails with a full disk from the `at`-th call on."""
 
     def __init__(self, function, at):
         self.function, self.at, self.calls = function, at, 0
@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(tmp_path, monkeypatch
     assert message.startswith("Checkpoint at step 2 failed (")
     assert "No space left on device" in message
     assert writer.failed() == []
-    if (call, at) == ("fsync", 5):  # the last one: the folder has its name, and perhaps not on the disk yet
+    if (call, at) == ("fsync", 5):  # the last call: the folder has its name, which may not be on disk
         assert names(tmp_path) == ["step_000001", "step_000002"]
     else:
         assert message.endswith("Last good checkpoint: step 1.")

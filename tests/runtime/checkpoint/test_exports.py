@@ -80,7 +80,7 @@ def test_a_full_disk_costs_a_save_and_not_the_run(tmp_path):
     assert names(tmp_path) == ["best", "step_000001"]
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 1
     full.clear()
-    kept.after_step(3, {"reward": 1.5}, last=False)  # better than what could be saved
+    kept.after_step(3, {"reward": 1.5}, last=False)  # better than the last model that could be saved
     assert names(tmp_path) == ["best", "step_000003"]
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 3
 
@@ -91,7 +91,7 @@ def test_what_was_made_and_the_record_are_taken_back(tmp_path):
         first.after_step(step, {"reward": reward}, last=False)
     state = json.loads(json.dumps(first.state_dict()))
     (tmp_path / "step_000002" / "actor").rmdir()
-    (tmp_path / "step_000002").rmdir()  # removed by the steps after the checkpoint, which are made again
+    (tmp_path / "step_000002").rmdir()  # removed by steps after the checkpoint, which the resumed run repeats
     second = saves(tmp_path, every_steps=1, keep=2, best="reward")
     second.load_state_dict(state)
     second.after_step(4, {"reward": 4.0}, last=False)

@@ -152,7 +152,7 @@ def test_an_empty_folder_is_a_corrupt_checkpoint(tmp_path):
 
 
 def rewritten(checkpoint, **changes):
-    """Give a checkpoint a manifest that is right about itself."""
+    """Write a manifest with a correct hash of its changed content."""
     path = checkpoint.path / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["sha256"]

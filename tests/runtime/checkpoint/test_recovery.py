@@ -23,7 +23,7 @@ def test_a_run_continues_from_its_own_checkpoint_with_fresh_interfaces(tmp_path)
     e = on_ray(tmp_path)
     attempts = Attempts(e)
     assert attempts.experiment is e
-    e.interfaces["reward"].shuffle = True  # as a state that the attempt has left
+    e.interfaces["reward"].shuffle = True  # the failed attempt leaves a changed state
     attempts.began()
     checkpointed(e, 4)
     with pytest.warns(UserWarning, match=r"has died. The run continues after step 4 \(recovery 1 of at most 1\)"):
@@ -39,7 +39,7 @@ def test_checkpoints_of_an_earlier_run_are_not_used(tmp_path):
     checkpointed(e, 9)
     attempts = Attempts(e)
     with pytest.warns(UserWarning, match=r"The run restarts \(recovery 1 of at most 1\)"):
-        attempts.recover(LOST)  # before the folder is its own
+        attempts.recover(LOST)  # before the output folder belongs to this run
     assert attempts.experiment.resume is None
 
 
@@ -54,7 +54,7 @@ def test_a_run_without_a_checkpoint_yet_restarts_with_its_original_resume_settin
         attempts.recover(LOST)
     assert {name: getattr(attempts.experiment, name) for name in how} == how
     attempts.began()
-    checkpointed(e, 12)  # after resume=.../step_000010; that of step 30 is removed in a moment
+    checkpointed(e, 12)  # after resume=.../step_000010; the checkpoint of step 30 will soon be removed
     with pytest.warns(UserWarning, match="The run continues after step 12"):
         attempts.recover(LOST)
     assert attempts.experiment.resume == str(e.output_dir / "checkpoints" / "step_000012")

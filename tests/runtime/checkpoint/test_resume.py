@@ -66,7 +66,7 @@ def test_a_run_with_more_steps_goes_on_and_its_record_is_whole(tmp_path):
     assert result.series("loss") == whole.series("loss")
     assert not (tmp_path / "whole" / "checkpoints").exists()
     seconds = [json.loads(line)["seconds"] for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
-    assert seconds == sorted(seconds)  # the clock goes on where it stood
+    assert seconds == sorted(seconds)  # the clock continues from the checkpoint
 
 
 def test_trap_d11_resuming_a_complete_run_raises_an_error_of_its_own_class(tmp_path):
@@ -181,7 +181,7 @@ def test_a_run_that_dies_while_its_models_are_saved_saves_them_when_it_is_resume
         patch.setattr(LocalRuntime, "save", dies)
         with pytest.raises(Killed):
             done(tmp_path)
-    assert steps_of(tmp_path / "run") == [1, 2]  # that of the last step says that all is done
+    assert steps_of(tmp_path / "run") == [1, 2]  # the checkpoint of the last step would mean that the run is complete
     result = resumed(tmp_path, steps=3)
     assert [record["step"] for record in result.history] == [0, 1, 2, 3]
     assert (tmp_path / "run" / "final" / "actor").is_dir()
@@ -307,7 +307,7 @@ SAVING = {"save_every_steps": 1, "keep_saves": 1}
 
 
 def change_checkpoint(out: Path, step: int, change: Callable[[dict[str, Any]], object]) -> None:
-    """Replace a checkpoint by one with another tree, and with the right hashes."""
+    """Replace a checkpoint by one with a changed tree and correct hashes."""
     tree = next(one for one in list_checkpoints(out / "checkpoints") if one.step == step).read()
     change(tree)
     write_checkpoint(out / "checkpoints", step, tree)
@@ -349,7 +349,8 @@ def test_a_checkpoint_of_somebody_else_reads_no_other_file(tmp_path, name):
 
 
 def test_another_batch_size_goes_on_at_the_same_row(tmp_path):
-    """3 batches of 8 of 10 rows lie behind: 24 rows, or 6 batches of 4. The next prompts are numbers 24 to 27."""
+    """After 3 batches of 8, with 10 rows, the run has used 24 prompts, or 6 batches of 4. The next prompts are 24 to
+    27."""
     done(tmp_path, data=Prompts(10), shuffle=False)
     with pytest.raises(
         CheckpointError, match=r"batch_prompts=5: .* after 24 prompts \(3 batches of 8\), which is not a multiple of it"
@@ -428,7 +429,7 @@ def test_weights_that_do_not_train_are_in_no_checkpoint_and_must_be_what_they_we
 
 
 def made(folder: Path, skip: list[str]) -> LocalRuntime:
-    """A fresh runtime with what a run of two steps left, but for `skip`."""
+    """Return a new runtime with the state of a run of two steps, except the parts in `skip`."""
     first = LocalRuntime(with_reference(folder, folder))
     for step in (1, 2):
         first.step(step)
@@ -443,7 +444,7 @@ def made(folder: Path, skip: list[str]) -> LocalRuntime:
 
 
 def facts(runtime: LocalRuntime) -> dict[str, bool]:
-    """Which parts are those of the run before."""
+    """Return for each part whether it equals that of the previous run."""
     stepper = runtime.models["actor"].engine._stepper
     return {
         Part.optimizer: stepper.optimizer_steps == 2 and bool(stepper.optimizer.state),
@@ -519,7 +520,7 @@ def test_the_checkpoint_is_not_kept_in_memory_while_the_run_goes_on(tmp_path, mo
     assert len(starts) == 1
 
 
-# --- the record ---
+# --- metrics records ---
 
 
 def test_a_damaged_line_of_the_record_is_a_gap_that_is_said(tmp_path):
@@ -555,7 +556,7 @@ def test_the_checkpoint_of_the_best_step_stays(tmp_path):
     last, best = (
         CheckpointSpec(every_steps=2, keep=1),
         {"save_best": "optimizer_steps"},
-    )  # 1 in each, so the first step is the best
+    )  # each step makes 1 optimizer step, so the first step is the best
     run(experiment(tmp_path, steps=4, checkpoint=last, **best))
     assert steps_of(tmp_path / "run") == [1, 4]
     run(experiment(tmp_path, steps=6, checkpoint=last, resume="auto", **best))

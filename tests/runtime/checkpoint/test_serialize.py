@@ -13,7 +13,7 @@ from realign.runtime.checkpoint.serialize import CHUNK, DTYPES, pack, read_tenso
 
 
 def bits(value):
-    """A form of a tree in which equality means the same types, order of keys and bits."""
+    """Convert a tree so that equality means the same types, order of keys and bits."""
     if isinstance(value, torch.Tensor):
         data = (
             b"" if value.numel() == 0 else value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -29,7 +29,7 @@ def bits(value):
 
 
 def returned(tree, tmp_path):
-    """The tree after a trip through a file and text."""
+    """Return the tree after writing it to a file and text, and reading it again."""
     packed = pack(tree, copy=True)
     with (tmp_path / "tensors").open("wb") as file:
         write_tensors(file.write, packed.tensors)

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed computes what it would have computed: N steps are k, a kill, and N - k."""
+"""Test that a killed and resumed run computes the same as an uninterrupted one: N steps are k, a kill, and N - k."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from realign.runtime.checkpoint.folder import list_checkpoints
 from tests.tiny import save_tiny
 
 STEPS, ROWS, BATCH = 5, 6, 4
-"""Epochs end in the middle of step 2 and 5, and with step 3."""
+"""Epochs end in the middle of steps 2 and 5, and at the end of step 3."""
 SAMPLING = GenerationConfig(n=3, max_new_tokens=5)
 
 
 @dataclass
 class Wandering(ModelInterface):
-    """A reward with a state of its own and noise of every global source, as users write them."""
+    """Reward with state, and noise from all global generators, as users write them."""
 
     needs_engine: ClassVar[bool] = False
     calls: int = field(default=0, init=False)
@@ -65,7 +65,7 @@ class Wandering(ModelInterface):
 
 @dataclass
 class Plenty(ModelInterface):
-    """A reward that is the same for many prompts, for filters to drop."""
+    """Reward with the same value for many prompts, which filters drop."""
 
     needs_engine: ClassVar[bool] = False
 
@@ -77,7 +77,7 @@ class Plenty(ModelInterface):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and data of all the runs."""
+    """Return a folder with the models and data of all runs."""
     return save_files(tmp_path_factory.mktemp("files"))
 
 
@@ -138,7 +138,7 @@ def of_grpo_with_a_reference_that_follows(files: Path) -> dict[str, Any]:
 
 
 def of_ppo(files: Path) -> dict[str, Any]:
-    """With every option that keeps a state: two optimizers, averaged weights, an adaptive KL, running moments, ptx."""
+    """Configure all options with state: two optimizers, averaged weights, adaptive KL, running moments and ptx."""
     actor = ppo.PPOActorInterface(
         generation=SAMPLING,
         epochs=2,
@@ -165,7 +165,7 @@ def of_ppo(files: Path) -> dict[str, Any]:
 
 
 def of_ppo_in_one_model(files: Path) -> dict[str, Any]:
-    """Policy, values and the frozen start of the policy in one model of which the top layer trains."""
+    """Configure policy, values and the frozen initial policy in one model whose top layer is trained."""
     actor = ppo.PPOActorInterface(
         generation=SAMPLING,
         kl=KLPenalty(KLPlace.reward, 0.1, target=0.5, horizon=60),
@@ -228,7 +228,7 @@ def of_dpo(files: Path) -> dict[str, Any]:
 
 
 def of_a_reward_model(files: Path) -> dict[str, Any]:
-    """Its gain and bias are set before training, and once more after the last step."""
+    """Configure a calibration that sets gain and bias before training, and again after the last step."""
     calibration = RewardCalibration(prompts(files), before=True, after=True, samples=6, generation=SAMPLING)
     return {
         "graph": reward_model.dataflow(),
@@ -282,12 +282,12 @@ def experiment(files: Path, out: Path, name: str, **changes: Any) -> Experiment:
 
 
 class Killed(Exception):
-    """What the test does to a run."""
+    """Raised by a test to end a run."""
 
 
 @dataclass
 class Killer:
-    """A tracker that ends the run after the metrics of a step are written, and before its checkpoint is."""
+    """Tracker that ends the run between the metrics of a step and its checkpoint."""
 
     step: int
 
@@ -300,7 +300,7 @@ class Killer:
 
 
 def start_anywhere() -> None:
-    """The global generators as a fresh process has them: anywhere."""
+    """Seed the global generators randomly, as in a new process."""
     random.seed()
     np.random.seed()
     torch.seed()
@@ -316,7 +316,7 @@ def killed(files: Path, out: Path, name: str, after: int) -> None:
     with pytest.raises(Killed):
         run(experiment(files, out, name), trackers=[Killer(after + 1)])
     steps = [c.step for c in list_checkpoints(out / "checkpoints")]
-    assert steps[-after:] == list(range(1, after + 1))  # and perhaps one from before the first step
+    assert steps[-after:] == list(range(1, after + 1))  # there may be another checkpoint from before the first step
 
 
 def untimed(path: Path) -> list[dict[str, Any]]:
@@ -326,7 +326,7 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_tree(found: Any, expected: Any, where: str = "") -> None:
-    """Equal bit for bit; NaN is NaN."""
+    """Assert equality bit for bit. NaN equals NaN."""
     assert type(found) is type(expected), where
     if isinstance(expected, Mapping):
         assert list(found) == list(expected), where
@@ -344,7 +344,7 @@ def assert_same_tree(found: Any, expected: Any, where: str = "") -> None:
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
-    """Metrics, samples, saved weights, and all that the last checkpoint holds: optimizers, moments, generators."""
+    """Assert equal metrics, samples, saved weights and last checkpoints: optimizers, moments and generators."""
     for name in ("metrics", "samples", "eval_samples"):
         assert untimed(found / f"{name}.jsonl") == untimed(expected / f"{name}.jsonl"), name
     weights = sorted(path.relative_to(expected) for path in expected.glob("[fsb]*/**/*.safetensors"))
@@ -353,13 +353,13 @@ def assert_same_run(found: Path, expected: Path) -> None:
         assert_same_tree(load_file(found / path), load_file(expected / path), str(path))
     last, whole = (list_checkpoints(out / "checkpoints")[-1].read() for out in (found, expected))
     for state in (last, whole):
-        del state["records"]  # seconds, and the bytes that they take
+        del state["records"]  # durations, and their numbers of bytes
     assert_same_tree(last, whole)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_trap_g2_a_killed_run_goes_on_bit_for_bit(files, tmp_path, name):
-    """Killed once in the middle of an epoch, and again at the border of two."""
+    """Kill the run once in the middle of an epoch, and again at the end of one."""
     started(files, tmp_path / "whole", name)
     killed(files, tmp_path / "parts", name, after=1)
     start_anywhere()

@@ -11,7 +11,7 @@ from realign.runtime.checks.contract import check_keys, unread_inputs
 
 @dataclass
 class Declared(ModelInterface):
-    """Declares the given keys for each method."""
+    """Interface that declares the given keys for each method."""
 
     declared: dict[str, Keys] = field(default_factory=dict)
 
@@ -26,7 +26,7 @@ class Declared(ModelInterface):
 
 
 def graph(*inputs: str, rename: dict[str, str] | None = None) -> DataflowGraph:
-    """The role `ref` writes `ref_logprobs` and `turns`; `actor` is trained on these inputs."""
+    """Build a graph in which `ref` writes `ref_logprobs` and `turns`, and `actor` is trained on these inputs."""
     scored = RPC("ref_inf", "ref", "inference", ("input_ids",), ("ref_logprobs", "turns"))
     train = RPC("train", "actor", "train_step", inputs, rename=rename or {})
     return DataflowGraph((scored, train), dataset_keys=("input_ids", "labels"))

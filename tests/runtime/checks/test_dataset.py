@@ -1,4 +1,4 @@
-"""What the rows of a dataset must be is found out before the first step."""
+"""Test that requirements on dataset rows are checked before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the table of tests/test_config_mistakes.py does not reach: stand-ins, nested data nodes, folders."""
+"""Test launch checks outside the table of tests/test_config_mistakes.py: stand-ins, nested data nodes and folders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_held_out_data_is_looked_at_as_training_data_is(tmp_path):
 
 
 class Unopened(CountToken):
-    """An interface whose `open` raises this error."""
+    """Interface whose `open` raises this error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Roles whose weights, responses or learning rates do not fit together."""
+"""Test checks of roles with incompatible weights, responses or learning rates."""
 
 from __future__ import annotations
 

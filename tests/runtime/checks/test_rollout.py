@@ -1,4 +1,4 @@
-"""Graphs and objectives under asynchronous rollout."""
+"""Test checks of graphs and objectives under asynchronous rollout."""
 
 from __future__ import annotations
 

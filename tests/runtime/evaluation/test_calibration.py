@@ -23,12 +23,12 @@ from tests.tiny import save_tiny
 
 ONE = MicroBatchSpec()
 SAMPLED = GenerationConfig(n=2, max_new_tokens=5, temperature=0.7)
-LABELS = [1.0, 2.0, 2.5, 4.5]  # mean 2.5, mean square deviation (2.25 + 0.25 + 0 + 4) / 4
+LABELS = [1.0, 2.0, 2.5, 4.5]  # mean 2.5, variance (2.25 + 0.25 + 0 + 4) / 4
 
 
 @dataclass
 class Frozen(Bigram):
-    """A policy that nothing trains."""
+    """Policy that is not trained."""
 
     def load(self, name: str, *, seed: int) -> Model:
         model = super().load(name, seed=seed + 7)
@@ -60,7 +60,7 @@ class Ratings(DataSpec, Dataset):
 
 
 def scored(calibration: RewardCalibration, reward: Model, policy: Model, when: str, draw: int) -> np.ndarray:
-    """The raw scores of what the calibration samples: the table of values at each last token."""
+    """Return the raw scores of the calibration samples: the value table at each last token."""
     answers = calibration._answers(policy, Prompts(5), f"calibration/{when}/{draw}", draw)
     last = [int(ids[-1]) for batch in answers for ids in batch.sequences()]
     return reward.engine.values_V[last].numpy()
@@ -68,7 +68,7 @@ def scored(calibration: RewardCalibration, reward: Model, policy: Model, when: s
 
 def test_gain_and_bias_by_hand_and_a_check_on_other_responses():
     reward, policy = Model("reward", BigramEngine(), seed=0), Model("policy", BigramEngine(seed=7), seed=0)
-    interface = RewardModelInterface(clip=0.1)  # clip is for inference, not for what is measured here
+    interface = RewardModelInterface(clip=0.1)  # clip only affects inference, so calibration ignores it
     calibration = RewardCalibration(
         Prompts(5), after=True, samples=30, generation=SAMPLED, batch_prompts=4, verify=True
     )
@@ -106,7 +106,7 @@ def test_responses_are_cut_but_not_penalised_before_they_are_measured():
 
 
 class Same(Prompts):
-    """One prompt, again and again."""
+    """Dataset that repeats one prompt."""
 
     def sample(self, rows) -> SequenceSample:
         return SequenceSample.from_sequences([str(r) for r in rows], {"prompt_ids": [[[1]] for _ in rows]})
@@ -159,7 +159,7 @@ def test_before_training_rewards_get_the_scale_of_the_ratings_and_afterwards_mea
     assert before["calibration/gain"] == pytest.approx(math.sqrt(6.5 / 4) / before["calibration/std"])
     mean = before["calibration/gain"] * before["calibration/mean"] + before["calibration/bias"]
     assert mean == pytest.approx(2.5)
-    # What is found after training went through the gain and bias from before, which the new ones build on.
+    # The calibration after training uses scores with the previous gain and bias, so the new values include them.
     assert after["calibration/gain"] == pytest.approx(before["calibration/gain"] / after["calibration/std"])
     interface = e.interfaces["reward"]
     assert (interface.gain, interface.bias) == (after["calibration/gain"], after["calibration/bias"])
