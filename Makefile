@@ -44,7 +44,7 @@ test: $(VENV)/.installed
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@$(BIN)/python scripts/lint_english.py realign examples benchmarks experiments scripts docs/adr README.md CONTRIBUTING.md
+	@$(BIN)/python scripts/lint_english.py realign tests examples benchmarks experiments scripts docs/adr README.md CONTRIBUTING.md
 
 types: $(VENV)/.installed
 	@$(BIN)/mypy

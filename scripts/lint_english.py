@@ -1,7 +1,8 @@
 """Check the prose of the project against the rules of plain technical English.
 
 Reads docs (`*.md`), comments (also of YAML and shell files), docstrings, and the texts of `raise`, `warnings.warn` and
-logging calls. Rejects the phrases of `english_phrases.txt`, and sentences of more than 30 words in docs and docstrings.
+logging calls. Skips these messages in tests. Rejects the phrases of `english_phrases.txt`, and sentences of more than
+30 words in docs and docstrings.
 Prints one line per finding and exits with 1 if there is any.
 
     python scripts/lint_english.py [FILE OR FOLDER ...]
@@ -51,13 +52,13 @@ def markdown(source: str) -> Iterator[Text]:
         line -= 1
 
 
-def python(source: str) -> Iterator[Text]:
-    """Yield docstrings (of fields too), comments and messages of a module."""
+def python(source: str, *, messages: bool = True) -> Iterator[Text]:
+    """Yield docstrings (of fields too), comments and optionally messages of a module."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, re.split(r"\n\s*>>> ", node.value.value)[0], True
-        elif isinstance(node, ast.Raise | ast.Call):
+        elif messages and isinstance(node, ast.Raise | ast.Call):
             name = node.func if isinstance(node, ast.Call) else None
             if name is None or (isinstance(name, ast.Attribute) and name.attr in CALLS):
                 for part in ast.walk(node):
@@ -66,6 +67,11 @@ def python(source: str) -> Iterator[Text]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, False
+
+
+def test_module(source: str) -> Iterator[Text]:
+    """Yield docstrings and comments of a test module. Its strings are test data and expected messages."""
+    return python(source, messages=False)
 
 
 def comments(source: str) -> Iterator[Text]:
@@ -88,7 +94,10 @@ READERS = {".md": markdown, ".py": python, ".yaml": comments, ".sh": comments, "
 def findings(path: Path, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[str]:
     """Yield one line for each phrase and each long sentence of a file."""
     source = path.read_text(encoding="utf-8")
-    for line, text, measured in READERS.get(path.suffix, comments)(source):
+    read = READERS.get(path.suffix, comments)
+    if read is python and "tests" in path.parts:
+        read = test_module
+    for line, text, measured in read(source):
         for pattern, message in rules:
             for match in pattern.finditer(text):
                 yield f"{path}:{line + text[: match.start()].count(chr(10))}: {message}"

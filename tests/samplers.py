@@ -1,4 +1,4 @@
-"""A sampler that is no engine: a table of logits in pure Python and a thread, in place of a server."""
+"""External sampler for tests: a table of logits and a thread in pure Python replace a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from realign.api.sampler_spec import SamplerSpec
 
 
 class TableHandle(FutureHandle):
-    """A response that grows."""
+    """Response in progress."""
 
     def __init__(self, request: Request, sampler: TableSampler) -> None:
         super().__init__(request)
@@ -40,7 +40,7 @@ class TableHandle(FutureHandle):
 
 
 class TableSampler:
-    """Implements `realign.api.Sampler`: the next token depends on the last one, and token 0 ends a response."""
+    """Implements `realign.api.Sampler`. The next token depends on the last one, and token 0 ends a response."""
 
     def __init__(self, logits_VV: Tensor, *, bitwise: bool = True) -> None:
         self.logits_VV, self.version, self.bitwise = logits_VV.clone(), 0, bitwise
@@ -126,13 +126,13 @@ class TableSampler:
 
 @dataclass
 class TableSampling(SamplerSpec):
-    """Makes the role's responses come from a table with the weights of its engine."""
+    """Samples the responses of a role from a table with the weights of its engine."""
 
     opened: ClassVar[list[TableSampler]] = []
 
     bitwise: bool = False
     words: int = field(default=0)
-    """A random table of so many words, for engines that are no table; 0: that of the engine."""
+    """Vocabulary size of a random table, for engines without a table. With 0, the table of the engine is used."""
 
     def check(self, where: str) -> None:
         if self.words < 0:

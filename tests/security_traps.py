@@ -1,4 +1,4 @@
-"""What a config from somebody else might name; importing this file is harmless, which the tests count."""
+"""Objects that a malicious config might name. Importing this file is harmless. Tests count the calls of its objects."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ MADE: list[str] = []
 
 
 class Made:
-    """Says when it is made."""
+    """Records that it was created."""
 
     def __init__(self, **_: Any) -> None:
         MADE.append(type(self).__name__)
 
 
 class MadeBeforeInit:
-    """As `pathlib.Path`: what happens when it is made does not happen in `__init__`."""
+    """Records its creation in `__new__` instead of `__init__`, like `pathlib.Path`."""
 
     def __new__(cls) -> MadeBeforeInit:
         MADE.append(cls.__name__)
         return super().__new__(cls)
 
     def open(self, name: str, output_dir: pathlib.Path) -> None:
-        """As a tracker has it."""
+        """Match the signature of a tracker."""
 
 
 @dataclass
 class Component:
-    """A dataclass, but of no kind that an experiment has."""
+    """Dataclass that is not a component of an experiment."""
 
     def __post_init__(self) -> None:
         MADE.append(type(self).__name__)
@@ -38,14 +38,14 @@ class Component:
 
 @dataclass
 class Tracker:
-    """What may stand under trackers."""
+    """Valid tracker."""
 
     folder: str | None = None
 
     def open(self, name: str, output_dir: pathlib.Path) -> None:
-        """Start a record."""
+        """Match the signature of a tracker."""
 
 
 def function(**_: Any) -> None:
-    """Says when it is called."""
+    """Record that it was called."""
     MADE.append("function")

@@ -1,4 +1,4 @@
-"""`algorithm=NAME`: every shipped one composes over the experiments, in any order, and trains a real model."""
+"""Test `algorithm=NAME` for all shipped presets: they compose with experiments in any order, and train a real model."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"]}
 ALGORITHMS = sorted(list_algorithms())
 INHERENT = {
-    # ReMax subtracts the score of the greedy response, which the experiment's penalty on cut samples does not reach
+    # ReMax subtracts the score of the greedy response, which has no penalty for cut samples, unlike the sampled ones.
     ("areal_ppo", "remax"): "change the scores of samples but not",
-    # an environment samples and scores in one call, so no greedy response of its own is scored
+    # An environment samples and scores in one call, so it cannot score a separate greedy response.
     ("grpo_environment", "remax"): "rewards whole conversations, so greedy responses have no reward",
 }
-"""Pairs of an experiment and a preset that exclude each other -> the reason that the error names."""
+"""Reason in the error message, by incompatible pair of experiment and preset."""
 
 
 def template(group: str, name: str) -> dict[str, Any]:
-    """A shipped file as plain values."""
+    """Return a shipped file as plain values."""
     return yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 @cache
 def rl_experiments() -> tuple[str, ...]:
-    """The experiments whose actor is of PPO's family, which presets are for."""
+    """Return the experiments for which presets exist: those whose actor is a PPO actor."""
     actors = {name: template("experiment", name)["interfaces"].get("actor") for name in sorted(list_experiments())}
     found = {name: import_target(node["_target_"], name) for name, node in actors.items() if node is not None}
     return tuple(name for name, actor in found.items() if issubclass(actor, PPOActorInterface))
@@ -53,29 +53,29 @@ PAIRS = [(experiment, preset) for experiment in rl_experiments() for preset in A
 
 
 def overrides_of(experiment: str, preset: str | None = None) -> list[str]:
-    """The command line of a pair: what the experiment leaves open, groups of 4, and what the preset leaves open."""
+    """Return the command line of a pair: required values of the experiment and the preset, and groups of 4."""
     base = [f"experiment={experiment}", *MUST_BE_GIVEN.get(experiment, []), "interfaces.actor.generation.n=4"]
     return base if preset is None else [*base, f"algorithm={preset}", *NEEDS.get(preset, [])]
 
 
 def resolved(overrides: list[str]) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment of a command line, and all its values."""
+    """Return the experiment of a command line, and all its values."""
     config = compose(overrides)
     made = build_experiment(config)
     values = resolved_config(config, made)
     for group, given in (("models", config.models), ("interfaces", config.interfaces)):
-        values[group] = {role: values[group][role] for role in given}  # without roles that follow from settings
+        values[group] = {role: values[group][role] for role in given}  # excludes roles that follow from settings
     return made, values
 
 
 @cache
 def alone(experiment: str) -> dict[str, Any]:
-    """All values of an experiment without a preset."""
+    """Return all values of an experiment without a preset."""
     return resolved(overrides_of(experiment))[1]
 
 
 def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a tree that hold no mapping, with their values."""
+    """Yield the keys of a tree without nested mappings, with their values."""
     if isinstance(node, dict) and node:
         for name, value in node.items():
             yield from leaves(value, f"{key}.{name}".removeprefix("."))
@@ -84,7 +84,7 @@ def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def links(experiment: str) -> dict[str, str]:
-    """The keys of an experiment that take the value of another key, which a preset may set."""
+    """Return the keys of an experiment that refer to another key, which a preset may set."""
     written = leaves(template("experiment", experiment))
     return {key: value[2:-1] for key, value in written if isinstance(value, str) and value.startswith("${")}
 
@@ -137,7 +137,7 @@ def test_a_preset_and_an_experiment_that_exclude_each_other_are_an_error_with_th
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
-    """A small run of experiment=grpo_arithmetic, with a reward under which an untrained model's answers differ."""
+    """Return overrides for a small run of experiment=grpo_arithmetic, with different rewards for untrained answers."""
     folder = tmp_path_factory.mktemp("task")
     task = prepare(folder / "task", seed=0, demonstrations=8, held_out=16)
     judge = folder / "judge.py"
@@ -193,7 +193,8 @@ def test_an_algorithm_stands_over_templates_with_a_reward_function_and_with_a_re
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_normalises_the_same_over_experiments_that_normalise_otherwise(name):
-    """openrlhf_ppo whitens tokens, llama2_chat scores: neither the level nor a flag may stay behind."""
+    """openrlhf_ppo whitens tokens, and llama2_chat whitens scores. The preset must replace both the level and the
+    flags."""
     given = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl", *NEEDS.get(name, [])]
     config = compose(["experiment=ppo", f"algorithm={name}", "interfaces.actor.generation.n=4", *given])
     actor = build_experiment(config).interfaces["actor"]

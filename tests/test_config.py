@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return write_experiment(tmp_path)
 
 
-# --- building a component ---
+# --- building components ---
 
 
 def test_values_are_laid_over_the_defaults_of_the_class_at_every_depth():
@@ -70,7 +70,8 @@ def test_values_are_laid_over_the_defaults_of_the_class_at_every_depth():
         either="many",
         choice="high",
         folder=Path("b"),
-        adv_norm=Norm(mean=Style.group, std=Style.none, eps=1e-3),  # mean: of the field's default, not of Norm
+        # the mean equals the default of the field, which differs from that of Norm
+        adv_norm=Norm(mean=Style.group, std=Style.none, eps=1e-3),
         frozen=Frozen(depth=7, names=("b", "c")),
         rule=Length(2.0),
         rules=[Length()],
@@ -278,7 +279,7 @@ def test_the_schema_and_the_experiment_have_the_same_defaults():
         expected = getattr(example, field.name)
         if dataclasses.is_dataclass(default):
             default, expected = dataclasses.asdict(default), dataclasses.asdict(expected)
-            for internal in ("whole_groups", "trace_ids"):  # set by algorithms and the runtime, not by users
+            for internal in ("whole_groups", "trace_ids"):  # algorithms and the runtime set these, not users
                 expected.pop(internal, None)
         assert default == expected, field.name
     assert {f.name for f in dataclasses.fields(ExperimentConfig)} - of_experiment.keys() == {"threads", *REPORT}
@@ -374,7 +375,7 @@ def test_a_config_dir_with_odd_characters(tmp_path):
     assert compose(["experiment=bigram"], folder).name == "bigram"
 
 
-# --- the whole experiment ---
+# --- whole experiments ---
 
 
 @pytest.mark.parametrize(
@@ -511,7 +512,7 @@ MUST_BE_GIVEN = {
     "reward_model": ["models.reward.path=m", "data.path=d.jsonl"],
     "sft": ["models.actor.path=m", "data.path=d.jsonl"],
 }
-"""What the templates for users' own models and data leave open (`???`)."""
+"""Required values (`???`) of the templates for a user's models and data."""
 
 
 @pytest.mark.parametrize("name", sorted(list_experiments()))

@@ -1,7 +1,7 @@
-"""Mistakes in a command line, each on a shipped experiment: the line that a user reads, under check and at launch.
+"""Test configuration errors on shipped experiments: the line that a user reads from `check` and at launch.
 
-All of `MISTAKES` are found before a model or a dataset is loaded. What needs the tokenizer, such as the length of the
-longest row, stands in `MISTAKES_IN_DATA`: found with the data, before the first rollout.
+All `MISTAKES` are found before a model or a dataset is loaded. `MISTAKES_IN_DATA` need the tokenizer, for example for
+the length of the longest row. They are found with the data, before the first rollout.
 """
 
 from __future__ import annotations
@@ -532,7 +532,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         "interfaces.actor.generation must not be null; expected GenerationConfig",
     ),
 ]
-"""What follows the program's name, and what stands behind `error: `; `...` stands for the rest of a list."""
+"""Pairs of arguments of the program and the message after `error: `. `...` matches the rest of a list."""
 
 MISTAKES_IN_DATA: list[tuple[list[str], str]] = [
     (
@@ -560,7 +560,7 @@ MISTAKES_IN_DATA: list[tuple[list[str], str]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and data that are all right."""
+    """Return a folder with valid models and data."""
     folder = tmp_path_factory.mktemp("mistakes")
     save_tiny(folder / "m")
     save_tiny(folder / "r", head="score")
@@ -578,7 +578,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Their folder as the current one, without a network or a GPU."""
+    """Enter the folder of models and data, without network and GPU."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(experiments_dir().parent)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -587,7 +587,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[str, str]:
-    """What a command line that fails prints to stdout, and its one line on stderr."""
+    """Run a command line that fails. Return its stdout, and its one line on stderr."""
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ")
@@ -608,7 +608,8 @@ def test_trap_g6_a_mistake_is_one_line_before_anything_is_loaded(here, capsys, m
         out, line = told(capsys, [*command, *words])
         start, rest, _ = message.replace("{here}", str(here)).partition("...")
         assert line == start if not rest else line.startswith(start)
-        assert not out or line.startswith("interfaces.reward: ")  # check shows its table before it asks for a function
+        # check prints its table before it reports a missing reward function
+        assert not out or line.startswith("interfaces.reward: ")
     assert sorted(os.listdir()) == before
 
 

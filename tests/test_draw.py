@@ -18,7 +18,7 @@ SAMPLED = (*SCORED, "prompt_mask", "logprobs", "versions", "truncated")
 
 
 def ppo() -> DataflowGraph:
-    """The seven calls of PPO with a critic, a reference and recomputed log-probs."""
+    """Return the graph of PPO with a critic, a reference and recomputed log-probs, which has seven calls."""
     train = (*SCORED, "logprobs", "rewards", "ref_logprobs", "values")
     return DataflowGraph(
         (
@@ -64,7 +64,7 @@ def test_mermaid_has_a_node_for_every_call_and_an_edge_for_every_reader():
 
 
 def rectangles(svg: str) -> list[tuple[float, float, float, float]]:
-    """Left, top, right, bottom of every box and label."""
+    """Return left, top, right and bottom of each box and label."""
     root = ET.fromstring(svg)
     found = [r for r in root.iter(f"{SVG}rect") if r.get("width") != "100%"]
     sides = [tuple(float(r.get(name, "nan")) for name in ("x", "y", "width", "height")) for r in found]
@@ -72,7 +72,7 @@ def rectangles(svg: str) -> list[tuple[float, float, float, float]]:
 
 
 def curves(svg: str) -> list[list[tuple[float, float]]]:
-    """Points on every line."""
+    """Return points on each line."""
     paths = [p.get("d", "") for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("fill") == "none"]
     found = []
     for path in paths:
@@ -122,7 +122,7 @@ def test_svg_gives_one_colour_to_a_role():
 
 @st.composite
 def graphs(draw) -> DataflowGraph:
-    """Random graphs: each call reads some keys of the dataset and of calls before it."""
+    """Draw random graphs. Each call reads some keys of the dataset and of earlier calls."""
     known = ["seed_key", "a_rather_long_name_of_a_key"]
     rpcs = []
     for i in range(draw(st.integers(1, 9))):
@@ -173,7 +173,7 @@ def test_weights_that_one_role_takes_from_another_are_an_edge_of_their_own_kind(
     elif form == "mermaid":
         assert 'n5 == "0.9 own + 0.1 actor<br/>every 10 steps" ==> end2' in drawn
         assert 'end2[("weights of ref")]' in drawn
-        assert "class n2,end2 role" in drawn  # in the colour of the role
+        assert "class n2,end2 role" in drawn  # in the color of the role
     else:
         texts = [t.text for t in ET.fromstring(drawn).iter(f"{SVG}text")]
         assert {"weights of ref", "0.9 own + 0.1 actor", "every 10 steps"} <= set(texts)

@@ -1,4 +1,4 @@
-"""The whole of it on a tiny transformers model: configs, engine, rollout, rewards, training, saving."""
+"""Test complete runs with a tiny transformers model: configs, engine, rollout, rewards, training and saving."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REWARD = """
 def score(prompt, response, row):
     return len(response) / 5 + (response[:1] in "13579")
 """
-HERE = "interfaces.reward.workers=0"  # no processes to start
+HERE = "interfaces.reward.workers=0"  # scores in this process
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -41,7 +41,7 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory) -> str:
-    """A reward under which an untrained model's answers differ; all-equal ones would train nothing."""
+    """Return a reward that differs between untrained answers. Equal rewards would not train."""
     path = tmp_path_factory.mktemp("reward") / "some_reward.py"
     path.write_text(REWARD)
     return f"interfaces.reward.function={path}:score"
@@ -205,7 +205,7 @@ def test_examples_run_as_documented_with_nothing_edited(task, reward, tmp_path, 
     assert len(result.series("loss")) == 2
     runtime = LocalRuntime(built(task, tmp_path / "two", "interfaces.reward.function=examples/close_answer.py:score"))
     values, _ = runtime.step(1)
-    assert 0 < values["missing_rewards"] <= 1  # an untrained model seldom writes a number
+    assert 0 < values["missing_rewards"] <= 1  # an untrained model rarely writes a number
 
 
 def test_the_example_reward(monkeypatch):
@@ -281,7 +281,8 @@ def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):
     worked = [json.loads(line) for line in task.demonstrations.read_text().splitlines()]
     assert not held_out & pairs(task.demonstrations)
     right = [written(sum(map(int, row["prompt"].rstrip("=").split("+")))) == row["response"] for row in worked]
-    assert 0.25 <= sum(right) / len(right) < 0.75  # a quarter on purpose, and those in which nothing is carried
+    # a quarter of the answers are right on purpose, plus those without a carry
+    assert 0.25 <= sum(right) / len(right) < 0.75
     assert add_without_carry(37, 45) == 72
     assert add_without_carry(87, 45) == 22
 

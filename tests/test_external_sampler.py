@@ -1,4 +1,4 @@
-"""Runs whose responses come from a sampler outside the engine, as from a server."""
+"""Test runs with an external sampler, such as a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.samplers import TableSampling
 
 
 class TrainsOnly(BigramEngine):
-    """An engine that must not be asked for samples."""
+    """Engine that fails if it samples."""
 
     def generate(self, data, config, *, seed):
         raise AssertionError("the engine was asked for samples")
@@ -33,7 +33,7 @@ class TrainsOnly(BigramEngine):
 
 @dataclass
 class Served(ModelSpec):
-    """A model whose responses come from a table with the weights that it trains."""
+    """Model whose responses come from a table with its trained weights."""
 
     sampler: SamplerSpec = field(default_factory=lambda: TableSampling(bitwise=True))
 
@@ -78,7 +78,7 @@ def test_a_run_with_evaluation_is_that_of_the_in_process_sampler(tmp_path, opene
 
 @dataclass
 class Recording(GRPOActorInterface):
-    """Notes how old the tokens are that each step trains on."""
+    """Actor that records the staleness of the tokens of each training step."""
 
     ages: list[int] = field(default_factory=list)
 
@@ -152,7 +152,7 @@ def test_a_sampler_is_closed_when_the_other_models_cannot_be_loaded(tmp_path, op
 
 
 class SimpleExperiment:
-    """An experiment with a role that cannot be loaded, which `Experiment` itself would refuse."""
+    """Experiment with a role that cannot be loaded. `Experiment` itself would raise an error."""
 
     def __init__(self, plain, graph, more):
         self.seed, self.graph, self.interfaces = plain.seed, graph, plain.interfaces

@@ -1,4 +1,4 @@
-"""Faults inside a run, met with real (tiny) models and files: each has a stated behaviour in docs/robustness.md."""
+"""Test failures during runs with tiny models and real files. docs/robustness.md documents the behavior of each."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def rows(path: Path, prompts: list[str] = PROMPTS, **columns: Any) -> str:
 
 
 def model_folder(folder: Path, *, end: float = 0.0, **config: Any) -> str:
-    """A tiny GPT-2; `end` is added to the logit of EOS after any text (many times over)."""
+    """Write a tiny GPT-2. `end` is added many times to the logit of EOS after any text."""
     save_tiny(folder, "gpt2", **config)
     if end:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
-            model.transformer.ln_f.bias.fill_(1.0)  # a direction that every hidden state has
+            model.transformer.ln_f.bias.fill_(1.0)  # a constant component of all hidden states
             model.transformer.wte.weight[EOS] += end
         model.save_pretrained(folder)
     return str(folder)
 
 
 def length(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The more, the better."""
+    """Reward longer responses."""
     return float(len(response))
 
 
 def experiment(tmp_path: Path, path: str, **changes: Any) -> Experiment:
-    """GRPO on the length of responses, in this process."""
+    """Build a GRPO run that rewards the length of responses, in this process."""
     generation = changes.pop("generation", GenerationConfig(n=4, max_new_tokens=6))
     reward = changes.pop("reward", RuleRewardInterface(function=f"{__file__}:length", workers=0))
     interfaces = {"actor": GRPOActorInterface(generation=generation), "reward": reward}
@@ -102,7 +102,7 @@ def test_a_model_that_never_ends_is_cut_at_the_limit_and_the_fraction_says_so(tm
 
 
 def test_a_model_with_more_tokens_than_the_tokenizer_trains_and_unknown_ids_are_no_text(tmp_path):
-    """Embeddings are often padded to a round size; an untrained model samples the ids behind the last token."""
+    """Embeddings are often padded to a round size, and an untrained model samples ids beyond the last token."""
     path = model_folder(tmp_path / "model", vocab_size=4 * VOCAB)
     assert len(tiny_tokenizer()) == VOCAB
     runtime = LocalRuntime(experiment(tmp_path, path))
@@ -250,7 +250,7 @@ def test_a_row_that_is_too_long_is_left_out_and_counted_or_cut_or_refused(tmp_pa
 
 @pytest.fixture
 def full(monkeypatch):
-    """From the moment that `full()` is called, files of lines take no further byte; `full(False)` makes space."""
+    """Simulate a full disk for line files after `full()`. `full(False)` frees space."""
     state = {"full": False}
 
     class Disk(io.FileIO):

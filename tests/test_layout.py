@@ -1,4 +1,4 @@
-"""The layout of the package: no import cycles between files, and tests that mirror it."""
+"""Test the layout of the package: no import cycles between files, and tests mirror the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of the package that a file imports, also in functions and for types only."""
+    """Return the modules of the package that a file imports, including imports in functions and for types only."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -38,7 +38,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 def test_no_file_imports_itself_by_way_of_others():
     known = modules()
     sorter = graphlib.TopologicalSorter({name: imports(name, path, known) for name, path in known.items()})
-    sorter.prepare()  # raises CycleError, which names the files
+    sorter.prepare()  # raises CycleError with the names of the files
 
 
 def test_every_folder_of_tests_is_a_package_of_the_project():

@@ -1,4 +1,4 @@
-"""Every recipe with a learned reward, end to end on tiny models: generation, scores, values, credit, both updates."""
+"""Run recipes end to end on tiny models: generation, scores, values, advantage estimation and both updates."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from realign.runtime.step import LocalRuntime
 from tests.tiny import save_tiny
 
 OWN = ["ppo", "deepspeed_chat", "openrlhf_ppo", "instructgpt", "llama2_chat", "qwen_rlhf"]
-"""Recipes with a critic of its own, trained beside the actor."""
+"""Recipes with a separate critic, trained in addition to the actor."""
 SHARED = ["lm_human_preferences", "trlx_ppo"]
 """Recipes whose values come from a head on the policy's trunk."""
 AREAL = ["areal_ppo", "areal_decoupled"]
-"""Recipes of AReaL's first generation: several responses per prompt, judged by a function."""
+"""Recipes of AReaL's first generation: several responses per prompt, scored by a function."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A policy, a reward model and prompts of several lengths, on disk."""
+    """Write a policy, a reward model and prompts of several lengths."""
     root = tmp_path_factory.mktemp("models")
     prompts, text, reward = root / "prompts.jsonl", root / "text.jsonl", root / "some_reward.py"
     words = ["A cat. the dog sat. so it is.", "One. and two. and three", "It is. 1 + 1 = 2. why?", "So. well. no. yes."]
@@ -60,7 +60,7 @@ def small(name: str, folders: dict, out: Path, *more: str) -> list[str]:
 
 
 def trained(name: str, folders: dict, out: Path, *more: str) -> dict[str, float]:
-    """The metrics of the last of two steps, after the checks that every recipe must pass."""
+    """Train for two steps, apply the checks for all recipes, and return the metrics of the last step."""
     result = run(build_experiment(compose(small(name, folders, out, *more))))
     assert [r["step"] for r in result.history] == [0, 1, 2]
     last = result.history[-1]
@@ -117,7 +117,8 @@ def test_a_recipe_of_areal_runs_end_to_end(name, folders, tmp_path):
 
 
 def test_lm_human_preferences_step_by_step(folders, tmp_path):
-    """Fixed lengths, scores of the cut text, the penalty, the rate by rollout batch, the coefficient of the KL."""
+    """Check fixed lengths, scores of the cut text, the penalty, the learning rate per rollout batch, and the KL
+    coefficient."""
     overrides = small(
         "lm_human_preferences", folders, tmp_path / "run", "interfaces.actor.generation.max_new_tokens=24"
     )
@@ -131,7 +132,7 @@ def test_lm_human_preferences_step_by_step(folders, tmp_path):
     for ids, mask, reward in rows:
         response = ids[mask][16:].tolist()
         assert (reward == -1.0) == (full_stop not in response)
-    assert (batch["values"] == 0).all()  # a zero head has no opinion yet
+    assert (batch["values"] == 0).all()  # the initial value head is zero
     assert (first["lr"], first["kl_coef"]) == pytest.approx((1e-5, 0.15))
     second, batch = runtime.step(2)
     assert second["lr"] == pytest.approx(0.5e-5)

@@ -1,4 +1,4 @@
-"""What docs/security.md promises, claim by claim."""
+"""Test each claim of docs/security.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TARGETS = (
 
 
 def nodes(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of every mapping of a config, and of every value: wherever a component could be put."""
+    """Yield the paths of all mappings and values of a config, which are all places for a component."""
     if path:
         yield path
     items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
@@ -60,7 +60,7 @@ def nodes(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def is_node(config: Any, path: tuple[Any, ...]) -> bool:
-    """Whether a mapping stands there: a component, or a role's name."""
+    """Return whether the value at `path` is a mapping, such as a component."""
     for key in path:
         config = config[key]
     return isinstance(config, Mapping)
@@ -68,7 +68,7 @@ def is_node(config: Any, path: tuple[Any, ...]) -> bool:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Any]:
-    """An experiment that has something in every place, defaults included."""
+    """Return an experiment with a value at every place, including defaults."""
     config = compose(
         [
             "experiment=ppo_sentiment",
@@ -139,7 +139,7 @@ def test_hydra_calls_nothing_that_a_config_names(override, sweep, monkeypatch, c
 
 
 def log_file(**handler: str) -> dict[str, Any]:
-    """Settings with which Python's logging would open a file."""
+    """Return settings with which Python's logging would open a file."""
     return {"job_logging": {"handlers": {"file": {"class": "logging.FileHandler", "filename": "victim", **handler}}}}
 
 
@@ -181,7 +181,7 @@ COMMANDS = {
 
 @pytest.fixture
 def victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a file that must stay as it is; `conf` beside it is for experiments."""
+    """Enter a folder with a file that must not change. Experiments are in `conf` next to the folder."""
     folder = tmp_path / "here"
     folder.mkdir()
     (folder / "victim").write_text("precious")
@@ -191,7 +191,7 @@ def victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_attack(folder: Path, settings: Mapping[str, Any]) -> None:
-    """An experiment that runs in a second, with settings of Hydra."""
+    """Write an experiment that runs in a second, with Hydra settings."""
     write_experiment(folder, "evil", EXPERIMENT + yaml.safe_dump({"hydra": dict(settings)}))
 
 
@@ -259,7 +259,7 @@ def test_a_reward_function_is_none_of_pythons_own(name):
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Calls with the dotted name of what is called."""
+    """Yield calls with the dotted name of the called function."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -267,7 +267,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 UNPICKLES = ("pickle.load", "pickle.loads", "Unpickler", "torch.load", "joblib.load", "dill.load", "marshal.loads")
 PIPES = {"rewards/pool/worker.py", "runtime/ray/groups.py", "runtime/ray/worker.py"}
-"""Where the pipes end between a run and the workers that it started: what they unpickle is of the same run."""
+"""Files with the ends of pipes between a run and its workers. They only unpickle data of the same run."""
 
 
 def test_nothing_is_unpickled_but_what_the_processes_of_one_run_tell_each_other():

@@ -1,4 +1,4 @@
-"""Every enum and range that a settings class of realign declares holds, from text and from Python alike."""
+"""Test that each enum and range declared by a settings class is enforced, for values from text and from Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from realign.settings import Count, Finite, NonNegative, Positive, Range, Settin
 
 
 def settings_classes() -> list[type[Settings]]:
-    """All dataclasses of the package that can be built and inherit from `Settings`."""
+    """Return all concrete dataclasses of the package that inherit from `Settings`."""
     for module in pkgutil.walk_packages(realign.__path__, "realign."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -66,7 +66,7 @@ PLACEHOLDERS = {
     "prompts": PromptData("prompts.jsonl"),
     "pretraining": PromptData("prompts.jsonl"),
 }
-"""Values of fields without a default; others that are not checked get None."""
+"""Values of fields without a default. Other unchecked fields get None."""
 
 
 def made(cls: type[Settings], name: str, value: Any) -> Any:
@@ -82,7 +82,7 @@ def made(cls: type[Settings], name: str, value: Any) -> Any:
 
 
 def outcome(cls: type[Settings], name: str, value: Any) -> Any:
-    """The settings, or the message of the error about how this value fits the other fields."""
+    """Return the settings, or the error message about a conflict of this value with other fields."""
     try:
         return made(cls, name, value)
     except RealignError as error:
@@ -101,7 +101,7 @@ def test_every_enum_is_the_same_from_text_and_from_its_member(cls, name, annotat
 
 
 def outside(limits: Range) -> list[float]:
-    """Numbers just beyond the bounds of a range, and not-a-number."""
+    """Return numbers just beyond the bounds of a range."""
     below = [limits.ge - 1 if limits.ge is not None else limits.gt] if (limits.ge, limits.gt) != (None, None) else []
     above = [limits.le + 1 if limits.le is not None else limits.lt] if (limits.le, limits.lt) != (None, None) else []
     return [x for x in (*below, *above) if x is not None]

@@ -1,4 +1,4 @@
-"""The runtime and the config read declared attributes only, and never ask for the class of an interface."""
+"""Test that runtime and config only read declared attributes, and never check the class of an interface."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ ALLOWED = {
     ("runtime/ray/wire_format.py", "getattr"): "a dtype of torch by name",
     ("runtime/ray/wire_format.py", "hasattr"): "whether a tuple is a named one",
 }
-"""Where reflection is used, and on what: never on interfaces, model specs, engines, datasets or evaluators."""
+"""Files that use reflection, and its purpose. It is never used on interfaces, model specs, engines, datasets or
+evaluators."""
 
 CATCHES = {
     "config/composition.py": "an override that Hydra cannot read",
@@ -45,7 +46,7 @@ CATCHES = {
     "runtime/metrics/records.py": "a line of a file of another shape",
     "runtime/checkpoint/state.py": "a saved state of another shape",
 }
-"""Where the lack of an attribute is caught, and of what."""
+"""Files that catch missing attributes, and the objects concerned."""
 
 
 def calls(path: Path) -> list[ast.Call]:
@@ -57,7 +58,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def interface_classes() -> set[str]:
-    """Names of all interface classes of realign."""
+    """Return the names of all interface classes of realign."""
     found = {ModelInterface.__name__}
     for module in pkgutil.walk_packages(realign.interfaces.__path__, "realign.interfaces."):
         classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)

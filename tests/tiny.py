@@ -1,4 +1,4 @@
-"""Tiny models of every supported family and a tiny tokenizer, made on the spot: nothing is downloaded."""
+"""Tiny models of all supported families and a tiny tokenizer, built in memory without downloads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_LLAMA, "head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": 5},
 }
-"""Config values of the families that must work: sliding windows, soft caps, shared heads, odd head sizes, experts."""
+"""Config values of supported families: sliding windows, soft caps, shared heads, odd head sizes and experts."""
 
 REFUSED: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4},
@@ -71,7 +71,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cohere2": {**_LLAMA, "head_dim": 16, "sliding_window": 5, "logit_scale": 0.25},
     "olmo2": _LLAMA,
 }
-"""Families that work as well: attention sinks, scaled logits, norms in unusual places."""
+"""Further supported families: attention sinks, scaled logits, and norms in unusual places."""
 
 CLASSES = {
     "causal": AutoModelForCausalLM,
@@ -81,19 +81,19 @@ CLASSES = {
 
 
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    """The config of a tiny model with a vocabulary of `VOCAB` tokens and 128 positions."""
+    """Return the config of a tiny model with a vocabulary of `VOCAB` tokens and 128 positions."""
     return AutoConfig.for_model(family, **{**FAMILIES, **OTHERS, **REFUSED}[family] | overrides)
 
 
 def tiny_model(
     family: str = "qwen2", *, head: str = "causal", seed: int = 0, attention: str = ATTENTION, **overrides: Any
 ) -> PreTrainedModel:
-    """A tiny model with random weights, large enough that attention matters, in eval mode and fp32.
+    """Return a tiny model in eval mode and fp32. Its random weights are large enough that attention matters.
 
     Args:
-        family: a key of `FAMILIES` or `REFUSED`.
+        family: key of `FAMILIES`, `OTHERS` or `REFUSED`.
         head: causal | score | value.
-        seed: of the weights.
+        seed: seed of the weights.
         attention: name of transformers' attention implementation.
         overrides: config values.
     """
@@ -103,7 +103,7 @@ def tiny_model(
         config = tiny_config(family, initializer_range=0.1, **extra, **overrides)
         model = CLASSES[head].from_config(config, attn_implementation=attention, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # biases start at 0: an error in one would not be seen
+            if name.endswith("bias"):  # biases start at 0, which would hide errors
                 torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
 
@@ -111,13 +111,14 @@ def tiny_model(
 def tiny_engine(
     family: str = "qwen2", *, optimizer: OptimizerSpec | None = None, model: dict[str, Any] | None = None, **engine: Any
 ) -> TransformersEngine:
-    """An engine over a tiny model in memory; `model` goes to `tiny_model`, `engine` to `TransformersEngine`."""
+    """Return an engine over a tiny model. `model` is passed to `tiny_model`, and `engine` to `TransformersEngine`."""
     module = tiny_model(family, **(model or {}))
     return TransformersEngine("actor", module, tiny_tokenizer(), seed=0, optimizer=optimizer, **engine)
 
 
 def random_sample(lengths: Sequence[Sequence[int]], *, seed: int = 0, prompt: int = 2) -> SequenceSample:
-    """Random text: `lengths` of the sequences of each prompt, of which the first `prompt` tokens are given."""
+    """Return random text. `lengths` are the lengths of sequences by prompt, and `prompt` is the number of prompt
+    tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = [[torch.randint(3, VOCAB, (n,), generator=generator) for n in group] for group in lengths]
     given = [[torch.arange(n) < prompt for n in group] for group in lengths]
@@ -127,7 +128,8 @@ def random_sample(lengths: Sequence[Sequence[int]], *, seed: int = 0, prompt: in
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of `TEXT`, with `SPECIAL` as ids 0 to 2 and reserved tokens up to `VOCAB`."""
+    """Return a tokenizer with a token per character of `TEXT`, `SPECIAL` as ids 0 to 2, and reserved tokens up to
+    `VOCAB`."""
     tokens = [*SPECIAL, *TEXT]
     tokens += [f"<r{i}>" for i in range(VOCAB - len(tokens))]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<r0>"))
@@ -144,9 +146,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny(folder: Path, family: str = "llama", **model: Any) -> Path:
-    """Write a tiny model and the tiny tokenizer as a Hugging Face folder; `model` as in `tiny_model`.
+    """Write a tiny model and the tiny tokenizer as a Hugging Face folder. `model` is passed to `tiny_model`.
 
-    Beside a qwen2 model transformers would read the tokenizer as Qwen's own, which cuts text otherwise.
+    The default is not qwen2: in its folders, transformers would load Qwen's own tokenizer, which splits text
+    differently.
     """
     tiny_model(family, **{"attention": "eager", **model}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

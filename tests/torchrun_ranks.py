@@ -1,4 +1,4 @@
-"""Several processes of one run, started as torchrun starts them, or by it."""
+"""Start several processes of a run, with torchrun or with the same environment variables."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MARK = "REALIGN_TEST_MARK"
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 class Ranks:
-    """`python -m realign` as two ranks, without torchrun, so that each has an exit code of its own."""
+    """Two ranks of `python -m realign` started without torchrun, so that each has its own exit code."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.mark = secrets.token_hex(8)
@@ -44,7 +44,7 @@ class Ranks:
         ]
 
     def wait_for(self, path: Path, lines: int) -> None:
-        """Until the file has so many lines; what the ranks say if one ends before."""
+        """Wait until the file has this number of lines. Fail with the output of the ranks if one ends before."""
         deadline = time.monotonic() + 200
         while not path.exists() or len(path.read_bytes().splitlines()) < lines:
             assert all(process.poll() is None for process in self.processes), self.ended()
@@ -52,7 +52,7 @@ class Ranks:
             time.sleep(0.02)
 
     def ended(self, seconds: float = 200) -> tuple[list[int], list[str]]:
-        """Exit code and stderr of each rank, once all have ended."""
+        """Wait for all ranks. Return their exit codes and stderr."""
         try:
             said = [process.communicate(timeout=seconds)[1] for process in self.processes]
         finally:
@@ -63,7 +63,7 @@ class Ranks:
 def torchrun(
     folder: Path, *words: str, options: Sequence[str] = ()
 ) -> tuple[subprocess.CompletedProcess[str], list[int]]:
-    """`torchrun -m realign` with two processes; with it, the ids of processes that it left behind, which are ended."""
+    """Run `torchrun -m realign` with two processes. End processes that it left behind, and return their ids."""
     mark = secrets.token_hex(8)
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     done = subprocess.run(
@@ -79,7 +79,8 @@ def torchrun(
 
 
 def environment(folder: Path, mark: str) -> dict[str, str]:
-    """Of a process that finds the tests and the modules in `folder`, by one thread, and is known by its mark."""
+    """Return the environment of a single-threaded process with a mark, which can import tests and modules in
+    `folder`."""
     path = f"{CHECKOUT}{os.pathsep}{folder}"
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", MARK: mark}
 
@@ -93,13 +94,13 @@ def end(mark: str) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes with this mark."""
+    """Return the processes with this mark."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:  # it has ended, or is somebody else's
+            except OSError:  # it has ended, or belongs to another user
                 continue
     return found

@@ -101,11 +101,10 @@ def test_the_plan_is_a_pure_function(nested: list[list[int]], limit: int | None,
 
 def test_a_plan_worked_by_hand() -> None:
     lengths = Lengths.of([[5, 4], [8], [2, 2], [3, 3, 9], [1]])
-    # Budget 10: the 15 tokens of prompt 3 exceed it, so the prompt is cut into 3, 3 and 9. 37 tokens need 4
-    # micro-batches.
-    # The plan assigns the largest piece first, to the emptiest micro-batch.
-    # The loads 9 (prompt 0), 9 (sequence 7), 8 and 4 each open a micro-batch. Both 3s join the 4, and the 1 joins the
-    # 8.
+    # Budget 10: the 15 tokens of prompt 3 exceed it, so the prompt is cut into 3, 3 and 9.
+    # The 37 tokens need 4 micro-batches. The plan assigns the largest piece first, to the emptiest micro-batch.
+    # The loads 9 (prompt 0), 9 (sequence 7), 8 and 4 each open a micro-batch.
+    # Both 3s join the 4, and the 1 joins the 8.
     plan = plan_microbatches(lengths, MicroBatchSpec(10))
     assert [p.tolist() for p in plan] == [[0, 1], [2, 8], [3, 4, 5, 6], [7]]
 

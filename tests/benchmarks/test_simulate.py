@@ -27,8 +27,8 @@ ONE = Work(batch_prompts=1, group=1, steps=4, prompt_tokens=0, lengths=Tail(3), 
         # Prompt 2 is sampled from 10 to 13 under version 1, scored until 15 and trained until 19.
         # Prompt 3 is sampled from 14 to 17 and scored until 19.
         (Plan(max_staleness=1), [9.0, 13.0, 19.0, 23.0]),
-        # Prompts 0, 1 and 2 are ready at 5. Prompt 3 is sampled from 10 to 13 and ready at 15: training never waits
-        # again.
+        # Prompts 0, 1 and 2 are ready at 5. Prompt 3 is sampled from 10 to 13 and ready at 15: then training never
+        # waits again.
         (Plan(max_staleness=2), [9.0, 13.0, 17.0, 21.0]),
         (Plan(max_staleness=1, switch_s=0.5), [10.0, 15.0, 21.0, 26.0]),
     ],

@@ -21,7 +21,7 @@ TRAINED = OptimizerSpec(lr=1e-3, ema_decay=0.9)
 
 @dataclass
 class Asks(ModelInterface):
-    """A trained role that asks for others."""
+    """Trained role that requests other roles."""
 
     asked: dict[str, Role] = field(default_factory=dict)
 

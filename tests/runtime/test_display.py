@@ -17,14 +17,14 @@ from tests.runtime.test_step import CountToken
 
 @dataclass
 class Own(ModelInterface):
-    """A user's interface, which declares nothing."""
+    """User interface without declarations."""
 
     def train_step(self, model, data, mb_spec):
         return {}
 
 
 class Named(Own):
-    """One that declares a headline, but no charts."""
+    """Interface that declares a headline and no charts."""
 
     def headline(self) -> tuple[str, ...]:
         return ("regret", "loss")

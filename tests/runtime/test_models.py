@@ -22,12 +22,12 @@ from tests.tiny import save_tiny, tiny_engine
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4, fixed_length=True)
 MEASURED = KLPenalty(KLPlace.reward, coef=0.0)
-"""The reference takes part, and its KL costs nothing."""
+"""KL penalty that requires the reference and has no effect on the reward."""
 
 
 @dataclass
 class Keeper(ReferenceInterface):
-    """An interface that keeps a number and takes over what an earlier one kept."""
+    """Interface that stores a number and adopts the stored number of an earlier interface."""
 
     kept: float = 0.0
 
@@ -39,7 +39,7 @@ class Keeper(ReferenceInterface):
 
 
 class Rising(CountToken):
-    """Rewards 0, 1, 2, ..."""
+    """Reward with the values 0, 1, 2, ..."""
 
     def inference(self, model, data, mb_spec):
         rewards = torch.arange(float(data.lengths["input_ids"].flat.size))
@@ -57,11 +57,11 @@ def shared(tmp_path, actor, **changes):
 def test_state_of_interfaces_goes_with_the_weights_and_is_adopted(tmp_path):
     first = shared(tmp_path, save_tiny(tmp_path / "model"))
     models = load_models(first)
-    assert first.interfaces["ref"].kept == -1.0  # adopt is called, with nothing
+    assert first.interfaces["ref"].kept == -1.0  # adopt was called without saved state
     first.interfaces["ref"].kept = 0.25
     save_models(tmp_path / "out", models, first.interfaces)
     folder = tmp_path / "out" / "actor"
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["actor"]  # a role that shares has no folder
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["actor"]  # a role with a shared model has no folder
     assert json.loads((folder / "interface_state.json").read_text()) == first.interfaces["actor"].state_dict()
     assert json.loads((folder / "interface_state_ref.json").read_text()) == {"kept": 0.25}
     second = shared(tmp_path, folder)
@@ -70,7 +70,7 @@ def test_state_of_interfaces_goes_with_the_weights_and_is_adopted(tmp_path):
     assert second.interfaces["ref"].kept == 0.25
     second.interfaces["ref"].kept = 0.0
     save_models(tmp_path / "out", again, second.interfaces)
-    assert not (folder / "interface_state_ref.json").exists()  # nothing of the earlier save is left
+    assert not (folder / "interface_state_ref.json").exists()  # no files of the earlier save remain
 
 
 def test_averaged_weights_come_with_the_state_of_interfaces(tmp_path):
@@ -93,7 +93,8 @@ def test_a_state_file_that_holds_no_state_is_named(tmp_path, text):
 
 
 def test_a_shared_model_is_the_trained_one_and_counts_its_versions(tmp_path):
-    policy = PPOActorInterface(generation=GENERATION, kl=MEASURED)  # a ReferenceInterface must not move with the actor
+    # a ReferenceInterface must not change with the actor
+    policy = PPOActorInterface(generation=GENERATION, kl=MEASURED)
     interfaces = {"actor": policy, "ref": policy, "reward": Rising()}
     runtime = LocalRuntime(shared(tmp_path, save_tiny(tmp_path / "model"), interfaces=interfaces))
     actor, ref = runtime.models["actor"], runtime.models["ref"]
@@ -103,7 +104,7 @@ def test_a_shared_model_is_the_trained_one_and_counts_its_versions(tmp_path):
     assert actor.version == ref.version == 1
     assert ref.call_seed("generate") != actor.call_seed("generate")
     scored = [runtime.interfaces["ref"].inference(model, batch, MicroBatchSpec())["logprobs"] for model in (actor, ref)]
-    assert torch.equal(*scored)  # after the step, too
+    assert torch.equal(*scored)  # also equal after the step
     assert not torch.allclose(scored[0][mask_T], batch["logprobs"][mask_T], atol=1e-4)
 
 
@@ -143,7 +144,7 @@ def test_interfaces_ignore_what_was_kept_unless_they_say_otherwise():
 
 
 class Words:
-    """A tokenizer of these words, in this order."""
+    """Tokenizer with these words, in this order."""
 
     def __init__(self, *words: str) -> None:
         self.words = words

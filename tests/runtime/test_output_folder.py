@@ -15,7 +15,8 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path):
     (tmp_path / "run" / "step_000002").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     run(experiment(tmp_path, overwrite=True))
-    assert not (tmp_path / "run" / "step_000002").exists()  # nothing of the earlier run can pass for this one's
+    # files of the earlier run are not mistaken for those of this run
+    assert not (tmp_path / "run" / "step_000002").exists()
     assert (tmp_path / "run" / "notes.txt").exists()
 
 

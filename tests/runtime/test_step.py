@@ -42,7 +42,7 @@ from realign.testing import BigramEngine
 
 
 class Digits:
-    """A tokenizer whose tokens are numbers."""
+    """Tokenizer whose tokens are numbers."""
 
     def decode(self, ids, skip_special_tokens=True) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -78,7 +78,7 @@ class Prompts(DataSpec, Dataset):
 
 @dataclass
 class CountToken(ModelInterface):
-    """Reward: how often token 3 was sampled; shuffled on request."""
+    """Reward that counts the sampled tokens 3. `shuffle` permutes the rewards randomly."""
 
     needs_engine = False
     shuffle: bool = False
@@ -103,7 +103,8 @@ GENERATION = GenerationConfig(n=8, max_new_tokens=6, fixed_length=True)
 
 
 def experiment(tmp_path: Path, **changes) -> Experiment:
-    """A run of GRPO on bigrams with some settings changed; its graph follows from the interfaces unless given."""
+    """Build a GRPO run on bigrams with changed settings. Without a given graph, the graph follows from the
+    interfaces."""
     settings = {
         "name": "toy",
         "steps": 3,
@@ -134,7 +135,7 @@ def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, i
         evaluation=None,
         models={"actor": BigramModel(lr=10.0)},
     )
-    # The reward that is learned from is the shuffled one; the mean of a batch does not change by shuffling.
+    # Training uses the shuffled rewards. The mean of a batch is the same with and without shuffling.
     rewards = run(run_).series("reward")
     start, end = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     if shuffle:
@@ -144,7 +145,7 @@ def test_trap_g9_reward_rises_and_does_not_when_rewards_are_shuffled(tmp_path, i
 
 
 def learning_with_a_critic(tmp_path: Path, place: Critic, *, shuffle: bool) -> tuple[list[float], list[float]]:
-    """Rewards and explained variances of PPO with a critic of its own, or with values of the actor's."""
+    """Return rewards and explained variances of PPO with a separate critic, or with values of the actor."""
     own = place is Critic.own
     freely = ValueObjective(clip=None)
     run_ = experiment(
@@ -172,7 +173,7 @@ def test_trap_g9_with_a_critic_reward_rises_values_explain_returns_and_neither_d
     own, own_explained = learning_with_a_critic(tmp_path / "own", Critic.own, shuffle=False)
     assert sum(own[-5:]) / 5 > sum(own[:5]) / 5 + 1.5
     assert own_explained[0] < 0 < 0.1 < min(own_explained[-5:])
-    # A bigram's table of values shares nothing with that of its logits, so a shared trunk makes no difference.
+    # The value table of a bigram shares no parameters with its logits, so a shared trunk gives the same results.
     shared, shared_explained = learning_with_a_critic(tmp_path / "shared", Critic.shared, shuffle=False)
     assert shared == own
     assert shared_explained == pytest.approx(own_explained, rel=1e-6)
@@ -293,7 +294,7 @@ def test_trap_b1_the_ratio_is_checked_on_the_first_step_that_trains(tmp_path):
 
     parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": LateReward()}
     runtime = LocalRuntime(experiment(tmp_path, interfaces=parts, models={"actor": StaleModel()}, strict_ratio=True))
-    runtime.step(1)  # nothing trains
+    runtime.step(1)  # this step trains nothing
     with pytest.raises(RunError, match="ratio_tolerance"):
         runtime.step(2)
 
@@ -424,7 +425,7 @@ def records(folder: Path) -> list[dict]:
 
 
 class FailingAt(CountToken):
-    """Raises at the n-th call."""
+    """Reward that raises an error at the n-th call."""
 
     def __init__(self, call: int, error: BaseException) -> None:
         super().__init__()
@@ -449,7 +450,7 @@ def test_an_interrupted_run_keeps_its_finished_steps_and_its_curves(tmp_path):
 
 
 def test_a_step_whose_evaluation_fails_is_on_record(tmp_path):
-    judge = FailingAt(3, RuntimeError("no verdict"))  # two batches before training, then that after step 2
+    judge = FailingAt(3, RuntimeError("no verdict"))  # two batches before training, then the batch after step 2
     evaluation = Evaluation(Prompts(4), judge, GENERATION, every_steps=2, batch_prompts=3)
     with pytest.raises(RuntimeError, match="no verdict"):
         run(experiment(tmp_path, evaluation=evaluation))
@@ -491,7 +492,7 @@ def test_one_interface_that_fails_to_close_keeps_no_other_from_it(tmp_path):
 
 
 def test_a_response_has_one_length_in_training_and_in_evaluation():
-    """Tool tokens count in both; the mean of rewards is over those that have one."""
+    """Tool tokens count in both. The mean reward is over responses that have a reward."""
     batch = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2, 3, 4], [1, 2]]]})
     batch = batch.with_tokens(
         prompt_mask=torch.tensor([True, False, False, False, True, False]),
@@ -503,7 +504,7 @@ def test_a_response_has_one_length_in_training_and_in_evaluation():
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_graph_without_the_outputs_of_its_reward_is_refused(tmp_path, dense):
-    """`dataflow` never makes one; a graph of one's own may disagree with `interfaces.reward.dense`."""
+    """`dataflow` never builds such a graph, but a custom graph may contradict `interfaces.reward.dense`."""
     parts = {"actor": PPOActorInterface(generation=GENERATION), "reward": RuleRewardInterface(dense=dense)}
     other = dataflow(parts | {"reward": RuleRewardInterface(dense=not dense)})
     with pytest.raises(ValueError, match=r"interfaces\.reward writes .*RPC 'reward_inf' declares"):
@@ -513,7 +514,7 @@ def test_a_graph_without_the_outputs_of_its_reward_is_refused(tmp_path, dense):
 
 @pytest.mark.parametrize("kind", ["rule", "model"])
 def test_dense_rewards_are_the_credit_of_their_tokens(tmp_path, kind):
-    """Without discount, critic and normalisation a token's advantage is what its response still earns."""
+    """Without discount, critic and normalization, the advantage of a token is the remaining reward of its response."""
     (tmp_path / "third.py").write_text(
         "def third(prompt, response, row, tokens):\n    return [float(token == '3') for token in tokens]\n"
     )
@@ -577,7 +578,7 @@ def test_evaluation_answers_every_prompt_once(tmp_path):
 
 
 def test_samples_of_an_evaluation_are_its_first_prompts(tmp_path):
-    shown = LocalRuntime(experiment(tmp_path)).evaluate()[1]  # 4 prompts, 3 at once
+    shown = LocalRuntime(experiment(tmp_path)).evaluate()[1]  # 4 prompts in batches of 3
     assert list(dict.fromkeys(record["id"] for record in shown)) == ["0@0", "1@0", "2@0"]
 
 

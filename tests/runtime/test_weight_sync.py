@@ -1,4 +1,4 @@
-"""Weights that a role takes from a trained one: when, how much, what is verified, and what a checkpoint holds."""
+"""Test weight sync from a trained role: schedule, mixing, verification, and content of checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_trap_g4_a_copy_is_the_trained_model_bit_by_bit_and_its_kl_is_zero(folde
     assert all(weights(runtime, "ref")[name].equal(x) for name, x in weights(runtime, "actor").items())
     second, _ = runtime.step(2)
     assert abs(first["ref_kl_per_sequence"]) > 1e-3
-    assert abs(second["ref_kl_per_sequence"]) < 1e-5  # the reference was the policy that sampled
+    assert abs(second["ref_kl_per_sequence"]) < 1e-5  # the reference equals the sampling policy
 
 
 def test_trap_g4_a_copy_that_is_none_is_found(folder, tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_trap_b7_what_a_reference_has_become_is_in_the_checkpoint_and_not_what_i
     saved = state["models"]["ref"]["weights"]
     assert saved.keys() == start.keys()
     assert not saved["lm_head.weight"].equal(start["lm_head.weight"])
-    # its path is no longer needed to be what it was
+    # The checkpoint contains the weights of `ref`, so its path may change.
     run(synced(folder, tmp_path, sync, ref="actor", steps=2, resume="auto"))
 
 

@@ -1,4 +1,4 @@
-"""The conformance kit reports each kind of broken invariance."""
+"""Test that the conformance kit reports each kind of broken invariance."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ NAME = "tests.runtime.evaluation.test_episodes:Threes"
 
 
 class Threes:
-    """Two turns; the reward of each is how often token 3 was said. Between them it says 9 9."""
+    """Environment with two turns. Its reward per turn is the number of sampled tokens 3, and its observation is 9 9."""
 
     async def reset(self, row):
         self.offset = row["n"]
@@ -40,7 +40,7 @@ class Threes:
 
 
 class Numbers(Digits):
-    """`Digits` that know how many there are."""
+    """`Digits` with a known vocabulary size."""
 
     def __len__(self) -> int:
         return 11
@@ -52,7 +52,7 @@ class Short(BigramEngine):
 
 @dataclass
 class Small(BigramModel):
-    """A bigram model of 40 positions."""
+    """Bigram model with 40 positions."""
 
     path: str = "somewhere"
 
@@ -64,7 +64,7 @@ class Small(BigramModel):
 
 
 class Rows(Prompts):
-    """`Prompts` that know how long the longest is."""
+    """`Prompts` with a known longest length."""
 
     longest_sequence = 2
 
@@ -122,7 +122,8 @@ def test_other_algorithms_learn_from_the_same_conversations(tmp_path, actor, by_
 
 @pytest.mark.filterwarnings("ignore:rollout.max_staleness=1")
 def test_conversations_may_run_ahead_of_training(tmp_path):
-    """With max_staleness=0 they are those of a run that does not, bit by bit; above 0 their versions are told."""
+    """With max_staleness=0, episodes equal those of a synchronous run bit by bit. Above 0, they record their
+    versions."""
     path = str(save_tiny(tmp_path / "model"))
 
     def trained(name: str, rollout: RolloutSpec) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -13,7 +13,7 @@ LONG = GenerationConfig(n=2, max_new_tokens=6, fixed_length=True)
 
 @dataclass
 class Length(ModelInterface):
-    """Tokens of each response; none for the first."""
+    """Reward that counts the tokens of each response. The first response has no reward."""
 
     closed: list[bool] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ def test_a_sweep_adds_the_metrics_of_each_value():
     assert [values[f"eval/response_tokens{end}"] for end in ("", "@max_new_tokens=1", "@max_new_tokens=3")] == [6, 1, 3]
     assert values["eval/length@max_new_tokens=3"] == 3.0
     assert "eval/reward@max_new_tokens=1" in values
-    assert judged["prompt_mask"].numel() == 2 * 2 * (2 + 6)  # what is shown was sampled as `generation` says
+    assert judged["prompt_mask"].numel() == 2 * 2 * (2 + 6)  # the recorded samples use the settings of `generation`
 
 
 def test_the_launch_table_says_what_is_swept():

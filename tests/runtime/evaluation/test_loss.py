@@ -31,7 +31,7 @@ from tests.tiny import save_tiny
 
 @dataclass
 class Judged(DataSpec, Dataset):
-    """Random judged responses, of which this dataset has the prompts from `start` on."""
+    """Random scored responses. This dataset contains the prompts from `start` on."""
 
     n: int
     seed: int = 0
@@ -74,7 +74,7 @@ def experiment(tmp_path, algorithm: str, **changes) -> Experiment:
 
 @pytest.mark.parametrize("algorithm", list(GRAPHS))
 def test_held_out_metrics_are_those_of_a_training_step_on_all_rows_and_nothing_moves(tmp_path, algorithm):
-    """Three batches of three prompts, small micro-batches, against one training step of one mini-batch."""
+    """Compare three batches of three prompts in small micro-batches with one training step of one mini-batch."""
     e = experiment(tmp_path, algorithm, microbatch=MicroBatchSpec(60))
     runtime = LocalRuntime(e)
     role = e.evaluation.role
@@ -104,7 +104,7 @@ def test_a_run_has_held_out_metrics_before_during_and_after_training(tmp_path):
 
 
 def test_accuracy_by_hand(tmp_path):
-    """Scores 2 against 1 (right) and 5 against 3 (wrong)."""
+    """The scores are 2 against 1 (right) and 5 against 3 (wrong)."""
     data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]})
     data = data.with_tokens(loss_mask=torch.arange(8) % 2 == 1, prompt_mask=torch.arange(8) % 2 == 0)
     data = data.with_sequences(labels=torch.tensor([1.0, 0.0, 0.0, 1.0]), margins=torch.zeros(4))
@@ -122,7 +122,8 @@ def test_accuracy_by_hand(tmp_path):
 
 
 def test_state_of_an_interface_is_not_moved(tmp_path):
-    """PPO's adaptive KL coefficient follows the training batches only, although its training call is measured."""
+    """PPO's adaptive KL coefficient only follows the training batches, although the evaluation measures its training
+    call."""
     kl = KLPenalty(KLPlace.reward, 0.1, target=0.01, horizon=10)
     actor = ppo.PPOActorInterface(kl=kl, epochs=2)
     interfaces = {"actor": actor, "ref": ReferenceInterface(), "reward": CountThrees()}
@@ -145,7 +146,8 @@ def test_state_of_an_interface_is_not_moved(tmp_path):
 
 
 def test_credit_of_held_out_rows_moves_no_scale_of_scores(tmp_path):
-    """Measured before training, they would be the batch that `scale=ref` divides by for good."""
+    """Otherwise `scale=ref` would divide all rewards by the scale of the held-out rows, which are measured before
+    training."""
     actor = ppo.PPOActorInterface(reward=RewardShaping(scale=RewardScale.ref), critic=Critic.own)
     interfaces = {"actor": actor, "critic": PPOCriticInterface(), "reward": CountThrees()}
     e = experiment(
@@ -163,12 +165,12 @@ def test_credit_of_held_out_rows_moves_no_scale_of_scores(tmp_path):
 
 
 def test_rows_are_passed_once_whatever_the_training_makes_of_them(tmp_path):
-    runtime = LocalRuntime(experiment(tmp_path, "reward"))  # two mini-batches in training
+    runtime = LocalRuntime(experiment(tmp_path, "reward"))  # training uses two mini-batches
     engine, passes = runtime.models["reward"].engine, []
     forward = engine.forward
     engine.forward = lambda data, *rest: passes.append(len(data)) or forward(data, *rest)
     runtime.evaluate()
-    assert passes == [2, 1, 2, 1, 1]  # the mini-batches of batches of 3, 3 and 1 prompts
+    assert passes == [2, 1, 2, 1, 1]  # mini-batches of batches with 3, 3 and 1 prompts
 
 
 @pytest.mark.parametrize("role", ["ref", "nobody"])
@@ -196,5 +198,6 @@ def test_config_chooses_it(tmp_path):
     settings = [f"models.reward.path={save_tiny(tmp_path / 'model')}", f"data.path={tmp_path / 'pairs.jsonl'}"]
     settings += ["steps=1", "batch_prompts=4", f"output_dir={tmp_path / 'run'}", f"evaluation={evaluation}"]
     history = run(build_experiment(compose(["experiment=reward_model", *settings]))).history
-    assert history[0]["eval/loss"] == pytest.approx(history[1]["loss"], abs=1e-5)  # before the step, on the same rows
+    # measured before the step, on the same rows
+    assert history[0]["eval/loss"] == pytest.approx(history[1]["loss"], abs=1e-5)
     assert history[1]["eval/loss"] < history[0]["eval/loss"]

@@ -20,7 +20,7 @@ def test_lines_are_json_and_written_at_once(tmp_path):
     path = tmp_path / "m.jsonl"
     lines = JsonLines(path)
     lines.log(1, {"a": 1.5, "b": math.nan})
-    record = json.loads(path.read_text())  # before close: a killed run keeps what it had
+    record = json.loads(path.read_text())  # before close, so a killed run keeps its metrics
     assert record.pop("seconds") >= 0
     assert record == {"step": 1, "a": 1.5, "b": None}
     lines.close()
@@ -43,7 +43,7 @@ def test_a_terminal_shows_the_first_and_the_latest_value():
         display.log(1, {"reward": 0.25})
         display.log(2, {"reward": 12345.0})
     last = [line for line in out.getvalue().splitlines() if "12,345" in line][-1]
-    assert "0.25" in last  # first and latest stand side by side
+    assert "0.25" in last  # first and latest values are in the same row
 
 
 def test_without_a_terminal_an_evaluation_is_shown_when_it_is_made_and_never_again():
@@ -56,7 +56,7 @@ def test_without_a_terminal_an_evaluation_is_shown_when_it_is_made_and_never_aga
 
 @pytest.fixture
 def full(monkeypatch):
-    """A disk that takes `room` more bytes: a list of one number, set to None for as many as one likes."""
+    """Simulate a disk with `room` more bytes. `room` is a list of one number; None means unlimited."""
     room: list[int | None] = [None]
 
     class Disk(io.FileIO):
@@ -81,11 +81,11 @@ def full(monkeypatch):
 def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_space(tmp_path, full):
     lines = JsonLines(tmp_path / "m.jsonl")
     lines.write({"step": 1})
-    full[0] = 5  # half of a line
+    full[0] = 5  # half a line
     with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written after byte 12 \(No space left on device\)"):
         lines.write({"step": 2})
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # warned only once
         full[0] = 3
         lines.write({"step": 3})
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n'
@@ -198,7 +198,7 @@ def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
     ):
         tracker.log(2, {})
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # warned only once
         for step in (3, 4, 5):
             tracker.log(step, {})
     assert Flaky.heard == [1, 3, 5]

@@ -10,7 +10,7 @@ from realign.runtime.metrics.trackers import WandbMode
 
 
 class Calls(list):
-    """A module, a writer and a run at once: notes what is called."""
+    """Stand-in for a module, a writer and a run. It records all calls."""
 
     def __getattr__(self, name):
         def note(*args, **kwargs):

@@ -20,7 +20,8 @@ from tests.runtime.test_step import BigramModel, CountToken, Prompts
 
 
 def experiment(tmp_path: Path, placement: Any = None, **changes: Any) -> Experiment:
-    """Actor and critic are trained, `ref` is not, and `twin` has no weights of its own."""
+    """Build an experiment: actor and critic are trained, `ref` is not, and `twin` shares the
+    weights of another role."""
     actor = ppo.PPOActorInterface(kl=KLPenalty(KLPlace.reward), critic=Critic.own)
     interfaces = {"actor": actor, "reward": CountToken(), "ref": ReferenceInterface(), "critic": PPOCriticInterface()}
     settings = {

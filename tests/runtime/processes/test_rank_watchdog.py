@@ -1,4 +1,4 @@
-"""Two rank watchdogs over one store, in one process."""
+"""Test two rank watchdogs with a shared store in one process."""
 
 from __future__ import annotations
 

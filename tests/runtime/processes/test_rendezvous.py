@@ -1,4 +1,4 @@
-"""Runs of several processes: what they leave, and how they end together."""
+"""Test runs with several processes: their output files, and how they end together."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("slow", None)  # another test's file of that name
+    sys.modules.pop("slow", None)  # another test may have imported its own file of this name
     return tmp_path
 
 
@@ -107,7 +107,8 @@ def test_trap_g5_a_rank_that_raises_ends_all_with_the_first_traceback_once(here)
     assert re.match(r"rank 1 of 2 failed first, in call 'actor_train' for \d+ s on SequenceSample\(4 prompts", ours)
     assert "input_ids        [96]" in ours
     assert "KeyError" not in torchs
-    assert ended - Path("runs/bigram/metrics.jsonl").stat().st_mtime < 30  # rank 0 waited for the other since then
+    # rank 0 has waited for rank 1 since that time
+    assert ended - Path("runs/bigram/metrics.jsonl").stat().st_mtime < 30
 
 
 def test_a_rank_that_hangs_is_named_with_the_operations_of_all_ranks(here):

@@ -1,4 +1,4 @@
-"""The command line under SIGKILL, SIGTERM and Ctrl-C, in a process of its own."""
+"""Test the command line under SIGKILL, SIGTERM and Ctrl-C, in a separate process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("slow", None)  # another test's file of that name
+    sys.modules.pop("slow", None)  # another test may have imported its own file of this name
     return tmp_path
 
 
@@ -75,7 +75,7 @@ def command(*more: str, args: Sequence[str] = ARGS) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
-    """Until the file has so many lines; what the process says if it ends before."""
+    """Wait until the file has this number of lines. Fail with the output of the process if it ends before."""
     deadline = time.monotonic() + 120
     while not path.exists() or len(path.read_bytes().splitlines()) < lines:
         assert process.poll() is None, process.communicate()
@@ -93,7 +93,7 @@ def assert_same_as_whole(out: str) -> None:
 
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
-    process = command("output_dir=run", "resume=auto")  # there is nothing to resume from yet
+    process = command("output_dir=run", "resume=auto")  # resume=auto starts a new run if there is no checkpoint
     wait_for(process, Path("run/metrics.jsonl"), 6)
     process.kill()
     process.communicate()

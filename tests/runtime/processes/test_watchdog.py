@@ -1,4 +1,4 @@
-"""The watchdog of a run in one process. Limits of 0 seconds make an operation exceed them from its start."""
+"""Test the watchdog of a single-process run. With limits of 0 seconds, each operation exceeds them from its start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_slow_operation_is_reported_once_with_the_stacks_and_the_run_continues
     assert "Set runtime.rpc_timeout_minutes to end a run whose calls hang. Stacks of all threads:" in text
     with dog.doing("evaluation"):
         dog.report_slow()
-    assert "Set runtime" not in reports(caplog)[1]  # the limit does not apply to it
+    assert "Set runtime" not in reports(caplog)[1]  # the limit does not apply to evaluations
 
 
 def test_the_thread_reports_the_stack_of_the_thread_that_hangs(caplog):
@@ -72,7 +72,7 @@ def test_a_call_that_hangs_is_interrupted_with_exit_code_75_and_the_stacks(capfd
         try:
             dog.limit_s = 0
             time.sleep(1000)  # the signal interrupts a system call
-        except Exception:  # the code of a user may suppress exceptions
+        except Exception:  # user code may suppress exceptions
             raise AssertionError("suppressed") from None
         finally:
             closed.append(True)

@@ -12,20 +12,21 @@ from tests.runtime.checkpoint import test_state
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
-    """One Ray cluster for all tests of this folder."""
+    """Start one Ray cluster for all tests of this folder."""
     with connected(None, processes=6):
         yield
 
 
 @pytest.fixture(scope="package")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and data of the runs of `test_state`."""
+    """Return a folder with the models and data of the runs of `test_state`."""
     return test_state.save_files(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The same sums here and in the workers, however many cores there are, and no more threads than cores."""
+    """Use one thread, so that sums equal those of the workers for any number of cores, and cores are not
+    oversubscribed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -29,7 +29,7 @@ def test_an_address_without_a_listener_is_a_transient_error() -> None:
 
 
 def test_a_signal_while_ray_starts_is_heard_and_ends_what_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours is the handler, and processes that are started hear nothing of it."""
+    """The handler of realign receives the signal, and started processes block it."""
     did, blocked, sent = [], [], threading.Event()
 
     def init(**settings: object) -> None:

@@ -1,4 +1,4 @@
-"""Workers that are killed: the run goes on from its last checkpoint, and ends where it would have ended."""
+"""Test runs whose workers are killed: they resume from the last checkpoint, and end with the same results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYNCED, OFTEN = "synced reference", CheckpointSpec(every_steps=2)
 
 
 class Killing:
-    """Kills the worker of a verb, the n-th time that it is asked for, in the middle of it if it trains."""
+    """Kills the worker of a verb at its n-th request. Training workers are killed during the request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *deaths: tuple[str, str, int]) -> None:
         self.left = list(deaths)
@@ -46,7 +46,7 @@ def die(output, mb):
 
 
 def test_a_run_whose_workers_are_killed_ends_with_the_same_bits(files, tmp_path, monkeypatch):
-    """At the first rollout, when it is restored, while weights are handed over, and within an optimizer step."""
+    """Kill at the first rollout, while restoring, during weight sync, and within an optimizer step."""
     started(files, tmp_path / "calm", SYNCED, checkpoint=OFTEN)
     deaths = [
         ("actor", "generate", 1),

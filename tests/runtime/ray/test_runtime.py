@@ -1,4 +1,4 @@
-"""The same experiment with runtime=ray: what one process computes, and what goes wrong in a worker."""
+"""Test runtime=ray: results equal those of a single process, and failures in workers."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ from tests.tiny import random_sample
 pytestmark = pytest.mark.usefixtures("cluster")
 DATA = random_sample([[6, 5], [7]])
 WORDS = DATA.with_tokens(input_ids=DATA["input_ids"] % 11)
-"""Of the bigram model."""
+"""`DATA` with the vocabulary of the bigram model."""
 
 
 def state(out: Path) -> Any:
-    """The last checkpoint, but for what says where and when it was written."""
+    """Return the last checkpoint without the entries about place and time of its writing."""
     found = list_checkpoints(out / "checkpoints")[-1].read()
     found["saves"].pop("known")
     return {key: x for key, x in found.items() if key not in ("records", "config", "environment")}
 
 
 def test_a_run_is_that_of_one_process_bit_for_bit(files, tmp_path):
-    """PPO with a critic in a process of its own, a reference beside the actor, and everything that keeps a state."""
+    """Run PPO with a critic in a separate process, a reference in the actor's process, and all
+    components with state."""
     for kind, runtime in (("local", Local()), ("ray", Ray())):
         started(files, tmp_path / kind, "ppo", runtime=runtime, steps=3)
     assert_same_tree(state(tmp_path / "ray"), state(tmp_path / "local"))
@@ -63,7 +64,7 @@ def loss(output, mb):
 
 
 def broken(output, mb):
-    """Goes wrong in a worker, on the rank that is given prompt `p1`."""
+    """Fail in a worker, on the rank that receives prompt `p1`."""
     if "p1" in mb.ids:
         raise ValueError("a bug of the user")
     return loss(output, mb)
@@ -74,13 +75,13 @@ def weight(data):
 
 
 def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(files, tmp_path):
-    """Group statistics and KL of whole batches, a reference in the same processes, weights out and in."""
+    """Cover group statistics and KL of whole batches, a reference in the same processes, and weight transfers."""
     made = {}
     for kind, runtime in (("local", Local()), ("ray", Ray(placement={"actor": {"devices": 2}}))):
         path = str(files / "llama")
         models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3)), "ref": TransformersModel(path)}
         e = experiment(files, tmp_path / kind, "grpo", evaluation=None, models=models, runtime=runtime)
-        seed_random(e.seed)  # its reward draws from the global generators
+        seed_random(e.seed)  # the reward draws from the global generators
         with closing(open_runtime(e)) as opened:
             (values, first), (_, second) = opened.step(1), opened.step(2)
             engine = opened.models["actor"].machine
@@ -122,7 +123,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 @pytest.fixture(scope="module")
 def group(cluster, files):
-    """One process, in the folder `files`, with a bigram model as `actor`."""
+    """Start one process in the folder `files`, with a bigram model as `actor`."""
     room = reserve(Group(("actor",)), Ray(), gpu=False)
     setup = Setup(str(files), (), threads=1, seed=0)
     made = WorkerGroup(Group(("actor",)), Ray(), room, setup, gpu=False)
@@ -157,7 +158,7 @@ def loss_with_a_bug(output, mb):
 
 
 def test_an_error_of_a_user_keeps_the_file_and_line_of_the_worker(group):
-    """A ValueError that code of realign raises is a bug of the caller, and not an error of the configuration."""
+    """A ValueError raised by realign code is a bug of the caller, not a configuration error."""
     line = loss_with_a_bug.__code__.co_firstlineno + 1
     message = rf"(?s)actor: measure \(workers of actor\) failed:.*{re.escape(__file__)}\", line {line}.*no such key"
     with pytest.raises(RemoteError, match=message):
@@ -179,7 +180,7 @@ def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
 
     monkeypatch.setattr(group, "_limit_s", 0.5)
     slow = group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], lambda out, mb: time.sleep(1) or mb)[0]
-    assert slow.ids == WORDS.ids  # no call of the graph: an evaluation, say, may take longer
+    assert slow.ids == WORDS.ids  # requests outside the graph, such as evaluations, have no limit
     message = r"RPC 'x_inf', actor: forward \(workers of actor\): rank 0 did not answer .* Data: rank 0: 2 prompts"
     with counted_hops("x_inf"), pytest.raises(WorkerHangs, match=message):
         group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], forever)
@@ -203,7 +204,8 @@ def test_resources_that_other_jobs_use_are_a_transient_error():
 
 
 def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, tmp_path, monkeypatch):
-    """The reward and the reference of GRPO; keys stand in the order of the graph, whichever call ended first."""
+    """The calls are the reward and the reference of GRPO. Keys are in the order of the graph, whichever call ends
+    first."""
     meeting = threading.Barrier(2, timeout=60)
     made: list[str] = []
 
@@ -229,6 +231,6 @@ def test_sampling_ahead_on_its_own_workers_with_no_staleness_is_the_same_bit_for
     for kind, settings in (("local", {}), ("ray", ahead)):
         started(files, tmp_path / kind, "raft", steps=2, **settings)
     ours, theirs = (state(tmp_path / kind)["models"]["actor"]["engine"] for kind in ("ray", "local"))
-    assert_same_tree(ours | {"fused": True}, theirs)  # the model that trains has not sampled
+    assert_same_tree(ours | {"fused": True}, theirs)  # the trained model has not sampled
     values = untimed(tmp_path / "ray" / "metrics.jsonl")[-1]
     assert (values["rollout/version_lag"], values["rollout/running_prompts"]) == (0, 0)

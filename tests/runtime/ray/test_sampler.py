@@ -18,7 +18,7 @@ from tests.tiny import tiny_engine
 
 
 class HereGroup:
-    """A `WorkerGroup` whose workers are in this process, each called in its own thread."""
+    """`WorkerGroup` whose workers are in this process. Each worker is called in its own thread."""
 
     def __init__(self, size: int) -> None:
         self.hosts = [Host(rank, 1) for rank in range(size)]

@@ -1,4 +1,5 @@
-"""A scheduler's SIGTERM goes to every process of the run, also to those of Ray, as Ctrl-C in a terminal does."""
+"""Test SIGTERM to all processes of a run, including those of Ray. Schedulers send it this way, like Ctrl-C in a
+terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ made = experiment(save_files(files), files / "out", "raft", **settings)
 sys.exit(guarded(lambda: run(made) and None, debug=False))
 """
 START_S = 240
-"""How long the first steps may take on a machine that is busy."""
+"""Maximum duration of the first steps on a busy machine, in seconds."""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups are POSIX")
@@ -55,6 +56,6 @@ def test_sigterm_lets_the_step_end_writes_a_checkpoint_and_leaves_no_process(tmp
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
     assert psutil.wait_procs(of_the_run, timeout=20)[1] == []
-    steps = len(metrics.read_text().splitlines()) - 1  # and one line before training
+    steps = len(metrics.read_text().splitlines()) - 1  # minus one line from before training
     assert [c.step for c in list_checkpoints(tmp_path / "out" / "checkpoints")][-1] == steps
     assert f"stopped after step {steps} of 10000. Continue with resume=auto." in said.read_text()

@@ -23,7 +23,7 @@ def test_a_sample_comes_as_it_was():
     assert (found.ids, found.lengths, found.metadata) == (SAMPLE.ids, SAMPLE.lengths, SAMPLE.metadata)
     assert list(found.data) == ["input_ids", "logprobs"]
     assert all(torch.equal(found[key], SAMPLE[key]) for key in SAMPLE.data)
-    assert found.lengths["input_ids"] is found.lengths["logprobs"]  # equal lengths travel once
+    assert found.lengths["input_ids"] is found.lengths["logprobs"]  # equal lengths are sent once
 
 
 def test_every_dtype_and_shape_keeps_its_bits():
@@ -50,7 +50,7 @@ def test_memory_is_shared_and_read_only_arrays_are_taken_without_a_warning():
     x = torch.arange(4)
     assert to_wire(x).data.ctypes.data == x.data_ptr()
     mapped = np.arange(4)
-    mapped.flags.writeable = False  # as what Ray maps is
+    mapped.flags.writeable = False  # arrays that Ray maps are read-only
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = from_wire(Array(mapped, "int64"))

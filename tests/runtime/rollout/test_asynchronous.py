@@ -82,7 +82,7 @@ def test_trap_f7_without_staleness_the_parameters_are_those_of_a_synchronous_run
 
 @dataclass
 class Recording(DecoupledPPOActorInterface):
-    """Notes which prompts each step trains on, and how old their tokens are."""
+    """Actor that records the prompts of each training step, and the staleness of their tokens."""
 
     trained: list[tuple[str, ...]] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
@@ -106,7 +106,7 @@ def recording(tmp_path: Path, policy: Path, max_staleness: int, **changes):
 
 @dataclass
 class Waiting(CountToken):
-    """A reward that takes long for some prompts: until `until` others have been judged and a step trains."""
+    """Reward that blocks for slow prompts until it has scored `until` others and a training step runs."""
 
     slow: tuple[str, ...] = ()
     until: int = 10
@@ -137,8 +137,8 @@ def test_a_slow_reward_holds_up_neither_other_prompts_nor_training(tmp_path, pol
     result = run(run_)
     stream = [f"{i % 11}@{i // 11}" for i in range(24)]
     assert sorted(i for batch in actor.trained for i in batch) == sorted(stream)
-    assert "0@0" not in actor.trained[0]  # it was not ready, and others were
-    assert any("0@0" in batch for batch in actor.trained[:3])  # and not later than it may be
+    assert "0@0" not in actor.trained[0]  # it was not ready, and other prompts were
+    assert any("0@0" in batch for batch in actor.trained[:3])  # it is trained within the staleness bound
     assert max(actor.ages) <= 2
     assert max(result.series("staleness_max")) <= 2
     assert max(result.series("rollout/version_lag")) > 0
@@ -177,7 +177,7 @@ def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path, policy, mo
     def interrupt():
         reward.waits.wait()
         os.kill(os.getpid(), signal.SIGINT)
-        assert noted.wait(60)  # a second signal before the first was looked at would be one with it
+        assert noted.wait(60)  # a second signal before the first is handled would be merged with it
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -193,7 +193,7 @@ class Stops(Exception):
 
 @dataclass
 class StopsAt(Waiting):
-    """Breaks off the run as a kill would, once `when` prompts were judged."""
+    """Ends the run like a kill, after `when` scored prompts."""
 
     when: int = 10**9
 
@@ -212,7 +212,7 @@ def test_trap_f8_a_run_that_ends_midway_goes_on_without_losing_or_repeating_a_pr
     run_, then = recording(tmp_path, policy, max_staleness, **every)
     result = run(run_)
     done = 7 - len(then.trained)
-    assert 0 < done <= len(first.trained)  # the last step may have been made, and not written down
+    assert 0 < done <= len(first.trained)  # the last step may have run without being recorded
     trained = [i for batch in first.trained[:done] + then.trained for i in batch]
     assert len(set(trained)) == len(trained) == 28
     assert {i for i in trained if i.endswith("@0")} == {f"{row}@0" for row in range(11)}
@@ -245,7 +245,7 @@ def test_a_run_may_begin_to_sample_ahead_and_may_not_stop_it_with_prompts_under_
 
 @dataclass
 class ByRow(CountToken):
-    """Rewards that differ for even rows only."""
+    """Reward that is constant for groups of odd rows."""
 
     def inference(self, model, data, mb_spec):
         judged = super().inference(model, data, mb_spec)

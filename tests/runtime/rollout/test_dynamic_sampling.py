@@ -20,7 +20,7 @@ nan = math.nan
 
 
 def judged(*groups: list[float], first: int = 0) -> SequenceSample:
-    """A batch with these rewards, of prompts numbered from `first`."""
+    """Return a batch with these rewards, for prompts numbered from `first`."""
     ids = range(first, first + len(groups))
     tokens = [[[1, 2] for _ in group] for group in groups]
     rewards = [[[reward] for reward in group] for group in groups]
@@ -31,7 +31,7 @@ def judged(*groups: list[float], first: int = 0) -> SequenceSample:
     ("settings", "passing"),
     [
         ({}, [1, 2, 4, 6]),
-        ({"min_reward_std": 0.45}, [1, 6]),  # deviations: 0, 0.5, 0.433, 0, 0.433 of three, ...
+        ({"min_reward_std": 0.45}, [1, 6]),  # standard deviations: 0, 0.5, 0.433, 0, 0.433 of three, ...
         ({"min_reward_std": None, "min_mean_reward": 0.0, "max_mean_reward": 1.0}, [1, 2, 4, 6, 8]),
         ({"min_reward_std": None, "min_mean_reward": 0.25}, [1, 3, 4, 6]),
         ({"min_reward_std": None, "max_mean_reward": 0.5}, [0, 2, 8]),
@@ -49,7 +49,7 @@ def test_groups_pass_by_spread_mean_and_number_of_rewards(settings, passing):
         [nan, nan, 1, nan],
         [nan, 0, 1, nan],
         [nan, nan, nan, nan],
-        [0.1, 0.1, 0.1, 0.1],  # equal, and not exact in binary
+        [0.1, 0.1, 0.1, 0.1],  # equal, and not exactly representable in binary
     )
     assert DynamicSampling(**settings).chosen(batch) == passing
 
@@ -65,7 +65,7 @@ def test_a_response_without_a_token_that_trains_does_not_count():
 
 
 def test_dense_rewards_count_by_their_sum():
-    """The groups' rewards are all 0; by their tokens one group has spread, the other (1 + 1 and 2) has none."""
+    """All rewards per response are 0. By token rewards, one group has different sums, and the other has equal ones."""
     data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]})
     data = data.with_tokens(dense_rewards=torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 0.0, 2.0]))
     assert DynamicSampling().chosen(data.with_sequences(rewards=torch.zeros(4))) == [0]
@@ -150,12 +150,12 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         DynamicSampling(**settings)
 
 
-# --- in a run ---
+# --- runs ---
 
 
 @dataclass
 class FirstWords(ModelInterface):
-    """Reward 0 or 1 for whether token 3 was sampled, but the same for a whole group whose prompt ends in 2 or 3."""
+    """Reward 1 if token 3 was sampled, else 0. It is constant for groups whose prompt ends in 2 or 3."""
 
     needs_engine = False
     seen: list[tuple] = field(default_factory=list)
@@ -194,7 +194,7 @@ def test_a_step_trains_on_full_batches_of_groups_with_spread(tmp_path):
 
 
 def test_trap_no_prompt_is_used_twice_and_nothing_is_kept_for_a_later_step(tmp_path):
-    """Every response that trains was sampled in its own step, by the policy of that step."""
+    """Each trained response was sampled in the same step, by the policy of that step."""
     judge = FirstWords()
     parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": judge}
     runtime = LocalRuntime(dynamic(tmp_path, interfaces=parts))
@@ -206,11 +206,11 @@ def test_trap_no_prompt_is_used_twice_and_nothing_is_kept_for_a_later_step(tmp_p
         assert set(batch.ids) <= {name for ids, _ in judge.seen for name in ids}
         assert set(batch["versions"].tolist()) == {-1, step - 1}
         assert values["dynamic_sampling/batches"] == len(judge.seen)
-        assert values["logprob_diff_max"] < 1e-6  # behaviour is the present policy
+        assert values["logprob_diff_max"] < 1e-6  # the behavior policy is the current policy
 
 
 def test_batches_of_one_step_have_random_numbers_of_their_own(tmp_path):
-    """The bigram engine samples alike for a like seed and place; the same prompt in both batches shows it."""
+    """The bigram engine samples the same tokens for equal seeds and positions. Both batches contain the same prompt."""
 
     @dataclass
     class Alike(Prompts):

@@ -43,7 +43,7 @@ def test_places_of_the_stream_are_those_of_its_batches(shuffle):
 
 
 def test_rows_that_were_used_are_passed_over():
-    """In file order, rows 0 to 3 in batches of 3: 012 | 3 01 | 23 0 | ..."""
+    """Draw rows 0 to 3 in file order, in batches of 3: 012 | 3 01 | 23 0 | ..."""
     stream = PromptStream(Rows(4), 3, seed=0, shuffle=False)
     used: set[int] = set()
     assert stream.draw_new(used).ids == ((0, 0), (0, 1), (0, 2))
@@ -104,7 +104,7 @@ def test_prompts_that_are_taken_one_by_one_go_on_anywhere():
     for batch, place, drawn in ((8, None, 2), (5, 11, 3), (4, 8, 2)):
         stream = PromptStream(Rows(9), batch, 0, True)
         stream.load_state_dict(state, place, cut=True)
-        assert stream.drawn == drawn  # none of which is drawn again
+        assert stream.drawn == drawn  # batches that are not drawn again
     with pytest.raises(CheckpointError, match=r"^batch_prompts=4: .* after 11 prompts \(3 batches of 4\)"):
         PromptStream(Rows(9), 4, 0, True).load_state_dict(state, 11)
 

@@ -10,7 +10,7 @@ from realign.runtime.rollout.staleness import Staleness
 
 
 class World:
-    """Prompts that take as long as chance has it, with the rules checked from outside at every event."""
+    """Prompts with random durations. It checks the staleness rules independently at each event."""
 
     def __init__(self, batch, bound, steps, seed, *, rejected=0.0):
         self.staleness = Staleness(batch, bound, steps)
@@ -34,7 +34,7 @@ class World:
             self.running.append(place)
 
     def finish_one(self):
-        # mostly a late one: those before it fall behind
+        # Usually a late one, so that earlier ones become stale.
         place = self.running.pop(int(len(self.running) * self.rng.random() ** 0.5))
         if self.rng.random() < self.rejected:
             self.staleness.drop(place)
@@ -50,7 +50,7 @@ class World:
             self.begin_all()
         assert len(batch) == self.batch
         self.lags += [self.version - self.begun_at[place] for place in batch]
-        for _ in range(self.rng.randrange(3)):  # what ends, or is dropped, while the step trains
+        for _ in range(self.rng.randrange(3)):  # some prompts end or are dropped during the training step
             if self.running:
                 self.finish_one()
                 self.begin_all()
@@ -59,7 +59,7 @@ class World:
         self.version += 1
 
     def resumed(self, batch, bound):
-        """The same run after it was killed between two steps."""
+        """Restart the run as after a kill between two steps."""
         state = self.staleness.state_dict()
         self.staleness = Staleness(batch, bound, self.staleness.steps)
         self.staleness.load_state_dict(state)
@@ -137,11 +137,11 @@ def test_a_step_waits_for_what_would_become_too_old():
     s = Staleness(1, 1, 100)
     assert [s.begin(), s.begin()] == [0, 1]
     s.finish(1)
-    assert s.choose() == [1]  # place 0 may still be trained on at version 1
+    assert s.choose() == [1]  # at version 1, place 0 can still be trained
     s.train([1])
     assert s.begin() == 2
     s.finish(2)
-    assert s.choose() is None  # at version 2 it would be too old
+    assert s.choose() is None  # at version 2, it would be too stale
     s.finish(0)
     assert s.choose() == [0]
 
