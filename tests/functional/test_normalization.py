@@ -119,9 +119,7 @@ def test_trap_e3_rounding_is_never_blown_up(value):
 @pytest.mark.parametrize("loo", [False, True])
 @pytest.mark.parametrize("base", [1e6, -3e7, 1e12])
 def test_a_mean_without_a_division_keeps_small_differences_of_large_numbers(scope, loo, base):
-    found_N = of_group(
-        torch.tensor([base, base + 1], dtype=torch.float64), flags(scope, Scope.none, leave_one_out=loo)
-    )
+    found_N = of_group(torch.tensor([base, base + 1], dtype=torch.float64), flags(scope, Scope.none, leave_one_out=loo))
     assert found_N.tolist() == ([-1, 1] if loo else [-0.5, 0.5])
 
 
