@@ -18,6 +18,7 @@ from realign.api import (
     rl_graph,
     stat_values,
 )
+from realign.config import build_experiment, compose
 from realign.functional import ImportanceLevel, Scope
 from realign.interfaces.components import (
     GAE,
@@ -254,6 +255,23 @@ def test_a_token_that_the_sampler_calls_impossible_has_a_weight_of_at_most_5_by_
     unbounded = decoupled().correction
     assert float(unbounded.correct(data).weight_T.max()) == pytest.approx(math.exp(20))
     assert stat_values(unbounded.stats(data))["behavior_clamped_fraction"] == pytest.approx(1 / 3)
+
+
+CORRECTION = "interfaces.actor.correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weight"),
+    [
+        ([], RatioRange(cap=5.0)),
+        ([f"{CORRECTION}.weight.level=sequence"], RatioRange(SEQUENCE, cap=5.0)),
+        ([f"{CORRECTION}.rejection.cap=3"], RatioRange(cap=5.0)),
+        ([f"{CORRECTION}.weight.cap=null"], RatioRange()),
+    ],
+)
+def test_other_settings_on_the_command_line_keep_the_default_cap(overrides, weight):
+    composed = compose(["experiment=grpo_arithmetic", f"{CORRECTION}=importance_correction", *overrides])
+    assert build_experiment(composed).interfaces["actor"].correction.weight == weight
 
 
 TERMS = {"kl": KLPenalty(KLPlace.loss, 0.5), "entropy_coef": 0.1, "critic": "shared"}
