@@ -35,6 +35,7 @@ from .kl import (
     FixedKLController,
     KLController,
     KLEstimator,
+    importance_weighted_kl,
     kl_estimate,
     log_ratio,
 )
@@ -44,6 +45,7 @@ from .logprobs import (
     token_logprobs,
 )
 from .losses import (
+    BehaviorWeights,
     CapMode,
     ImportanceLevel,
     PolicyLoss,
@@ -91,6 +93,7 @@ __all__ = [
     "LOG_RATIO_LIMIT",
     "AdaptiveKLController",
     "AggregationMode",
+    "BehaviorWeights",
     "CapMode",
     "DPOLoss",
     "FixedKLController",
@@ -123,6 +126,7 @@ __all__ = [
     "gmpo_loss",
     "gspo_loss",
     "identity",
+    "importance_weighted_kl",
     "keep_best",
     "kl_estimate",
     "last_true",

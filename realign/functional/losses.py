@@ -17,6 +17,7 @@ from .kl import LOG_RATIO_LIMIT, log_ratio
 from .packed import at_least_fp32, broadcast_to_tokens, check_shapes, segment_sum
 
 __all__ = [
+    "BehaviorWeights",
     "CapMode",
     "ImportanceLevel",
     "PolicyLoss",
@@ -41,6 +42,17 @@ class PolicyLoss(NamedTuple):
     """bool: whether the dual clip bounds the loss, so that the token has no gradient."""
     clamped_T: Tensor
     """bool: whether the log-ratio exceeded `kl.LOG_RATIO_LIMIT`."""
+
+
+class BehaviorWeights(NamedTuple):
+    """Importance weights of tokens for the policy that sampled them."""
+
+    weight_T: Tensor
+    """Weights, detached; 0 where `keep_T` is False."""
+    keep_T: Tensor
+    """bool: the mask without the tokens that the bounds exclude. Use it as the mask of the loss."""
+    clamped_T: Tensor
+    """bool: whether a log-ratio behind the token's weight exceeded `kl.LOG_RATIO_LIMIT`; also of excluded tokens."""
 
 
 class CapMode(StrEnum):
@@ -132,7 +144,7 @@ def behavior_weights(
     cap: float | None = None,
     mode: CapMode = CapMode.mask,
     level: ImportanceLevel = ImportanceLevel.token,
-) -> tuple[Tensor, Tensor]:
+) -> BehaviorWeights:
     """Compute importance weights exp(proximal - behavior), which correct for sampling by another policy or engine.
 
     Source: decoupled PPO, arXiv:2110.00641. The cap is from AReaL, arXiv:2505.24298; masking on both sides is from
@@ -149,27 +161,27 @@ def behavior_weights(
         level: one weight per token, or per sequence (the product or the geometric mean over its tokens in the mask).
 
     Returns:
-        `weight_T`, detached, 0 where `keep_T` is False; and `keep_T` bool, the mask without the tokens that the
-        bounds exclude. Use `keep_T` as the mask of the loss **and** of its denominator.
+        Weights, kept tokens and clamped tokens, each [T].
 
     Raises:
         ValueError: the cap is not positive, or the floor is not between 0 and the cap.
     """
     _check_bounds(floor, cap)
-    log_weight_T, _ = log_ratio(proximal_logprobs_T, behavior_logprobs_T, mask_T)
+    log_weight_T, clamped_T = log_ratio(proximal_logprobs_T, behavior_logprobs_T, mask_T)
     if (level := ImportanceLevel(level)) is not ImportanceLevel.token:
         log_weight_S = segment_sum(log_weight_T, cu_seqlens)
         if level is ImportanceLevel.geometric:
             log_weight_S = log_weight_S / segment_sum(mask_T.to(log_weight_S.dtype), cu_seqlens).clamp(min=1)
-        log_weight_S = log_weight_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        log_weight_T = broadcast_to_tokens(log_weight_S, cu_seqlens)
+        clamped_S = (log_weight_S.abs() > LOG_RATIO_LIMIT) | (segment_sum(clamped_T, cu_seqlens) > 0)
+        clamped_T = mask_T & broadcast_to_tokens(clamped_S, cu_seqlens)
+        log_weight_T = broadcast_to_tokens(log_weight_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), cu_seqlens)
     weight_T, keep_T = log_weight_T.exp(), mask_T
     if CapMode(mode) is CapMode.mask:
         # A NaN weight fails both comparisons, so it is kept and becomes visible in the loss.
         keep_T = mask_T & ~(weight_T > (math.inf if cap is None else cap)) & ~(weight_T < (floor or 0))
     elif (floor, cap) != (None, None):
         weight_T = weight_T.clamp(floor, cap)
-    return torch.where(keep_T, weight_T, 0), keep_T
+    return BehaviorWeights(torch.where(keep_T, weight_T, 0), keep_T, clamped_T)
 
 
 def value_loss(

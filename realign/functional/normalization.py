@@ -30,7 +30,7 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks and returns the sum on each rank."""
 
 DEGENERATE = 1e-6
-"""Maximum ratio of standard deviation to root mean square at which a unit counts as constant, up to rounding."""
+"""Ratio of standard deviation to root mean square up to which a unit is too flat to divide by its deviation."""
 
 
 class Scope(StrEnum):
@@ -66,6 +66,8 @@ def normalize(
     """Compute `(x - mean) / (std + eps)`, with mean and standard deviation over the batch or over each group.
 
     The elements of a unit (a group, or the batch) become exactly 0 if it has fewer than two elements or is constant.
+    Before a division, a unit with a standard deviation of at most `DEGENERATE` times its root mean square counts as
+    constant, since the division would amplify rounding errors. Without a division, small differences remain.
 
     Args:
         x_N: [N] of any numeric dtype. Values outside the mask are ignored, including NaN.
@@ -96,7 +98,7 @@ def normalize(
         y_M = y_M - of.mean_U[of.unit_M]
         if leave_one_out:
             y_M = y_M * (of.count_U / (of.count_U - 1).clamp(min=1))[of.unit_M]
-        y_M = y_M.masked_fill(of.degenerate_U[of.unit_M], 0)
+        y_M = y_M.masked_fill(of.constant_U[of.unit_M], 0)
     if std is not Scope.none:
         of = moments[std]
         var_U = of.variance_U(unbiased)
@@ -107,7 +109,9 @@ def normalize(
 
 @torch.no_grad()
 def degenerate_groups(x_N: Tensor, group_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Find the groups that `normalize` sets to 0: fewer than two elements in the mask, or all equal up to rounding.
+    """Find the groups with fewer than two elements in the mask, or with elements that are equal up to rounding.
+
+    These are the groups that `normalize` sets to 0 if it divides by the standard deviation of each group.
 
     Args:
         x_N: [N].
@@ -123,7 +127,7 @@ def degenerate_groups(x_N: Tensor, group_N: Tensor, mask_N: Tensor) -> Tensor:
 
 @torch.no_grad()
 def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> Tensor:
-    """Compute B / (B - M), where M of the B elements are in groups that `normalize` sets to 0.
+    """Compute B / (B - M), where M of the B elements are in `degenerate_groups`.
 
     Source: GPG (arXiv:2504.02546, its alpha), where it multiplies the advantages. In a mean over sequences, this is
     equivalent to excluding constant groups from the sum and from its divisor. In verl's `gpg`, M is instead the
@@ -187,8 +191,10 @@ class Moments(NamedTuple):
     mean_U: Tensor
     deviation_U: Tensor
     """Sum of squared deviations from the mean."""
+    constant_U: Tensor
+    """bool: whether the unit has fewer than two elements, or equal ones: deviations are rounding errors of the mean."""
     degenerate_U: Tensor
-    """bool: whether the unit has fewer than two elements or is constant."""
+    """bool: whether the unit is constant up to `DEGENERATE`, so that its standard deviation is no divisor."""
 
     def variance_U(self, unbiased: bool) -> Tensor:
         return self.deviation_U / (self.count_U - int(unbiased)).clamp(min=1)
@@ -213,8 +219,13 @@ def _moments(x_M: Tensor, unit_M: Tensor, units: int, reduce: Reduce) -> Moments
     mean_U = sum_U / count_U.clamp(min=1)
     # A second pass sums squares around the mean, since E[x**2] - E[x]**2 suffers from cancellation.
     deviation_U, square_U = totals((x_M - mean_U[unit_M]).square(), x_M.square())
-    degenerate_U = (count_U < 2) | (deviation_U <= DEGENERATE**2 * square_U)
-    return Moments(unit_M, count_U, mean_U, deviation_U, degenerate_U)
+
+    def flat_up_to(relative: Tensor | float) -> Tensor:
+        return (count_U < 2) | (deviation_U <= relative**2 * square_U)
+
+    # The mean of n equal numbers has a relative error below n * eps.
+    constant_U = flat_up_to(count_U * torch.finfo(count_U.dtype).eps)
+    return Moments(unit_M, count_U, mean_U, deviation_U, constant_U, constant_U | flat_up_to(DEGENERATE))
 
 
 def _scatter(y_M: Tensor, x_N: Tensor, mask_N: Tensor) -> Tensor:

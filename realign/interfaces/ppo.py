@@ -1,7 +1,8 @@
 """PPO: a clipped surrogate objective with generalized advantages (arXiv:1707.06347; language models arXiv:1909.08593).
 
 Training reads the keys that sampling writes and `rewards`, and further keys if the settings need them. Only sampled
-tokens are trained. A response without a reward (NaN) is excluded. A train step is a pipeline of replaceable components:
+tokens are trained. A response with a reward or dense reward that is not finite is excluded, and `missing_rewards`
+counts it. A train step is a pipeline of replaceable components:
 
     score (reward, truncation) -> KL in the reward, dense rewards -> advantage -> adv_norm -> mini-batches;
     objective x correction -> kl, entropy_coef, value and ptx_coef as additional terms -> aggregation
@@ -265,7 +266,7 @@ class PPOActorInterface(ModelInterface):
 
     def score(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Shape `rewards`, and remove excluded responses from `loss_mask`. Called once per rollout batch."""
-        cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), data["rewards"], data.get("truncated")
+        cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
         valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
         self.reward.observe(self.reward_moments, rewards_S, valid_S, model.machine.reduce)

@@ -92,7 +92,7 @@ def test_trap_b10_an_extreme_ratio_is_finite_and_counted(difference, advantage):
     assert out.loss_T.isfinite().all()
     assert logprobs_T.grad.isfinite().all()
     assert out.clamped_T.tolist() == [True, False]
-    weight_T, _ = behavior_weights(logprobs_T, torch.zeros(2), ones(2), cu_seqlens_of([2]))
+    weight_T = behavior_weights(logprobs_T, torch.zeros(2), ones(2), cu_seqlens_of([2])).weight_T
     assert weight_T.isfinite().all()
     assert weight_T.max() <= math.exp(LOG_RATIO_LIMIT) * (1 + 1e-6)
 
@@ -106,7 +106,7 @@ def decoupled_inputs(n=12):
 def test_trap_f1_the_importance_weight_carries_no_gradient():
     _, proximal, behavior, _ = decoupled_inputs()
     leaves = [x.clone().requires_grad_() for x in (proximal, behavior)]
-    weight_T, _ = behavior_weights(*leaves, ones(12), cu_seqlens_of([5, 7]))
+    weight_T = behavior_weights(*leaves, ones(12), cu_seqlens_of([5, 7])).weight_T
     assert not weight_T.requires_grad
     torch.testing.assert_close(weight_T, (proximal - behavior).exp(), rtol=1e-12, atol=0)
 
@@ -124,38 +124,54 @@ def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():
     log_weights_T = torch.tensor([0.0, 2.0, -1.0, 3.0])
     mask_T, cu_seqlens = torch.tensor([True, True, True, False]), cu_seqlens_of([4])
     args = (log_weights_T, torch.zeros(4), mask_T, cu_seqlens)
-    weight_T, keep_T = behavior_weights(*args, cap=2.0, mode=CapMode.mask)
+    weight_T, keep_T, _ = behavior_weights(*args, cap=2.0, mode=CapMode.mask)
     assert keep_T.tolist() == [True, False, True, False]
     assert weight_T.tolist() == pytest.approx([1.0, 0.0, math.exp(-1), 0.0])
     assert aggregation_weight(keep_T, cu_seqlens, AggregationMode.token_mean) == 2
-    weight_T, keep_T = behavior_weights(*args, cap=2.0, mode=CapMode.truncate)
+    weight_T, keep_T, _ = behavior_weights(*args, cap=2.0, mode=CapMode.truncate)
     assert keep_T.tolist() == mask_T.tolist()
     assert weight_T.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0])
-    weight_T, keep_T = behavior_weights(*args)
+    weight_T, keep_T, _ = behavior_weights(*args)
     assert keep_T.tolist() == mask_T.tolist()
     assert weight_T.tolist() == pytest.approx([1.0, math.exp(2), math.exp(-1), 0.0])
 
 
 def test_a_floor_is_the_other_end_of_the_cap():
     args = (torch.tensor([0.0, 2.0, -1.0]), torch.zeros(3), ones(3), cu_seqlens_of([3]))
-    weight_T, keep_T = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.mask)  # IcePop
+    weight_T, keep_T, _ = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.mask)  # IcePop
     assert keep_T.tolist() == [True, False, False]
     assert weight_T.tolist() == [1, 0, 0]
-    weight_T, keep_T = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS with both bounds
+    weight_T, keep_T, _ = behavior_weights(*args, floor=0.5, cap=2.0, mode=CapMode.truncate)  # TIS with both bounds
     assert keep_T.tolist() == [True] * 3
     assert weight_T.tolist() == [1, 2, 0.5]
-    weight_T, keep_T = behavior_weights(*args, floor=0.5)
+    weight_T, keep_T, _ = behavior_weights(*args, floor=0.5)
     assert keep_T.tolist() == [True, True, False]
     assert weight_T.tolist() == pytest.approx([1, math.exp(2), 0])
 
 
 def test_trap_f4_a_sequence_is_kept_or_dropped_as_a_whole():
     proximal_T = torch.tensor([0.5, -0.25, 0.75, 0.1, -0.2])
-    weight_T, keep_T = behavior_weights(
+    weight_T, keep_T, _ = behavior_weights(
         proximal_T, torch.zeros(5), ones(5), cu_seqlens_of([3, 2]), cap=1.5, level=ImportanceLevel.sequence
     )
     assert keep_T.tolist() == [False, False, False, True, True]
     assert weight_T.tolist() == pytest.approx([0, 0, 0, math.exp(-0.1), math.exp(-0.1)])
+
+
+@pytest.mark.parametrize(
+    ("level", "clamped"),
+    [
+        (ImportanceLevel.token, [True, False, False, False, False, False]),
+        (ImportanceLevel.sequence, [True, True, False, True, True, False]),
+        (ImportanceLevel.geometric, [True, True, False, False, False, False]),
+    ],
+)
+@pytest.mark.parametrize("bounds", [{}, {"cap": 2.0}, {"cap": 2.0, "mode": CapMode.truncate}], ids=str)
+def test_weights_that_the_limit_of_log_ratios_changes_are_marked_whatever_the_bounds(level, clamped, bounds):
+    proximal_T = torch.tensor([25.0, 0.0, -math.inf, 15.0, 15.0, 20.0])  # 15 + 15 is above the limit, 20 is not
+    mask_T = torch.tensor([True, True, False, True, True, True])
+    found = behavior_weights(proximal_T, torch.zeros(6), mask_T, cu_seqlens_of([3, 2, 1]), level=level, **bounds)
+    assert found.clamped_T.tolist() == clamped
 
 
 @pytest.mark.parametrize("level", [ImportanceLevel.sequence, ImportanceLevel.geometric])
@@ -169,14 +185,14 @@ def test_trap_f6_sequence_ratios_equal_a_padded_reference(level):
     tokens = [max(1, row[2].sum()) if level is ImportanceLevel.geometric else 1 for row in rows]
     expected = np.concatenate([np.exp(padded.sum(1) / tokens)[s] * rows[s][2] for s in range(4)])
     packed = [torch.tensor(np.concatenate(column)) for column in zip(*rows, strict=True)]
-    weight_T, keep_T = behavior_weights(*packed, cu_seqlens_of(lengths), level=level)
+    weight_T, keep_T, _ = behavior_weights(*packed, cu_seqlens_of(lengths), level=level)
     np.testing.assert_allclose(weight_T.numpy(), expected, rtol=1e-12)
     assert torch.equal(keep_T, packed[2])
 
 
 def test_trap_f10_every_weight_is_1_when_the_proximal_policy_is_the_behavior_policy():
     _, proximal, _, _ = decoupled_inputs()
-    weight_T, keep_T = behavior_weights(proximal, proximal, ones(12), cu_seqlens_of([5, 7]), cap=5.0)
+    weight_T, keep_T, _ = behavior_weights(proximal, proximal, ones(12), cu_seqlens_of([5, 7]), cap=5.0)
     assert torch.equal(weight_T, torch.ones_like(weight_T))
     assert keep_T.all()
 

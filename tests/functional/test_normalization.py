@@ -115,6 +115,32 @@ def test_trap_e3_rounding_is_never_blown_up(value):
         assert of_group([0.0] + [value] * 7, spec).abs().max() < 10
 
 
+@pytest.mark.parametrize("scope", [Scope.group, Scope.batch])
+@pytest.mark.parametrize("loo", [False, True])
+@pytest.mark.parametrize("base", [1e6, -3e7, 1e12])
+def test_a_mean_without_a_division_keeps_small_differences_of_large_numbers(scope, loo, base):
+    found_N = of_group(torch.tensor([base, base + 1], dtype=torch.float64), flags(scope, Scope.none, leave_one_out=loo))
+    assert found_N.tolist() == ([-1, 1] if loo else [-0.5, 0.5])
+
+
+def test_a_group_that_hardly_varies_is_zeroed_only_where_its_own_deviation_divides():
+    x_N, group_N = torch.tensor([1e6, 1e6 + 1, 0.0, 2e6], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+
+    def found(std):
+        return normalize(x_N, group_N, torch.ones(4, dtype=torch.bool), mean=Scope.group, std=std, eps=0.0).tolist()
+
+    assert found(Scope.group) == [0, 0, -1, 1]
+    std = float(x_N.std(correction=0))
+    assert found(Scope.batch) == pytest.approx([-0.5 / std, 0.5 / std, -1e6 / std, 1e6 / std])
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.floats(-1e30, 1e30), st.integers(1, 400), st.sampled_from(MEAN_STD), st.booleans())
+def test_trap_e1_equal_elements_give_exactly_zero_without_a_division_too(value, n, scopes, loo):
+    found_N = of_group(torch.full((n,), value, dtype=torch.float64), flags(*scopes, leave_one_out=loo))
+    assert scopes == (Scope.none, Scope.none) or not found_N.any()
+
+
 def test_trap_e4_groups_are_ragged_and_found_by_id():
     x_N, group_N = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1])
     out_N = normalize(x_N, group_N, torch.ones(3, dtype=torch.bool), **GROUP)

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, rl_graph, stat_values
+from realign.api import (
+    GenerationConfig,
+    Mean,
+    MicroBatchSpec,
+    Model,
+    SequenceSample,
+    merge_stats,
+    rl_graph,
+    stat_values,
+)
+from realign.config import build_experiment, compose
 from realign.functional import ImportanceLevel, Scope
 from realign.interfaces.components import (
     GAE,
@@ -214,20 +224,87 @@ def test_trap_f3_metrics_of_the_weights_exist_where_both_policies_are_known_and_
         mine = ratios((proximal - behavior)[mask].tolist(), TOKEN)
         out = math.prod(mine) > 1.05
         ratio += mine
-        truncated += sum(x > 1.1 for x in mine)
+        truncated += 0 if out else sum(x > 1.1 for x in mine)
         rejected += len(mine) * out
         kept += [] if out else [min(x, 1.1) for x in mine]
     want = {
         "behavior_kl": np.mean([x - 1 - math.log(x) for x in ratio]),
         "behavior_weight_mean": np.mean(kept),
         "behavior_weight_max": max(kept),
-        "behavior_truncated_fraction": truncated / len(ratio),
+        "behavior_clamped_fraction": 0.0,
+        "behavior_truncated_fraction": truncated / len(kept),
         "behavior_rejected_fraction": rejected / len(ratio),
     }
     assert 0 < want["behavior_truncated_fraction"] < 1
     assert 0 < want["behavior_rejected_fraction"] < 1
     assert {k: metrics[k] for k in want} == pytest.approx(want, rel=1e-5)
     assert "behavior_rejected_fraction" not in stat_values(decoupled().batch_stats(model, data))
+
+
+@pytest.mark.parametrize("behavior", [-30.0, -1e4, -math.inf])
+def test_a_token_that_the_sampler_calls_impossible_has_a_weight_of_at_most_5_by_default(behavior):
+    data = batch([[0.0, 0.0], [0.0]])
+    data = data.with_tokens(logprobs=data["logprobs"].index_fill(0, torch.tensor([1]), behavior))
+    assert DecoupledPPOActorInterface().correction.correct(data).weight_T[data["loss_mask"]].tolist() == [5, 1, 1]
+    assert gradient(DecoupledPPOActorInterface(), data, data["prox_logprobs"]).tolist() == pytest.approx(
+        [0, -5 / 3, -1 / 3, 0, -1 / 3]
+    )
+    found = stat_values(DecoupledPPOActorInterface().correction.stats(data))
+    assert found["behavior_truncated_fraction"] == pytest.approx(1 / 3)
+    assert found["behavior_clamped_fraction"] == pytest.approx(1 / 3)
+    unbounded = decoupled().correction
+    assert float(unbounded.correct(data).weight_T.max()) == pytest.approx(math.exp(20))
+    assert stat_values(unbounded.stats(data))["behavior_clamped_fraction"] == pytest.approx(1 / 3)
+
+
+CORRECTION = "interfaces.actor.correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weight"),
+    [
+        ([], RatioRange(cap=5.0)),
+        ([f"{CORRECTION}.weight.level=sequence"], RatioRange(SEQUENCE, cap=5.0)),
+        ([f"{CORRECTION}.rejection.cap=3"], RatioRange(cap=5.0)),
+        ([f"{CORRECTION}.weight.cap=null"], RatioRange()),
+    ],
+)
+def test_other_settings_on_the_command_line_keep_the_default_cap(overrides, weight):
+    composed = compose(["experiment=grpo_arithmetic", f"{CORRECTION}=importance_correction", *overrides])
+    assert build_experiment(composed).interfaces["actor"].correction.weight == weight
+
+
+TERMS = {"kl": KLPenalty(KLPlace.loss, 0.5), "entropy_coef": 0.1, "critic": "shared"}
+
+
+@pytest.mark.parametrize("keep_in_divisor", [False, True])
+@pytest.mark.parametrize("rejection", [RatioRange(level, 0.9, 1.1) for level in ImportanceLevel], ids=str)
+@pytest.mark.parametrize("objective", [*OBJECTIVES, Clip(dual=1.5), Gspo(dual=1.5)], ids=str)
+def test_every_metric_of_the_loss_is_over_kept_tokens_only(objective, rejection, keep_in_divisor):
+    data = random_batch(2)
+    interface = decoupled(None, rejection, keep_in_divisor, objective=objective, **TERMS)
+    kept_T = interface.correction.correct(data).mask_T
+    assert 0 < int(kept_T.sum()) < int(data["loss_mask"].sum())
+    alone = data.with_tokens(loss_mask=kept_T)
+    output = BigramEngine(seed=4).output(data)
+    for name in ("loss", "first_loss"):
+        found, want = (
+            merge_stats([getattr(x, name)(output, part)[1]])
+            for x, part in ((interface, data), (decoupled(objective=objective, **TERMS), alone))
+        )
+        assert stat_values(found) == stat_values(want)
+        assert {"clip_fraction", "ratio_mean", "ratio_max", "entropy", "ref_kl", "value_loss"} <= found.keys()
+        assert {int(x.weight) for x in found.values() if isinstance(x, Mean)} == {int(kept_T.sum())}
+
+
+def test_the_divisor_of_the_loss_changes_no_metric_but_the_loss():
+    data = random_batch(2)
+    ranges = RatioRange(cap=1.05), RatioRange(GEOMETRIC, 0.9, 1.1)
+    kept, everything = (
+        train_once(decoupled(*ranges, divisor, **TERMS), data, MicroBatchSpec()).metrics for divisor in (False, True)
+    )
+    changed = {name for name in kept if kept[name] != everything[name]}
+    assert changed == {"loss"}
 
 
 def test_trap_f4_a_response_is_rejected_as_a_whole_whatever_its_tokens_say():
@@ -351,7 +428,8 @@ def test_rejected_tokens_have_no_entropy_bonus_and_no_kl_but_stay_in_the_divisor
 
 def test_the_launch_table_lists_the_ranges():
     row = "importance correction"
-    assert DecoupledPPOActorInterface().describe(4)[row] == "weight: token ratio, unbounded"
+    assert DecoupledPPOActorInterface().describe(4)[row] == "weight: token ratio in [0, 5]"
+    assert decoupled().describe(4)[row] == "weight: token ratio, unbounded"
     assert DecoupledPPOActorInterface(correction=None).describe(4)[row] == ""
     both = decoupled(RatioRange(TOKEN, 0.5, 5.0), RatioRange(GEOMETRIC, 0.9))
     assert both.describe(4)[row] == (

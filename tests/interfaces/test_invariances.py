@@ -60,19 +60,24 @@ BASES = {
 GROUPS = GenerationConfig(n=4)
 PPO_SETTINGS = [
     *NORMALIZATIONS,
+    {"adv_norm": c.Normalization(unbiased=True, eps=1e-2, eps_inside_sqrt=True)},
     {"epochs": 2, "n_minibatches": 2},
     {"entropy_coef": 0.1},
     *({"kl": c.KLPenalty("loss", 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
     *({"kl": c.KLPenalty("reward", 0.1, e)} for e in KLEstimator),
+    *({"kl": c.KLPenalty("loss", 0.1, e, importance_weighted=True)} for e in KLEstimator),
     {"kl": c.KLPenalty("reward", 0.1, target=0.5, horizon=100)},
     {"reward": c.RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale="running")},
-    {"reward": c.RewardShaping(scale="ref")},
+    {"reward": c.RewardShaping(scale="ref", center=True)},
     *(
         {"truncation": c.Truncation(reward, penalty)}
         for reward, penalty in [("zero", None), ("add", -0.5), ("set", -1.0)]
     ),
     {"truncation": c.Truncation(mask=True)},
-    {"truncation": c.Truncation(overlong_buffer=3), "generation": GenerationConfig(n=4, max_new_tokens=8)},
+    {
+        "truncation": c.Truncation(overlong_buffer=3, overlong_penalty=0.5),
+        "generation": GenerationConfig(n=4, max_new_tokens=8),
+    },
     {"min_response_tokens": 2},
     {"keep_best": 1, "generation": GROUPS},
     {"recompute": True},
@@ -82,6 +87,12 @@ PPO_SETTINGS = [
     {"credit_per_minibatch": True, "n_minibatches": 2},
     {"correction": c.ImportanceCorrection(rejection=LIMITS), "entropy_coef": 0.1, "kl": c.KLPenalty("loss", 0.1)},
     {"correction": c.ImportanceCorrection(rejection=LIMITS), "ptx_coef": 0.5, "n_minibatches": 2},
+    {
+        "correction": c.ImportanceCorrection(LIMITS, c.RatioRange("geometric", 0.9), keep_in_divisor=True),
+        "kl": c.KLPenalty("loss", 0.1, importance_weighted=True, target=0.5, horizon=100),
+        "epochs": 2,
+        "n_minibatches": 2,
+    },
 ]
 GAE_ONLY = [
     {"reward": c.RewardShaping(baseline="greedy")},
@@ -282,6 +293,16 @@ def test_no_component_of_the_package_escapes(base):
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         changed = {name for x in COMPONENTS[cls] for name in fields if getattr(x, name) != _default(cls, name)}
         assert changed == fields, f"no setting of {cls.__name__} in COMPONENTS changes {sorted(fields - changed)}"
+
+
+@pytest.mark.parametrize("place", ["kl", "reward", "truncation", "early_stop", "adv_norm", "value"])
+def test_no_setting_of_a_fixed_component_of_ppo_escapes(place):
+    """Components without variants, whose settings PPO_SETTINGS and GAE_ONLY list."""
+    found = [kwargs[place] for kwargs in (*PPO_SETTINGS, *GAE_ONLY) if place in kwargs]
+    (cls,) = {type(x) for x in found}
+    names = {f.name for f in dataclasses.fields(cls) if f.init}
+    changed = {name for x in found for name in names if getattr(x, name) != _default(cls, name)}
+    assert changed == names, f"no setting of {cls.__name__} in PPO_SETTINGS changes {sorted(names - changed)}"
 
 
 def _default(cls, name):

@@ -306,6 +306,48 @@ def test_whitening_by_minibatch_uses_its_statistics():
     torch.testing.assert_close(one.machine.logits_VV, whole.machine.logits_VV, rtol=0, atol=1e-7)
 
 
+def scopes_in_plain_python(raw: list[np.ndarray], groups: list[int], norm: Normalization) -> list[list[float]]:
+    """Advantages of tokens, response by response, after `norm`; the tokens of a group are those of its responses."""
+
+    def pool(scope: Scope, s: int) -> np.ndarray:
+        return np.concatenate([x for x, g in zip(raw, groups, strict=True) if scope is Scope.batch or g == groups[s]])
+
+    found = []
+    for s, mine in enumerate(raw):
+        centered = mine - (0.0 if norm.mean is Scope.none else pool(norm.mean, s).mean())
+        std = 1.0 if norm.std is Scope.none else pool(norm.std, s).std() + norm.eps
+        found.append((centered / std).tolist())
+    return found
+
+
+@pytest.mark.parametrize("std", Scope)
+@pytest.mark.parametrize("mean", Scope)
+@pytest.mark.parametrize("per_minibatch", [False, True])
+def test_advantages_of_tokens_are_normalized_within_their_groups_or_over_the_batch(mean, std, per_minibatch):
+    data = two_prompts(rewards=[1.0, -3, 2, 7, 5], truncated=[False] * 5)
+    data = data.with_tokens(values=torch.linspace(-1, 1, int(data.cu_seqlens()[-1])))
+    groups, norm = [0, 0, 0, 1, 1], Normalization(mean, std, eps=1e-3)
+
+    def credited(norm):
+        actor = PPOActorInterface(
+            generation=GenerationConfig(n=3),
+            advantage=GAE(gamma=0.9, lam=0.7),
+            adv_norm=norm,
+            credit_per_minibatch=per_minibatch,
+        )
+        out = actor.estimate_advantages(model(), actor.score(model(), data))
+        rows = zip(*(out.sequences(k) for k in ("advantages", "loss_mask")), strict=True)
+        return [advantages[mask].double().numpy() for advantages, mask in rows]
+
+    raw = credited(RAW)
+    assert all(len(set(x.tolist())) == len(x) for x in raw)  # every token of a response has its own advantage
+    want = scopes_in_plain_python(raw, groups, norm)
+    for found, expected in zip(credited(norm), want, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    if Scope.group in (mean, std):  # one group for all would be another result
+        assert want != scopes_in_plain_python(raw, [0] * 5, norm)
+
+
 def test_early_stop_takes_back_the_step_that_went_too_far_and_ends_the_batch():
     data = random_batch(3).select(CREDIT)
     scored = PPOActorInterface().inference(model(lr=3.0), data.select(["input_ids", "loss_mask"]), MicroBatchSpec())

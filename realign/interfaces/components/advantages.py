@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from realign.api import Min, SequenceSample, Stats, masked_max, masked_mean
+from realign.api import Min, SequenceSample, Stats, masked_max, masked_mean, total_rewards
 from realign.errors import SettingsError
 from realign.functional import (
     Reduce,
@@ -59,6 +59,14 @@ class Rewards:
     def of(cls, data: SequenceSample, kl_T: Tensor | None = None, kl_coef: float = 0.0) -> Rewards:
         """Return the rewards of a batch with `rewards`, `loss_mask` and perhaps `dense_rewards`."""
         return cls(data["rewards"], data["loss_mask"], data.cu_seqlens(), kl_T, kl_coef, data.get("dense_rewards"))
+
+    @staticmethod
+    def known(data: SequenceSample) -> Tensor:
+        """Return [S] the `rewards` of a batch, and NaN where one of the dense rewards of a response is not finite.
+
+        The metric `missing_rewards` of a run counts the same responses.
+        """
+        return torch.where(total_rewards(data).isfinite(), data["rewards"], torch.nan)
 
     @cached_property
     def per_token(self) -> Tensor:
@@ -210,7 +218,7 @@ class GAE(AdvantageEstimator):
         if self.whiten_rewards:
             rewards_T = whiten(rewards_T, mask_T, shift_mean=False, reduce=reduce)
         values_T = data["values"] if "values" in data else torch.zeros_like(rewards_T)
-        bootstrap_S = data["bootstrap_values"] * data["truncated"] if self.bootstrap else None
+        bootstrap_S = torch.where(data["truncated"], data["bootstrap_values"], 0) if self.bootstrap else None
         advantages_T, returns_T = gae(
             rewards_T, values_T, mask_T, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap_S=bootstrap_S
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from realign.api import SequenceSample, Stats, masked_max, masked_mean
 from realign.errors import SettingsError
 from realign.functional import (
+    BehaviorWeights,
     CapMode,
     ImportanceLevel,
     KLEstimator,
@@ -80,8 +81,8 @@ class RatioRange(Settings):
         """Whether the range has an end."""
         return (self.floor, self.cap) != (None, None)
 
-    def apply(self, data: SequenceSample, mode: CapMode) -> tuple[Tensor, Tensor]:
-        """Return the ratios [T] at this level and bool [T], the tokens that are kept; see `behavior_weights`."""
+    def apply(self, data: SequenceSample, mode: CapMode) -> BehaviorWeights:
+        """Return the ratios at this level, and the tokens that the range keeps; see `behavior_weights`."""
         return behavior_weights(
             data["prox_logprobs"],
             data["logprobs"],
@@ -106,11 +107,12 @@ class ImportanceCorrection(Correction):
     """Weight the loss of every token by proximal / behavior, truncated to a range; mask tokens outside another range.
 
     Example: `ImportanceCorrection(weight=RatioRange(cap=2))` is truncated importance sampling;
-    `ImportanceCorrection(rejection=RatioRange(floor=0.5, cap=5))` is IcePop.
+    `ImportanceCorrection(rejection=RatioRange(floor=0.5, cap=5))` is IcePop. By default, weights are at most 5: the
+    cap of AReaL (which rejects such tokens) and of OpenRLHF's TIS.
     """
 
-    weight: RatioRange = field(default_factory=RatioRange)
-    """The importance weight; a ratio outside the range becomes the nearest end (TIS)."""
+    weight: RatioRange = field(default_factory=lambda: RatioRange(cap=5.0))
+    """The importance weight; a ratio outside the range becomes the nearest end (TIS). `weight.cap=null`: no bound."""
     rejection: RatioRange | None = None
     """Tokens (at other levels: responses) whose ratio is outside are masked (AReaL's behav_imp_weight_cap); null:
     none."""
@@ -128,22 +130,23 @@ class ImportanceCorrection(Correction):
 
     def correct(self, data: SequenceSample) -> Corrected:
         """See `Correction`."""
-        weight_T, keep_T = self.weight.apply(data, CapMode.truncate)[0], self._kept(data)
+        weight_T, keep_T = self.weight.apply(data, CapMode.truncate).weight_T, self._kept(data)
         return Corrected(weight_T, keep_T, data["loss_mask"] if self.keep_in_divisor else keep_T)
 
     def stats(self, data: SequenceSample) -> Stats:
-        """See `Correction`: KL to the behavior policy, weights, and the fractions truncated and rejected."""
+        """See `Correction`: KL to the behavior policy, weights, and the fractions clamped, truncated and rejected."""
         mask_T, keep_T = data["loss_mask"], self._kept(data)
-        ratio_T, _ = RatioRange(self.weight.level).apply(data, CapMode.truncate)
-        weight_T, _ = self.weight.apply(data, CapMode.truncate)
+        ratio_T, _, clamped_T = RatioRange(self.weight.level).apply(data, CapMode.truncate)
+        weight_T = self.weight.apply(data, CapMode.truncate).weight_T
         kl_T = kl_estimate(data["logprobs"], data["prox_logprobs"], mask_T, KLEstimator.k3)
         stats: Stats = {
             "behavior_kl": masked_mean(kl_T, mask_T),
             "behavior_weight_mean": masked_mean(weight_T, keep_T),
             "behavior_weight_max": masked_max(weight_T, keep_T),
+            "behavior_clamped_fraction": masked_mean(clamped_T.float(), mask_T),
         }
         if self.weight.bounded:
-            stats["behavior_truncated_fraction"] = masked_mean((weight_T != ratio_T).float(), mask_T)
+            stats["behavior_truncated_fraction"] = masked_mean((weight_T != ratio_T).float(), keep_T)
         if self.rejection is not None:
             stats["behavior_rejected_fraction"] = masked_mean((~keep_T).float(), mask_T)
         return stats
@@ -157,7 +160,7 @@ class ImportanceCorrection(Correction):
         return f"{text}; kept: {self.rejection.describe()}; divided by {divisor}"
 
     def _kept(self, data: SequenceSample) -> Tensor:
-        return (self.rejection or RatioRange()).apply(data, CapMode.mask)[1]
+        return (self.rejection or RatioRange()).apply(data, CapMode.mask).keep_T
 
 
 def staleness_stats(data: SequenceSample, version: int) -> Stats:

@@ -19,6 +19,7 @@ from realign.functional import (
     KLController,
     KLEstimator,
     Reduce,
+    importance_weighted_kl,
     kl_estimate,
     segment_sum,
 )
@@ -47,6 +48,10 @@ class KLPenalty(Settings):
     """KL coefficient, in reward (or loss) per nat; the initial value if `target` is set."""
     estimator: KLEstimator | None = None
     """KL estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
+    importance_weighted: bool = False
+    """Multiply the penalty in the loss by the ratio of the current to the old policy, through which the gradient flows
+    (DeepSeek-V3.2, arXiv:2512.02556; TRL's use_bias_correction_kl). With k1 or k3, the gradient is then that of the KL.
+    """
     target: Positive | None = None
     """Target KL per sequence of the adaptive controller, in nats (arXiv:1909.08593); null: `coef` is constant."""
     horizon: Count = 10_000
@@ -54,9 +59,15 @@ class KLPenalty(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.place is KLPlace.loss and self.estimator is KLEstimator.k1:
+        if self.importance_weighted and self.place is not KLPlace.loss:
             raise SettingsError(
-                "estimator=k1: its expected gradient in the loss is 0. Set estimator=k2 or estimator=k3"
+                f"importance_weighted=true: has no effect with place={self.place.value}. Set place=loss, or "
+                "importance_weighted=false"
+            )
+        if self.place is KLPlace.loss and self.estimator is KLEstimator.k1 and not self.importance_weighted:
+            raise SettingsError(
+                "estimator=k1: its expected gradient in the loss is 0. Set importance_weighted=true, estimator=k2 or "
+                "estimator=k3"
             )
         if self.target is not None and self.place is KLPlace.none:
             raise SettingsError(f"target={self.target:g}: no penalty is applied. Set place=reward or place=loss")
@@ -85,7 +96,8 @@ class KLPenalty(Settings):
         """Return the penalty for the launch table."""
         if not self.applied:
             return "not applied" + (f" (kl.coef={self.coef:g} is not read)" if self.coef != KLPenalty.coef else "")
-        text = f"in the {self.place.value}, {self.chosen_estimator.value}, coefficient {self.coef:g}"
+        weighted = ", weighted by the policy ratio" if self.importance_weighted else ""
+        text = f"in the {self.place.value}, {self.chosen_estimator.value}{weighted}, coefficient {self.coef:g}"
         if self.target is None:
             return text
         return f"{text} at first, adapted to {self.target:g} nats per sequence over {self.horizon:,} sequences"
@@ -122,8 +134,13 @@ class KLControl:
 
     def in_loss(self, logprobs_T: Tensor, data: SequenceSample) -> tuple[Tensor, Stats]:
         """Return [T] penalty to add to the loss, and its metric."""
-        kl_T = self.estimate(logprobs_T, data)
-        return self.coef * kl_T, {"ref_kl": masked_mean(kl_T, data["loss_mask"])}
+        mask_T = data["loss_mask"]
+        if self.penalty.importance_weighted:
+            policies = logprobs_T, old_logprobs(data), data["ref_logprobs"]
+            kl_T = importance_weighted_kl(*policies, mask_T, self.penalty.chosen_estimator)
+        else:
+            kl_T = self.estimate(logprobs_T, data)
+        return self.coef * kl_T, {"ref_kl": masked_mean(kl_T, mask_T)}
 
     def stats(self, data: SequenceSample) -> Stats:
         """Return metrics of a rollout batch: KL of the old policy against the reference."""

@@ -28,7 +28,7 @@ class Normalization(Settings):
     unbiased: bool = False
     """Use the sample standard deviation (divided by K - 1) instead of the population's."""
     eps: NonNegative = 1e-8
-    """Added to the standard deviation. Elements of constant scopes become exactly 0 even with eps=0."""
+    """Added to the standard deviation. Elements of scopes without variation become exactly 0 even with eps=0."""
     eps_inside_sqrt: bool = False
     """Add `eps` to the variance instead of the standard deviation."""
 

@@ -7,7 +7,7 @@ import torch
 
 from realign.api import Mean, stat_values
 from realign.errors import RunError, SettingsError
-from realign.functional import KLEstimator, identity, kl_estimate, segment_sum
+from realign.functional import KLEstimator, identity, importance_weighted_kl, kl_estimate, segment_sum
 from realign.interfaces.components import KLControl, KLPenalty, KLPlace
 from realign.testing import random_batch
 
@@ -22,6 +22,8 @@ KEYS = ["input_ids", "loss_mask", "logprobs", "ref_logprobs"]
         ({"target": 6.0}, r"target=6: no penalty is applied\. Set place=reward"),
         ({"place": "reward", "coef": 0.0, "target": 6.0}, "coef=0: the adaptive controller .target. multiplies coef"),
         ({"place": "loss", "estimator": "k1"}, "estimator=k1: its expected gradient in the loss is 0"),
+        ({"importance_weighted": True}, "importance_weighted=true: has no effect with place=none"),
+        ({"place": "reward", "importance_weighted": True}, "importance_weighted=true: has no effect with place=reward"),
         ({"place": "both"}, r"place='both': unknown choice \(valid: none, reward, loss\)"),
         ({"place": "loss", "estimator": "k4"}, "estimator='k4': unknown choice"),
         ({"place": "reward", "target": 1.0, "horizon": 0}, "horizon=0: must be at least 1"),
@@ -70,6 +72,25 @@ def test_the_penalty_in_the_loss_is_differentiable_and_its_metric_is_the_mean_of
     assert stat_values(stats)["ref_kl"] == pytest.approx(float(kl_T[mask_T].mean()))
     (grad_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T)
     assert grad_T[mask_T].any()
+    assert not grad_T[~mask_T].any()
+
+
+@pytest.mark.parametrize("estimator", [None, *KLEstimator])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_weighted_penalty_uses_the_old_policy_of_ratios_and_its_metric_is_weighted_too(estimator, recomputed):
+    control = KLControl(KLPenalty("loss", 0.3, estimator, importance_weighted=True))
+    data = random_batch(1).select([*KEYS, "prox_logprobs"] if recomputed else KEYS)
+    mask_T, old_T = data["loss_mask"], data["prox_logprobs"] if recomputed else data["logprobs"]
+    logprobs_T = (data["logprobs"] + 0.2 * data["ref_logprobs"]).requires_grad_()
+    loss_T, stats = control.in_loss(logprobs_T, data)
+    kl_T = importance_weighted_kl(logprobs_T, old_T, data["ref_logprobs"], mask_T, estimator or KLEstimator.k3)
+    assert torch.equal(loss_T, 0.3 * kl_T)
+    assert stat_values(stats)["ref_kl"] == pytest.approx(float(kl_T[mask_T].mean()))
+    (grad_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T)
+    (plain_T,) = torch.autograd.grad(
+        0.3 * kl_estimate(logprobs_T, data["ref_logprobs"], mask_T, control.penalty.chosen_estimator).sum(), logprobs_T
+    )
+    assert not torch.allclose(grad_T, plain_T)
     assert not grad_T[~mask_T].any()
 
 
@@ -131,3 +152,5 @@ def test_the_launch_table_lists_the_penalty():
     assert KLPenalty().describe() == "not applied"
     assert KLPenalty(coef=0.3).describe() == "not applied (kl.coef=0.3 is not read)"
     assert KLPenalty("loss", 0.3).describe() == "in the loss, k3, coefficient 0.3"
+    weighted = KLPenalty("loss", 0.3, importance_weighted=True).describe()
+    assert weighted == "in the loss, k3, weighted by the policy ratio, coefficient 0.3"

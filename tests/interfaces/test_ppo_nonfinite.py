@@ -1,0 +1,155 @@
+"""Values of one response that are not finite do not reach other responses, under any advantage estimator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.functional import Scope
+from realign.interfaces.components import (
+    GAE,
+    AdvantageEstimator,
+    KLPenalty,
+    Normalization,
+    RewardScale,
+    RewardShaping,
+)
+from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.runtime.evaluation.generation import sequence_stats
+from realign.testing import BigramEngine, random_batch, train_once
+from tests.interfaces.test_invariances import COMPONENTS, subclasses
+
+ACTORS = (PPOActorInterface, GRPOActorInterface)
+ADVANTAGES = [x for kind in subclasses(AdvantageEstimator) for x in COMPONENTS[kind]]
+CRITIC_TARGETS = [x for x in ADVANTAGES if x.gives_returns]
+CENTERED = Normalization(Scope.group, Scope.none)
+GROUPS = GenerationConfig(n=4)
+CRITIC_KEYS = ["input_ids", "values", "returns", "loss_mask"]
+NONFINITE = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+SETTINGS = [
+    {},
+    {"adv_norm": Normalization(Scope.group, Scope.group)},
+    {"adv_norm": Normalization(Scope.group, Scope.batch)},
+    {"kl": KLPenalty("reward", 0.1), "n_minibatches": 2, "epochs": 2},
+    {"kl": KLPenalty("loss", 0.1, importance_weighted=True), "entropy_coef": 0.1},
+    {"keep_best": 2},
+    {"reward": RewardShaping(scale=RewardScale.running, center=True)},
+    {"credit_per_minibatch": True, "n_minibatches": 2},
+    {"min_response_tokens": 2},
+]
+
+
+def batch() -> SequenceSample:
+    data = random_batch(0)
+    data = data.select(data.keys - {"advantages", "returns", "ptx_input_ids", "ptx_loss_mask", "baseline_rewards"})
+    return data.with_sequences(rewards=data["rewards"].nan_to_num(0.5))
+
+
+def victim(data: SequenceSample) -> int:
+    """The first response with several trained tokens: it has siblings, and their advantages depend on its reward."""
+    return next(s for s, mask in enumerate(data.sequences("loss_mask")) if int(mask.sum()) > 1)
+
+
+def poisoned(data: SequenceSample, value: float) -> SequenceSample:
+    """The batch with one dense reward of the victim's that is not finite."""
+    s = victim(data)
+    slot = int(data.cu_seqlens()[s]) + int(data.sequences("loss_mask")[s].nonzero()[0])
+    return data.with_tokens(dense_rewards=data["dense_rewards"].index_fill(0, torch.tensor([slot]), value))
+
+
+def without_reward(data: SequenceSample) -> SequenceSample:
+    """The batch in which the victim has no reward."""
+    return data.with_sequences(rewards=data["rewards"].index_fill(0, torch.tensor([victim(data)]), math.nan))
+
+
+def assert_same_training(interface, data: SequenceSample, other: SequenceSample) -> None:
+    found, want = (train_once(interface, x, MicroBatchSpec()) for x in (data, other))
+    for x, y in zip(found.parameters, want.parameters, strict=True):
+        assert torch.equal(x, y)
+        assert x.isfinite().all()
+    start = BigramEngine().parameters
+    assert any(not torch.equal(x, y) for x, y in zip(found.parameters, start, strict=True))
+    assert found.metrics == want.metrics
+    assert all(math.isfinite(x) for x in found.metrics.values())
+
+
+@NONFINITE
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("advantage", ADVANTAGES, ids=str)
+@pytest.mark.parametrize("actor", ACTORS, ids=lambda x: x.__name__)
+def test_a_dense_reward_that_is_not_finite_excludes_its_response_and_no_other(actor, advantage, settings, value):
+    interface = actor(**{"generation": GROUPS, "advantage": advantage, "adv_norm": CENTERED} | settings)
+    data = batch()
+    if interface.reward.shapes_scores:  # dense rewards and shaped scores are not combined
+        data = data.with_tokens(dense_rewards=torch.zeros_like(data["dense_rewards"]))
+    assert_same_training(interface, poisoned(data, value), without_reward(data))
+
+
+@NONFINITE
+@pytest.mark.parametrize("advantage", CRITIC_TARGETS, ids=str)
+def test_a_shared_critic_learns_from_the_other_responses(advantage, value):
+    interface = PPOActorInterface(generation=GROUPS, advantage=advantage, critic="shared")
+    assert_same_training(interface, poisoned(batch(), value), without_reward(batch()))
+
+
+def credited(interface: PPOActorInterface, data: SequenceSample) -> SequenceSample:
+    return interface.credit(Model("actor", BigramEngine()), data, MicroBatchSpec())
+
+
+def with_credit(data: SequenceSample, credit: SequenceSample) -> SequenceSample:
+    """The batch as the graph gives it to training after the call `actor_credit`."""
+    return data.with_tokens(**{key: credit[key] for key in ("advantages", "returns", "loss_mask")})
+
+
+@NONFINITE
+@pytest.mark.parametrize("scale", ValueScale)
+@pytest.mark.parametrize("advantage", CRITIC_TARGETS, ids=str)
+def test_the_targets_of_a_separate_critic_are_finite_and_exclude_the_response(advantage, scale, value):
+    actor, data = PPOActorInterface(generation=GROUPS, advantage=advantage, critic="own"), batch()
+    found, want = credited(actor, poisoned(data, value)), credited(actor, without_reward(data))
+    for key in ("advantages", "returns", "loss_mask"):
+        assert torch.equal(found[key], want[key])
+    assert found["returns"].isfinite().all()
+    assert not found.sequences("loss_mask")[victim(data)].any()
+    critic = PPOCriticInterface(normalization=ValueNormalization(scale))
+    assert_same_training(critic, *(with_credit(data, x).select(CRITIC_KEYS) for x in (found, want)))
+    assert_same_training(actor, with_credit(poisoned(data, value), found), with_credit(without_reward(data), want))
+
+
+@NONFINITE
+@pytest.mark.parametrize("critic", ["own", "shared"])
+@pytest.mark.parametrize(
+    "advantage", [GAE(bootstrap=True), GAE(0.9, 0.5, whiten_rewards=True, bootstrap=True)], ids=str
+)
+def test_a_finished_response_ignores_its_bootstrap_value(advantage, critic, value):
+    interface, data = PPOActorInterface(advantage=advantage, critic=critic), batch()
+    assert 0 < int(data["truncated"].sum()) < len(data["truncated"])
+    spoilt = data.with_sequences(bootstrap_values=torch.where(data["truncated"], data["bootstrap_values"], value))
+    found, want = credited(interface, spoilt), credited(interface, data)
+    for key in ("advantages", "returns", "loss_mask"):
+        assert torch.equal(found[key], want[key])
+    assert found["returns"].isfinite().all()
+    if critic == "shared":
+        assert_same_training(interface, spoilt, data)
+
+
+@NONFINITE
+def test_missing_rewards_counts_the_excluded_responses_exactly(value):
+    data = batch()
+    prompt_T = data["dense_rewards"].masked_fill(~data["loss_mask"], value)  # off the mask nothing counts
+    spoilt = poisoned(data.with_tokens(dense_rewards=prompt_T), value)
+    excluded = [
+        bool(before.any() and not after.any())
+        for before, after in zip(
+            data.sequences("loss_mask"), credited(PPOActorInterface(), spoilt).sequences("loss_mask"), strict=True
+        )
+    ]
+    assert excluded.count(True) == 1
+    assert excluded[victim(data)]
+    assert stat_values(sequence_stats(data))["missing_rewards"] == 0
+    assert stat_values(sequence_stats(spoilt))["missing_rewards"] == pytest.approx(1 / len(excluded))
