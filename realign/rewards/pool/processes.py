@@ -98,7 +98,7 @@ class WorkerProcesses:
         tokens = [len(item[3]) if len(item) == 4 else None for item in items]
         todo = _Todo(sendable, self.workers)
         running: dict[Future[object], list[int]] = {}
-        restarts = 0
+        restarts = retired = 0
         try:
             while todo or running:
                 pool = self._started(closed)
@@ -115,14 +115,16 @@ class WorkerProcesses:
                     continue
                 for future in done:
                     members = running.pop(future)
-                    if self._retired(future):
+                    # a function can use the same exit code, and would then be called forever
+                    if self._retired(future) and retired < self.workers + _RESTARTS:
+                        retired += 1
                         todo.again(members)
                         continue
                     answers = self._answers_of(future, [tokens[i] for i in members])
                     if answers is None:
                         todo.suspect(members)
                         continue
-                    restarts = 0
+                    restarts = retired = 0
                     todo.answered(members, len(answers))
                     yield from zip(members, answers, strict=False)
         finally:
