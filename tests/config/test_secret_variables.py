@@ -11,7 +11,7 @@ SECRET = "s3cret/value"
 def secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("JUDGE_TOKEN", SECRET)
-    monkeypatch.setenv("DATABASE_URL", f"postgres://user:{SECRET}@host/base")
+    monkeypatch.setenv("DATABASE_URL", "postgres://user:s3cret@host/base")
     monkeypatch.setenv("ORDINARY", "plain")
     monkeypatch.setenv("REALIGN_URL_VARIABLES", "JUDGE_TOKEN")
 
@@ -35,10 +35,10 @@ def config(*overrides):
         ["interfaces.reward.function='${oc.env:JUDGE_TOKEN}'"],
     ],
 )
-def test_no_value_of_a_config_reads_a_secret(overrides, capsys):
+def test_no_value_of_a_config_reads_a_secret(overrides):
     with pytest.raises(ConfigError, match="looks like a secret, and a config cannot read secrets") as caught:
         config(*overrides)
-    assert SECRET not in str(caught.value)
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["http://user:s3cret@h/x", "http://h/x?api_key=s3cret", "http://s3cret@h"])
