@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import time
@@ -136,6 +137,7 @@ class HttpReward:
         return visible(text)
 
 
+@functools.cache
 def _opener() -> OpenerDirector:
     """Return an opener for http and https that follows no redirect: an answer of another URL is no reward."""
     opener = OpenerDirector()
