@@ -20,6 +20,7 @@ from realign.config.errors import OPTIONAL, ConfigError, listed, not_a_component
 from realign.config.explain import explain
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
+from realign.config.secret_variables import check_no_secrets, without_secrets
 
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
 
@@ -91,7 +92,8 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
         if missing := sorted(key for key, value in _leaves(unresolved) if value == "???"):
             how = f"Set a value, such as {missing[0]}=VALUE, or start from experiment=NAME."
             raise ConfigError(f"missing values: {', '.join(missing)}. {how}")
-        plain = OmegaConf.to_container(composed, resolve=True)
+        with without_secrets():
+            plain = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(plain, dict)
@@ -208,6 +210,8 @@ def _checked(overrides: Sequence[str], config_dir: Path | str | None) -> DictCon
         given["hydra" if one.is_hydra_override() else "task"].append(word)
     default = _default_node(launcher_of(found))
     check_node(found, {**default, "overrides": given, "searchpath": _search_urls(config_dir)})
+    composed = without_hydra(whole)
+    check_no_secrets(composed, _leaves(OmegaConf.to_container(composed, resolve=False)))
     check_folders(whole)
     return whole
 

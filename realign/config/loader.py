@@ -26,6 +26,7 @@ from realign.config.errors import ConfigError
 from realign.config.folders import experiments_dir
 from realign.config.layers import Layers
 from realign.config.schema import REPORT
+from realign.config.secret_variables import without_secrets
 
 HYDRA_VERSION = "1.3"
 """Compatibility version of Hydra (`version_base`)."""
@@ -88,7 +89,7 @@ def run_application(task: Callable[[DictConfig], Any], overrides: Sequence[str],
 
 def show_config(overrides: Sequence[str], kind: str, package: str | None, resolve: bool) -> None:
     """Print a composed config (`--cfg`). `kind` selects the config of the job, of Hydra, or both."""
-    with _Application() as hydra:
+    with _Application() as hydra, without_secrets():
         hydra.show_cfg(config_name="config", overrides=list(overrides), cfg_type=kind, package=package, resolve=resolve)
 
 

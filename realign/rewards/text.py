@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import unicodedata
 
+# Control, format (bidirectional overrides, zero-width), surrogate, line separator and paragraph separator characters.
+_INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+
 
 def visible(text: str) -> str:
-    """Escape control characters, except tabs and newlines, so that a terminal does not interpret them."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)
+    """Escape characters that change how a terminal shows the text around them, except tabs and newlines.
+
+    These are control and format characters, line and paragraph separators, and surrogates.
+    """
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE else repr(c)[1:-1] for c in text)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return the text with at most `longest` characters of its start and end; the middle is replaced by a count."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters omitted) ... {text[-half:]}"
 
 
 def headline(message: str) -> str:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import sys
 import traceback
+import unicodedata
 
 import pytest
 
-from realign.rewards.text import headline, visible
+from realign.rewards.text import headline, shortened, visible
 
 
 def raised(error: BaseException) -> str:
@@ -16,6 +18,26 @@ def raised(error: BaseException) -> str:
 
 def test_control_characters_are_escaped_except_tabs_and_newlines():
     assert visible("a\x1b[31m\tb\nc\x00") == "a\\x1b[31m\tb\nc\\x00"
+
+
+INVISIBLE = [
+    c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+]
+
+
+def test_every_control_format_and_separator_character_is_escaped():
+    assert len(INVISIBLE) > 2000
+    for c in set(INVISIBLE) - {"\n", "\t"}:
+        shown = visible(f"a{c}b")
+        assert shown.isprintable(), repr(c)
+        assert shown.isascii(), repr(c)
+        assert visible(shown) == shown
+    assert visible("two\nlines\tand é 漢 🙂") == "two\nlines\tand é 漢 🙂"
+
+
+def test_a_shortened_text_keeps_its_start_and_end():
+    assert shortened("abc", 3) == "abc"
+    assert shortened("a" * 50 + "b" * 50, 10) == "aaaaa ... (90 characters omitted) ... bbbbb"
 
 
 def test_the_headline_of_a_traceback_is_its_last_exception_without_notes():

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, getproxies, proxy_bypass, urlopen
+from urllib.parse import quote, urlsplit
+from urllib.request import (
+    HTTPDefaultErrorHandler,
+    HTTPErrorProcessor,
+    HTTPHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    UnknownHandler,
+    getproxies,
+    proxy_bypass,
+)
 
-from realign.errors import ConfigError, TransientError
+from realign.errors import TransientError
+from realign.rewards.pool.urls import check_url, filled, masked
+from realign.rewards.text import visible
 
 _REACH_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
@@ -36,14 +50,19 @@ class HttpReward:
     """
 
     url: str
-    """Address of the server: `http://host:port/path`, or https."""
+    """Address of the server: `http://host:port/path`, or https. `${oc.env:NAME}` inserts an environment variable into
+    the path or the query, also a secret that `REALIGN_URL_VARIABLES` lists."""
     within_s: float = 30.0
     """Time limit for one response in seconds, all retries included."""
 
+    _target: str = field(init=False, repr=False, compare=False)
+    _secrets: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"reward function {self.url!r}: invalid URL. Use the form http://host:port/path.")
+        check_url(self.url)
+        target, secrets = filled(self.url)
+        object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_secrets", tuple(secrets))
 
     def reach(self) -> None:
         """Connect once without sending a request, so that a run with a wrong address fails at startup.
@@ -60,7 +79,8 @@ class HttpReward:
             socket.create_connection((host, port), timeout=_REACH_S).close()
         except OSError as error:
             raise TransientError(
-                f"reward function {self.url!r}: no server accepts connections ({error}). Start it, or correct the URL."
+                f"reward function '{masked(self.url)}': no server accepts connections ({self._hidden(str(error))}). "
+                "Start it, or correct the URL."
             ) from error
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any], tokens: list[str] | None = None) -> Any:
@@ -77,23 +97,53 @@ class HttpReward:
         try:
             return json.loads(answer)["reward"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RuntimeError(f'{self.url} answered {answer[:200]!r}; expected {{"reward": number}}') from error
+            shown = self._hidden(repr(answer[:200]))
+            raise RuntimeError(f'{masked(self.url)} answered {shown}; expected {{"reward": number}}') from error
 
     def _post(self, body: bytes) -> bytes:
-        request = Request(self.url, body, {"Content-Type": "application/json"}, method="POST")
+        request = Request(self._target, body, {"Content-Type": "application/json"}, method="POST")
+        opener = _opener()
+        url = masked(self.url)
         deadline, pause_s = time.monotonic() + self.within_s, _FIRST_PAUSE_S
         while True:
             try:
-                with urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
-                    return reply.read()
+                with opener.open(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
+                    content: bytes = reply.read()
+                    return content
             except HTTPError as error:
-                problem = f"status {error.code} {error.reason}"
+                problem = f"status {error.code} {self._hidden(str(error.reason))}"
+                location = error.headers.get("Location")
                 error.close()
                 if error.code not in _TRANSIENT:
-                    raise RuntimeError(f"{self.url}: {problem}") from None
+                    raise RuntimeError(f"{url}: {problem}{self._redirected(error.code, location)}") from None
             except (OSError, HTTPException) as error:  # HTTPException: the server died during its answer
-                problem = f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {self._hidden(str(error))}"
             if time.monotonic() + pause_s >= deadline:
-                raise Unreachable(f"{self.url} gave no answer within {self.within_s:g} s: {problem}")
+                raise Unreachable(f"{url} gave no answer within {self.within_s:g} s: {problem}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _redirected(self, status: int, location: str | None) -> str:
+        if not 300 <= status < 400:
+            return ""
+        to = "" if location is None else f" to {self._hidden(repr(masked(location)))}"
+        return f", a redirect{to}. Redirects are not followed. Set the function to the final URL."
+
+    def _hidden(self, text: str) -> str:
+        """Escape a text from outside, and hide the secrets of the URL, which a server can repeat in its answer."""
+        for secret in self._secrets:
+            for form in {secret, quote(secret, safe=""), quote(secret)} - {""}:
+                text = text.replace(form, "***")
+        return visible(text)
+
+
+@functools.cache
+def _opener() -> OpenerDirector:
+    """Return an opener for http and https that follows no redirect: an answer of another URL is no reward."""
+    opener = OpenerDirector()
+    for handler in (
+        *(ProxyHandler(), HTTPHandler(), HTTPSHandler(), UnknownHandler()),
+        *(HTTPDefaultErrorHandler(), HTTPErrorProcessor()),
+    ):
+        opener.add_handler(handler)
+    return opener

@@ -19,7 +19,7 @@ from realign.settings import Count, Positive, Range, Settings
 
 _SECRET_NAME = re.compile(
     r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|^PGPASS"  # anywhere in a name
-    r"|(^|_)(TOKENS?|KEYS?|AUTH|PAT|COOKIE)(_|$)|_PWD$"  # as a separate word
+    r"|(^|_)(TOKENS?|KEYS?|AUTH|PAT|COOKIE|SIG|SIGNATURE)(_|$)|_PWD$"  # as a separate word
     r"|^(AWS|AZURE)_"
 )
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
@@ -50,6 +50,11 @@ class Limits(Settings):
             )
 
 
+def looks_secret(name: str) -> bool:
+    """Return whether the name of a variable or parameter looks like that of a secret."""
+    return _SECRET_NAME.search(name.upper()) is not None
+
+
 def secret_variables(environment: Mapping[str, str], keep: Sequence[str] = ()) -> list[str]:
     """Return the names of the variables that look like secrets, except those in `keep`.
 
@@ -60,10 +65,7 @@ def secret_variables(environment: Mapping[str, str], keep: Sequence[str] = ()) -
         name
         for name, value in environment.items()
         if name not in keep
-        and (
-            _SECRET_NAME.search(name.upper())
-            or (_URL_WITH_PASSWORD.search(value) and not name.lower().endswith("_proxy"))
-        )
+        and (looks_secret(name) or (_URL_WITH_PASSWORD.search(value) and not name.lower().endswith("_proxy")))
     )
 
 

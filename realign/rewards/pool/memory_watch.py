@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import signal
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,10 +53,7 @@ def watch() -> MemoryWatch:
 
 
 def retire() -> NoReturn:
-    """Exit this worker and the processes it started, so that the pool replaces it."""
-    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)
+    """Exit this worker, so that the pool replaces it. Its keeper kills the processes that it started."""
     os._exit(RETIRED)
 
 

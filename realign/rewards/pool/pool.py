@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from realign.errors import ConfigError, RewardError, TransientError
+from realign.rewards.pool.answers import FailureKind, Problem
 from realign.rewards.pool.failure_count import present_tally
 from realign.rewards.pool.functions import (
     ARGUMENTS,
@@ -33,7 +34,8 @@ from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.limits import Limits, limits_memory, secret_variables
 from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.timeouts import patient
-from realign.rewards.pool.worker import FailureKind, Item, Problem, answer
+from realign.rewards.pool.urls import masked
+from realign.rewards.pool.worker import Item, answer
 from realign.rewards.text import headline
 from realign.settings import Fraction, NonNegative, NonNegativeInt, Positive, checked
 
@@ -129,8 +131,9 @@ class RewardPool:
         arguments = DENSE_ARGUMENTS if dense else ARGUMENTS
         source: str | bytes = b""
         if isinstance(function, str):
-            self.name = source = function
             self._function = load_function(function, arguments)
+            self.name = masked(function)
+            source = function
             if isinstance(self._function, HttpReward):
                 self._function.reach()
                 self._function = replace(self._function, within_s=_ASKED * timeout_s)

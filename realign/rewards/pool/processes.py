@@ -14,16 +14,16 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing.context import SpawnContext
 from typing import TypeAlias
 
 from pebble import ProcessExpired, ProcessPool
 
 from realign.errors import RewardError
+from realign.rewards.pool.answers import Answer, FailureKind, Problem, checked_answers
 from realign.rewards.pool.limits import Limits
 from realign.rewards.pool.memory_watch import KEPT, RETIRED
-from realign.rewards.pool.spawn import SpawnWithoutMain
-from realign.rewards.pool.worker import Answer, FailureKind, Item, Problem, answer_some, start_worker
+from realign.rewards.pool.spawn import SpawnKept, SpawnWithoutMain
+from realign.rewards.pool.worker import Item, answer_some, start_worker
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class WorkerProcesses:
         self._lock = threading.Lock()  # guards the attributes below
         self._closed = 0
         self._heard = 0.0
-        self._futures: set[Future[list[Answer]]] = set()
+        self._futures: set[Future[object]] = set()
         self._pool: ProcessPool | None = None
         self._stop: Callable[[], object] | None = None
 
@@ -95,9 +95,10 @@ class WorkerProcesses:
             except Exception as error:
                 pickled.append(b"")
                 yield index, Problem(FailureKind.exception, f"the row cannot be sent to a worker process: {error!r}")
+        tokens = [len(item[3]) if len(item) == 4 else None for item in items]
         todo = _Todo(sendable, self.workers)
-        running: dict[Future[list[Answer]], list[int]] = {}
-        restarts = 0
+        running: dict[Future[object], list[int]] = {}
+        restarts = retired = 0
         try:
             while todo or running:
                 pool = self._started(closed)
@@ -114,14 +115,16 @@ class WorkerProcesses:
                     continue
                 for future in done:
                     members = running.pop(future)
-                    if self._retired(future):
+                    # a function can use the same exit code, and would then be called forever
+                    if self._retired(future) and retired < self.workers + _RESTARTS:
+                        retired += 1
                         todo.again(members)
                         continue
-                    answers = self._answers_of(future, single=len(members) == 1)
+                    answers = self._answers_of(future, [tokens[i] for i in members])
                     if answers is None:
                         todo.suspect(members)
                         continue
-                    restarts = 0
+                    restarts = retired = 0
                     todo.answered(members, len(answers))
                     yield from zip(members, answers, strict=False)
         finally:
@@ -139,29 +142,29 @@ class WorkerProcesses:
                     max_workers=self.workers,
                     initializer=start_worker,
                     initargs=(self.source, self.limits),
-                    context=SpawnContext() if with_main else SpawnWithoutMain(),
+                    context=SpawnKept() if with_main else SpawnWithoutMain(),
                 )
                 self._stop = weakref.finalize(self, _stop_pool, self._pool)  # also runs when this process exits
             return self._pool
 
-    def _submit(self, pool: ProcessPool, pickled: list[bytes]) -> Future[list[Answer]]:
+    def _submit(self, pool: ProcessPool, pickled: list[bytes]) -> Future[object]:
         deadline = self.timeout_s if len(pickled) == 1 else self.timeout_s + _SLICE_S
         try:
             with self._lock:  # add no future while the workers are being stopped
-                future: Future[list[Answer]] = pool.schedule(
+                future: Future[object] = pool.schedule(
                     answer_some, (self.source, pickled, _SLICE_S, self.limits.cpu_s), timeout=deadline
                 )
                 self._futures.add(future)
         except RuntimeError as error:  # the pool broke; `_wait` raises the error
-            broken: Future[list[Answer]] = Future()
+            broken: Future[object] = Future()
             broken.set_exception(BrokenProcessPool(str(error)))
             return broken
         future.add_done_callback(self._futures.discard)
         return future
 
-    def _wait(self, running: Iterable[Future[list[Answer]]]) -> set[Future[list[Answer]]]:
+    def _wait(self, running: Iterable[Future[object]]) -> set[Future[object]]:
         patience, began = self.timeout_s + _START_S, time.monotonic()
-        done: set[Future[list[Answer]]] = set()
+        done: set[Future[object]] = set()
         while not done:
             # items of other callers may be first in the queue, so their answers count as progress too
             left = max(began, self._heard) + patience - time.monotonic()
@@ -174,7 +177,7 @@ class WorkerProcesses:
                 raise error
         return done
 
-    def _retired(self, future: Future[list[Answer]]) -> bool:
+    def _retired(self, future: Future[object]) -> bool:
         """Return whether the worker exited before starting its items, because of a memory leak. Logs the first one."""
         error = future.exception()
         if not isinstance(error, ProcessExpired) or error.exitcode != RETIRED:
@@ -190,11 +193,20 @@ class WorkerProcesses:
             )
         return True
 
-    def _answers_of(self, future: Future[list[Answer]], *, single: bool) -> list[Answer] | None:
-        """Return the answers of a chunk; None if it failed and the item at fault is unknown."""
+    def _answers_of(self, future: Future[object], tokens: Sequence[int | None]) -> list[Answer] | None:
+        """Return the answers of a chunk; None if it failed and the item at fault is unknown.
+
+        Args:
+            future: a finished chunk.
+            tokens: number of tokens of each item of the chunk; None for items with a single reward.
+        """
         error = future.exception()
+        single = len(tokens) == 1
         if error is None:
-            return future.result()
+            answers = checked_answers(future.result(), tokens)
+            if answers is None and single:
+                return [Problem(FailureKind.nonsense, "the worker returned no list of answers")]
+            return answers
         if not single:
             return None
         if isinstance(error, TimeoutError):

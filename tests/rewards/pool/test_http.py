@@ -15,6 +15,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards import FailureKind, RewardPool, load_function
 from realign.rewards.pool import http
 from realign.rewards.pool.http import HttpReward, Unreachable
+from realign.rewards.pool.urls import masked
 from tests.tiny import random_sample, tiny_tokenizer
 
 
@@ -201,3 +202,128 @@ def test_a_server_that_hangs_up_is_no_answer(monkeypatch):
         with pytest.raises(Unreachable, match="gave no answer within 20 s: "):
             HttpReward(url, within_s=20)("", "", {})
         host.join()
+
+
+SECRET = "ju/dge s3cret"
+
+
+@contextmanager
+def raw_server(answer):
+    """A server that answers every connection with the same bytes; yields its URL and the first lines it received."""
+    got = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = door.accept()
+                except OSError:
+                    return
+                with connection, connection.makefile("rb") as request:
+                    if not (first := request.readline()):
+                        continue  # `HttpReward.reach` connects without a request
+                    got.append(first.decode().strip())
+                    headers = dict(line.split(b": ", 1) for line in iter(request.readline, b"\r\n"))
+                    request.read(int(headers[b"Content-Length"]))
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{door.getsockname()[1]}", got
+        finally:
+            door.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 304, 305, 307, 308, 399])
+@pytest.mark.parametrize("scheme", ["http", "ftp", "file", "//", ""])
+def test_no_redirect_is_followed_and_the_error_names_status_and_location(status, scheme):
+    with server(lambda request: (200, {"reward": 7.0})) as (other, asked):
+        place = {"http": other, "//": other.removeprefix("http:"), "": "/score"}.get(scheme, f"{scheme}:///etc/passwd")
+        answer = f"HTTP/1.1 {status} Moved\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode()
+        with raw_server(answer) as (url, got), pytest.raises(RuntimeError) as caught:
+            load_function(url)("", "", {})
+    assert f"status {status} Moved, a redirect to '{place}'. Redirects are not followed." in str(caught.value)
+    assert asked == []
+    assert len(got) == 1
+
+
+def test_text_of_the_server_is_escaped_and_hides_credentials():
+    place = b"http://user:pw@h/\x1b[2J?token=abc&n=5&\xe2\x80\xae"
+    answer = b"HTTP/1.1 302 \x1b]0;t\x07\r\nLocation: " + place + b"\r\n\r\n"
+    with raw_server(answer) as (url, _), pytest.raises(RuntimeError) as caught:
+        load_function(url)("", "", {})
+    message = str(caught.value)
+    assert message.isprintable()
+    assert "http://***@h/" in message
+    assert "token=***&n=5" in message
+    assert "pw" not in message.replace("***", "")
+
+
+@pytest.mark.parametrize("line", [b"\x1b[2J\x1b]0;pwn\x07", b"HTTP/9 \x9b2J", b"HTTP/1.1 200\x1b OK", b"\xe2\x80\xae"])
+def test_a_status_line_of_any_bytes_reaches_no_message_unescaped(line):
+    with raw_server(line + b"\r\n\r\n") as (url, _):
+        found = ask(url, ["a"], timeout_s=0.2, patience_s=0.0, max_failed_fraction=1.0)
+    assert found.failures[0].message.replace("\n", "").isprintable()
+
+
+CREDENTIALS = [
+    *("user:pw5@h/x", "user@h/x?pw5", "pw5@h/x", ":pw5@h/x", "user:p'pw5@h/x", "user:p pw5@h", "u:pw5@h:bad/"),
+    *(
+        "h/x?api_key=pw5",
+        "h/x?a=1&access_token=pw5",
+        "h/x?accessToken=pw5",
+        "h/x?tok%65n=pw5",
+        "h/x?X-Amz-Signature=pw5",
+    ),
+    *("h/x?a;secret=pw5", "h/x#password=pw5", "h/x?sig=pw5", "u:\x1bpw5@h/", "h/x?key=123456789pw5"),
+]
+
+
+@pytest.mark.parametrize("rest", CREDENTIALS)
+@pytest.mark.parametrize("scheme", ["http", "https", "HTTP", "ftp"])
+def test_credentials_in_a_url_are_refused_and_not_shown(rest, scheme):
+    with pytest.raises(ConfigError) as caught:
+        load_function(f"{scheme}://{rest}")
+    assert "pw5" not in str(caught.value).replace("x?pw5", "")
+    assert "pw5" not in repr(caught.value.__cause__)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "file", "gopher", "data", "jar", "ws", "", "javascript"])
+def test_other_schemes_are_refused(scheme):
+    with pytest.raises(ConfigError):
+        load_function(f"{scheme}://127.0.0.1/x")
+
+
+@pytest.mark.parametrize("query", ["max_tokens=100", "key=3", "model=judge&n=1", "monkey=abc", "", "author=x"])
+def test_ordinary_parameters_stay(query):
+    assert masked(HttpReward(f"http://host/x?{query}").url) == f"http://host/x?{query}"
+
+
+def test_a_secret_of_the_environment_reaches_the_server_only_if_it_is_allowed_by_name(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", SECRET)
+    name = "score?token=${oc.env:JUDGE_TOKEN}"
+    with pytest.raises(ConfigError, match="JUDGE_TOKEN looks like a secret") as caught:
+        load_function(f"http://127.0.0.1:1/{name}")
+    assert SECRET not in str(caught.value)
+    monkeypatch.setenv("REALIGN_URL_VARIABLES", "OTHER, JUDGE_TOKEN")
+    with raw_server(b"HTTP/1.1 404 no ju/dge s3cret\r\n\r\n") as (url, got):
+        found = ask(f"{url}/{name}", ["a"], workers=1, timeout_s=20.0, max_failed_fraction=1.0)
+    assert got == ["POST /score?token=ju%2Fdge%20s3cret HTTP/1.1"]
+    assert "status 404 no ***" in found.failures[0].message
+    function = load_function(f"http://127.0.0.1:1/{name}")
+    for text in (repr(function), found.failures[0].message):
+        assert "s3cret" not in text
+        assert "${oc.env:JUDGE_TOKEN}" in text
+
+
+def test_an_answer_that_repeats_the_secret_is_not_shown(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", SECRET)
+    monkeypatch.setenv("REALIGN_URL_VARIABLES", "JUDGE_TOKEN")
+    answer = b"HTTP/1.1 200 OK\r\n\r\nCannot POST ju%2Fdge%20s3cret ju/dge s3cret"
+    with raw_server(answer) as (url, _), pytest.raises(RuntimeError, match="Cannot POST") as caught:
+        load_function(f"{url}/?key=${{oc.env:JUDGE_TOKEN}}")("", "", {})
+    assert "s3cret" not in str(caught.value)
+    assert "s3cret" not in repr(caught.value.__cause__)

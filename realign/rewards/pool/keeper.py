@@ -1,0 +1,176 @@
+"""The keeper of a reward worker: a small parent process that kills everything that the reward function started.
+
+The process that the pool starts becomes the keeper. It forks the worker, and never runs a user's code. When the worker
+ends for any reason (an exit, a crash, SIGKILL), or when the pool or the run ends, the keeper kills all descendants of
+the worker, and then ends like the worker.
+
+On Linux the keeper is a child subreaper: descendants whose parent ends become its children, also after a double fork or
+in another session or process group. On other POSIX systems it kills the process group of the worker. Windows has no
+`fork`, so workers have no keeper there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Killed processes end within milliseconds. Processes in an uninterruptible system call can take longer: they end as
+# soon as the call returns. The pool kills the keeper itself 3 s after SIGTERM.
+_KILL_S = 2.0
+_PAUSE_S = 0.01
+
+_sentinels: list[int] = []
+
+
+def keeper_sentinels() -> tuple[int, ...]:
+    """Return file descriptors that become readable when the keeper of this worker has ended; none without a keeper."""
+    return tuple(_sentinels)
+
+
+def become_worker(parent: int) -> int | None:
+    """Fork: return in the worker, and stay in the keeper until the worker and all its descendants have ended.
+
+    Args:
+        parent: file descriptor that becomes readable when the run ends.
+
+    Returns:
+        The pid of the keeper, by which the pool knows the worker; None on a platform without keepers.
+    """
+    if sys.platform == "win32":
+        return None
+    os.setpgid(0, 0)  # signals to the group of the run do not reach the keeper: it acts when the run ends
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    keeper = os.getpid()
+    ended, held = os.pipe()  # `held` is closed when the keeper ends
+    worker = os.fork()
+    if worker:
+        _keep(worker, parent, held)
+    os.close(held)
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(1)
+    _sentinels[:] = [ended]
+    return keeper
+
+
+def _keep(worker: int, parent: int, held: int) -> NoReturn:
+    """Wait until the worker ends, SIGTERM arrives or the run ends. Then kill every descendant, and exit."""
+    status = 0
+    try:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        stopped: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        _close_others({0, 1, 2, parent, held, read, write})
+        while not stopped:
+            ended = _reaped(worker)
+            if ended is not None:
+                status = ended
+                break
+            ready = connection.wait([parent, read])
+            if parent in ready:
+                break
+            os.read(read, 4096)
+        else:
+            status = signal.SIGTERM  # as `waitpid` reports a process that SIGTERM ended
+    finally:
+        _kill_descendants(worker)
+        _end_like(status)
+
+
+def _reaped(worker: int) -> int | None:
+    """Reap all children that have ended, and return the wait status of the worker if it is one of them."""
+    status = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, found = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == worker:
+                status = found
+    return status
+
+
+def _kill_descendants(worker: int) -> None:
+    """Kill the worker's process group and all descendants of this process, until none is left or time is over."""
+    deadline = time.monotonic() + _KILL_S
+    with suppress(OSError):
+        os.killpg(worker, signal.SIGKILL)
+    while True:
+        for pid in _descendants():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # no child is left, and orphans would be children
+            return
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _descendants() -> list[int]:
+    """Return the pids of all descendants of this process, on Linux."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents():
+        children.setdefault(parent, []).append(pid)
+    found = list(children.get(os.getpid(), ()))
+    for pid in found:  # grows during the loop
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            # pid (name) state ppid ...; the name can contain any character
+            yield int(folder.name), int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def _end_like(status: int) -> NoReturn:
+    """End this process with the exit code or the signal of a wait status."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with suppress(OSError, ValueError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if number != signal.SIGKILL:
+                signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        os._exit(1)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _close_others(kept: set[int]) -> None:
+    """Close all file descriptors except `kept`, so that the pipes of the pool belong to the worker only."""
+    start = 0
+    for fd in [*sorted(kept), min(os.sysconf("SC_OPEN_MAX"), 2**16)]:
+        if start < fd:  # `closerange(0, 0)` would close every descriptor
+            os.closerange(start, fd)
+        start = fd + 1
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set an option of this process on Linux. A system that forbids it has fewer guarantees, but workers run."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    call: Callable[..., Any] = ctypes.CDLL(None).prctl
+    call(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -1,0 +1,101 @@
+"""URLs of reward servers: check them, keep credentials out of them, and hide credentials in messages."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
+
+from realign.errors import ConfigError
+from realign.rewards.pool.limits import looks_secret, secret_variables
+from realign.rewards.text import shortened, visible
+
+ALLOWED_VARIABLES = "REALIGN_URL_VARIABLES"
+"""Environment variable: names, separated by commas, of the secrets that may be part of the URL of a reward server. No
+config can set it, so a config from somebody else cannot send a secret to a server."""
+
+_VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_USERINFO = re.compile(r"(?<=//).*@", re.DOTALL)
+_PARAMETER = re.compile(r"([?&;#])([^=&;#]+)=([^&;#]*)")
+_LONGEST = 300
+_LONGEST_NUMBER = 6
+
+
+def allowed_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the secret variables that may be part of the URL of a reward server."""
+    return [name.strip() for name in environment.get(ALLOWED_VARIABLES, "").split(",") if name.strip()]
+
+
+def masked(url: str) -> str:
+    """Return a URL with `***` in place of the user, the password and secret query parameters; escaped and shortened."""
+    hidden = _PARAMETER.sub(_masked_parameter, _USERINFO.sub("***@", url))
+    return visible(shortened(hidden, _LONGEST)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _masked_parameter(match: re.Match[str]) -> str:
+    mark, name, value = match.groups()
+    return match[0] if _VARIABLE.fullmatch(value) or not _secret_parameter(name, value) else f"{mark}{name}=***"
+
+
+def _secret_parameter(name: str, value: str) -> bool:
+    """Return whether a query parameter looks like a secret. Short numbers, as in `max_tokens=100`, are none."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]", "_", unquote_plus(name))
+    return looks_secret(words) and not (value.isdigit() and len(value) <= _LONGEST_NUMBER)
+
+
+def check_url(url: str) -> None:
+    """Check the URL of a reward server.
+
+    Raises:
+        ConfigError: the URL is invalid, or contains credentials. The message does not contain them.
+    """
+    what = f"reward function '{masked(url)}'"
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "$" not in parts.netloc
+    except ValueError:
+        valid = False
+    if not valid or not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"{what}: invalid URL. Use the form http://host:port/path, in ASCII and without spaces.")
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"{what}: the URL contains credentials, which would be written to config.yaml. Remove them. A reward "
+            "function in Python can send a key from the environment (`keep_environment`)."
+        )
+    for query in (parts.query.replace(";", "&"), parts.fragment):
+        for name, value in parse_qsl(query, keep_blank_values=False):
+            if _secret_parameter(name, value) and not _VARIABLE.fullmatch(value):
+                raise ConfigError(
+                    f"{what}: the query parameter {visible(name)!r} looks like a secret, which would be written to "
+                    f"config.yaml. Write {name}=${{oc.env:NAME}}, and set {ALLOWED_VARIABLES}=NAME in the environment."
+                )
+
+
+def filled(url: str, environment: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
+    """Insert the values of `${oc.env:NAME}`, and return the URL for requests and the secrets in it.
+
+    Raises:
+        ConfigError: a variable is not set, or is a secret that `ALLOWED_VARIABLES` does not list.
+    """
+    secrets: list[str] = []
+    refused = secret_variables(environment, allowed_variables(environment))
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in refused:
+            raise ConfigError(refusal(f"reward function '{masked(url)}'", name))
+        if name not in environment:
+            raise ConfigError(f"reward function '{masked(url)}': the environment variable {name} is not set. Set it.")
+        secrets.append(environment[name])
+        return quote(environment[name], safe="")
+
+    return _VARIABLE.sub(value, url), secrets
+
+
+def refusal(what: str, name: str) -> str:
+    """Return the message for a secret variable that may not be part of a config value or a URL."""
+    return (
+        f"{what}: the environment variable {name} looks like a secret, and a config cannot read secrets. For the URL "
+        f"of a reward server, set {ALLOWED_VARIABLES}={name} in the environment of the run."
+    )

@@ -1,0 +1,117 @@
+import math
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from realign.rewards import FailureKind, RewardPool
+from realign.rewards.pool.answers import Problem, checked_answers
+
+PATCHES = f"{Path(__file__).parent / 'patching_rewards.py'}"
+ANYTHING = {
+    "text": "pwn",
+    "number as text": "1.0",
+    "nan": math.nan,
+    "infinity": -math.inf,
+    "too large": 1e39,
+    "int": 1,
+    "bool": True,
+    "subclass of float": type("F", (float,), {})(1.0),
+    "list": [1.0],
+    "dict": {"kind": "timeout"},
+    "complex": 1j,
+    "bytes": b"1",
+    "object": object(),
+    "nested": [[1.0]],
+}
+
+
+def forged(**fields):
+    found = object.__new__(Problem)
+    found.__dict__.update(fields)
+    return found
+
+
+@pytest.mark.parametrize("value", ANYTHING.values(), ids=ANYTHING)
+def test_a_value_that_is_no_finite_float_is_a_failure(value):
+    for tokens, found in (([None], [value]), ([2], [[0.0, value]])):
+        (answer,) = checked_answers(found, tokens)
+        assert type(answer) is Problem
+        assert answer.kind is FailureKind.nonsense
+
+
+@pytest.mark.parametrize("value", [1.0, [], [1.0], [1.0, 2.0, 3.0], (1.0, 2.0), {0: 1.0, 1: 2.0}])
+def test_dense_rewards_of_another_length_or_type_are_a_failure(value):
+    (answer,) = checked_answers([value], [2])
+    assert answer.kind is FailureKind.nonsense
+
+
+@pytest.mark.parametrize("found", [None, (), [], (1.0,), {0: 1.0}, "ab", [1.0, 1.0, 1.0], 1.0])
+def test_a_chunk_without_a_list_of_answers_has_none(found):
+    assert checked_answers(found, [None, None]) is None
+
+
+def test_valid_answers_pass():
+    kept = Problem(FailureKind.timeout, "late")
+    assert checked_answers([1.0, None, kept], [None] * 4) == [1.0, None, kept]
+    assert checked_answers([[1.0, -0.5], None], [2, 3]) == [[1.0, -0.5], None]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"kind": FailureKind.crash}, {"kind": "crash", "message": "x"}, {"kind": FailureKind.crash, "message": b""}],
+)
+def test_a_forged_failure_is_replaced(fields):
+    (answer,) = checked_answers([forged(**fields)], [None])
+    assert answer.kind is FailureKind.nonsense
+
+
+def test_a_forged_message_is_escaped_and_shortened():
+    (answer,) = checked_answers([forged(kind=FailureKind.crash, message="\x1b[2J" + "x" * 10**6)], [None])
+    assert answer.message.startswith("\\x1b[2J")
+    assert len(answer.message) < 25_000
+
+
+def test_no_failure_contains_a_character_that_changes_the_terminal():
+    every = "".join(c for c in map(chr, range(sys.maxunicode)) if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp"))
+    message = Problem(FailureKind.exception, every).message
+    assert all(c.isprintable() or c in "\n\t" for c in message)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("do", ["raise", "return", "unreachable"])
+def test_text_of_a_reward_function_reaches_the_log_escaped(do, workers, caplog):
+    text = "a\x1b[2J\x1b]0;t\x07\u202eb\u2028c\x9b"
+    with pool("speaks", workers=workers) as rewards:
+        found = rewards.score(["p"], ["r"], [{"do": do, "text": text}])
+    shown = found.failures[0].message + caplog.text
+    assert "\\x1b]0;t\\x07" in shown.replace("\\\\", "\\")
+    assert all(c.isprintable() or c in "\n\t" for c in shown)
+
+
+def pool(name, workers=1):
+    return RewardPool(
+        f"{PATCHES}:{name}",
+        workers=workers,
+        timeout_s=20.0,
+        memory_mb=None,
+        max_failed_fraction=1.0,
+        patience_s=0.0,
+    )
+
+
+@pytest.mark.parametrize("target", ["as_number", "answer", "_answer_pickled", "answer_some", "process_execute"])
+@pytest.mark.parametrize("value", ["'pwn'", "float('nan')", "[1.0]", "float('inf')", "10 ** 400", "{}"])
+def test_a_worker_whose_code_the_function_changed_gets_no_other_value_through(target, value):
+    with pool("patches") as rewards:
+        found = rewards.score(["p"] * 2, ["r"] * 2, [{"target": target, "value": value}] * 2)
+    assert found.values == [None, None]
+    assert {f.kind for f in found.failures} == {FailureKind.nonsense}
+
+
+def test_a_function_that_exits_with_the_code_of_a_replaced_worker_is_not_called_forever():
+    with pool("retires") as rewards:
+        found = rewards.score(["p"] * 3, ["r"] * 3, [{"retire": i == 1} for i in range(3)])
+    assert found.values == [1.0, None, 1.0]
+    assert [f.kind for f in found.failures] == [FailureKind.crash]

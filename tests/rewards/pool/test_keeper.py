@@ -1,0 +1,110 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from realign.rewards import FailureKind, RewardPool
+from tests.rewards.pool.test_pool import gone
+
+STARTS = Path(__file__).parent / "starting_rewards.py"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="subreapers are a feature of Linux")
+WAYS = ("child", "session", "double fork", "grandchild", "deaf", "stopped", "chain")
+ENDS = {
+    "os._exit": FailureKind.crash,
+    "os._exit(0)": FailureKind.timeout,
+    "SIGKILL": FailureKind.crash,
+    "SIGKILL of its group": FailureKind.crash,
+    "SIGTERM": FailureKind.crash,
+    "SIGSEGV": FailureKind.crash,
+    "SIGSTOP": FailureKind.timeout,
+    "deaf and hangs": FailureKind.timeout,
+}
+
+
+@pytest.fixture
+def started(tmp_path):
+    """The file in which a reward function writes the pids of all processes that it starts; the fixture ends them."""
+    file = tmp_path / "pids"
+    file.touch()
+    yield file
+    for pid in pids(file):
+        if runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def pids(file):
+    return [int(word) for word in file.read_text().split()]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_all_processes_that_a_function_started_end_with_its_worker(end, started):
+    row = {"file": str(started), "ways": WAYS, "end": end}
+    with RewardPool(
+        f"{STARTS}:start_and_end", workers=1, timeout_s=5.0, memory_mb=None, max_failed_fraction=1.0
+    ) as pool:
+        found = pool.score(["p"], ["r"], [row])
+        assert [f.kind for f in found.failures] == [ENDS[end]]
+        assert len(pids(started)) == 2 + len(WAYS)  # the worker, and two of the chain
+        assert all(gone(pid) for pid in pids(started))
+        assert pool.score(["p"], ["r"], [{**row, "ways": (), "end": None}]).values == [1.0]
+
+
+def test_processes_that_outlive_a_call_end_with_the_pool(started):
+    row = {"file": str(started), "ways": WAYS, "end": None}
+    with RewardPool(
+        f"{STARTS}:start_and_end", workers=1, timeout_s=20.0, memory_mb=None, max_failed_fraction=1.0
+    ) as pool:
+        assert pool.score(["p"], ["r"], [row]).values == [1.0]
+        assert all(runs(pid) for pid in pids(started))
+    assert all(gone(pid) for pid in pids(started))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_processes_that_a_function_started_end_with_the_run(how, started, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import signal, time
+            from realign.rewards import RewardPool
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            pool = RewardPool({f"{STARTS}:start_and_end"!r}, workers=1, timeout_s=60, memory_mb=None,
+                              max_failed_fraction=1)
+            row = dict(file={str(started)!r}, ways={WAYS!r}, end=None)
+            print(pool.score(["p"], ["r"], [row]).values, flush=True)
+            time.sleep(60)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment, text=True)
+    assert run.stdout.readline() == "[1.0]\n"
+    run.send_signal(how)
+    run.communicate(timeout=30)
+    assert len(pids(started)) == 2 + len(WAYS)
+    assert all(gone(pid) for pid in pids(started))
+
+
+def test_a_worker_ends_with_its_keeper(started):
+    row = {"file": str(started), "ways": (), "end": None}
+    with RewardPool(
+        f"{STARTS}:start_and_end", workers=1, timeout_s=20.0, memory_mb=None, max_failed_fraction=1.0
+    ) as pool:
+        pool.score(["p"], ["r"], [row])
+        (worker,) = pids(started)
+        keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        assert keeper != os.getpid()
+        os.kill(keeper, signal.SIGKILL)
+        assert gone(worker)
+        assert pool.score(["p"], ["r"], [row]).values == [1.0]
