@@ -13,6 +13,7 @@ from typing import Any
 
 from realign.errors import CheckpointError, ConfigError, RunComplete
 from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest
+from realign.runtime.checkpoint.schema import check_config_tree, check_tree
 from realign.runtime.checkpoint.state import config_of, environment
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
 
@@ -38,11 +39,6 @@ FREE = (
     "trackers",
 )
 """Config keys that do not affect training and may differ between a checkpoint and the resumed run."""
-
-KEYS = frozenset(
-    {"config", "counters", "data", "environment", "frozen", "interfaces", "models", "random", "records", "saves"}
-)
-"""Required top-level keys of a checkpoint."""
 
 ABSENT = "(none)"
 
@@ -86,10 +82,9 @@ def find_start(experiment: Experiment) -> Start | None:
     if found is None:
         return None
     checkpoint, state = found
+    check_config_tree(state)
     check_version(str(checkpoint.path), state, config_of(experiment), version("realign"))
-    if missing := KEYS - state.keys():
-        lacking = ", ".join(sorted(missing))
-        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of a run: it lacks {lacking}. Use another one.")
+    check_tree(str(checkpoint.path), checkpoint.step, state)
     new_run = Part.counters in experiment.resume_skip
     if not new_run and checkpoint.step >= experiment.steps:
         raise RunComplete(

@@ -13,13 +13,14 @@ from typing import Any, Self
 
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.resume import Start
+from realign.runtime.checkpoint.schema import RECORDS
 from realign.runtime.metrics.live_display import JsonLines, Nowhere
 
 
 class Records:
     """The record files metrics.jsonl, samples.jsonl and eval_samples.jsonl."""
 
-    NAMES = ("metrics", "samples", "eval_samples")
+    NAMES = RECORDS
 
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
