@@ -390,7 +390,10 @@ def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
         ({"critic": "theirs"}, r"critic='theirs': unknown choice \(valid: none, own, shared\)"),
         ({"value": ValueObjective()}, "value: has no effect with critic=none. Set critic=shared"),
         ({"value": ValueObjective(), "critic": "own"}, "value: has no effect with critic=own"),
-        ({"credit_per_minibatch": True, "critic": "own"}, "credit_per_minibatch=true: cannot be combined with critic=own"),
+        (
+            {"credit_per_minibatch": True, "critic": "own"},
+            "credit_per_minibatch=true: cannot be combined with critic=own",
+        ),
     ],
 )
 def test_settings_that_cannot_work_raise_before_anything_is_sampled(setting, text):

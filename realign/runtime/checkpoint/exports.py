@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.files.folders import refuse_link, save_folder
+from realign.engines.files.folders import refuse_link, remove_folder, save_folder
 from realign.errors import CheckpointError, ConfigError, RunError, TransientError
 from realign.runtime.checkpoint.schema import SAVED
 from realign.settings import Count, Positive, Settings
@@ -125,7 +124,7 @@ class Saves:
             return
         if not SAVED.fullmatch(path.name) or path.resolve().parent != self.folder.resolve():
             raise RunError(f"{str(path)!r} is not a folder of models in {str(self.folder)!r}. It was not removed.")
-        shutil.rmtree(path)
+        remove_folder(path)
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
         """Write the models of all roles and `record` into a new folder.

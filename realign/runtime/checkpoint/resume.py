@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.errors import CheckpointError, ConfigError, RunComplete
+from realign.runtime.checkpoint.final_models import FINAL, damage_of
 from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest
 from realign.runtime.checkpoint.schema import check_config_tree, check_tree
 from realign.runtime.checkpoint.state import config_of, environment
@@ -68,6 +69,9 @@ class Start:
 def find_start(experiment: Experiment) -> Start | None:
     """Read the checkpoint that `experiment.resume` selects and compare it with the config.
 
+    If the run is complete, but the models in `final` are damaged or missing, the result is the checkpoint of the last
+    step, from which the run saves them again.
+
     Returns:
         The checkpoint; None if `resume` is None, or if `resume=auto` finds no checkpoint.
 
@@ -86,14 +90,33 @@ def find_start(experiment: Experiment) -> Start | None:
     check_version(str(checkpoint.path), state, config_of(experiment), version("realign"))
     check_tree(str(checkpoint.path), checkpoint.step, state)
     new_run = Part.counters in experiment.resume_skip
+    own = experiment.owns(checkpoint.path)
     if not new_run and checkpoint.step >= experiment.steps:
-        raise RunComplete(
-            f"steps={experiment.steps}: the run is complete, since {checkpoint.path} is at step {checkpoint.step}. "
-            "Increase steps to continue."
-        )
+        _check_complete(experiment, checkpoint, state["saves"].get("final"), own)
     check_config(state["config"], config_of(experiment), experiment.resume_allow)
     warn_of_another_environment(state["environment"])
-    return Start(checkpoint, state, experiment.owns(checkpoint.path), new_run)
+    return Start(checkpoint, state, own, new_run)
+
+
+def _check_complete(experiment: Experiment, checkpoint: Checkpoint, final: Mapping[str, Any] | None, own: bool) -> None:
+    """Raise RunComplete if no step is left. Warn instead if the models of the run must be saved again."""
+    done = (
+        f"steps={experiment.steps}: the run is complete, since {checkpoint.path} is at step {checkpoint.step}. "
+        "Increase steps to continue."
+    )
+    folder = experiment.output_dir / FINAL
+    damage = damage_of(folder, final) if own else None
+    if damage is None:
+        raise RunComplete(done)
+    if checkpoint.step > experiment.steps:
+        raise RunComplete(
+            f"{done} The saved models in {folder} are damaged ({damage}). Set steps={checkpoint.step} to restore them."
+        )
+    warnings.warn(
+        f"The run is complete, but its saved models in {folder} are damaged ({damage}). They are saved again from "
+        f"{checkpoint.path}.",
+        stacklevel=3,
+    )
 
 
 def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:

@@ -195,9 +195,7 @@ def restore_random(state: Mapping[str, Any]) -> None:
         _restore_generators(state)
     except (ValueError, TypeError, RuntimeError, LookupError, OverflowError) as error:
         detail = " ".join(str(error).split())
-        raise CheckpointError(
-            f"random: the generators reject their state ({detail}). {_skip(Part.random)}"
-        ) from error
+        raise CheckpointError(f"random: the generators reject their state ({detail}). {_skip(Part.random)}") from error
 
 
 def _restore_generators(state: Mapping[str, Any]) -> None:
