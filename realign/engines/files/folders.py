@@ -223,7 +223,7 @@ def restore_interrupted_saves(folder: Path) -> None:
 def _restore(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         return
-    if path.name.endswith(_REMOVED) and path.name.startswith(".step_"):
+    if path.name.endswith(_REMOVED) and path.name.startswith((".step_", ".final")):
         shutil.rmtree(path)
         return
     match = _SCRATCH.fullmatch(path.name)
