@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from realign.engines.files.durable import make_folder, not_regular, sync_folder, sync_tree
+from realign.engines.files.model_folder import parse_object
 from realign.errors import ConfigError, DataError, TransientError
 
 AVERAGED = "_ema"
@@ -275,14 +276,4 @@ def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     prefix, suffix = state_file("").split(".")
     files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}
     own = Path(path).expanduser() / state_file()
-    return _read_json(own) if own.is_file() else {}, {role: _read_json(file) for role, file in files.items()}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{str(file)!r} is not a JSON file: {error}") from error
-    if not isinstance(state, dict):
-        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(state).__name__}")
-    return state
+    return parse_object(own) if own.is_file() else {}, {role: parse_object(file) for role, file in files.items()}

@@ -185,17 +185,35 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
             near = get_close_matches(key, sorted(known), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"resume_allow={key}: the config has no such key.{hint}")
-    meant = {*FREE, *allow}
+    stretched = _stretched_schedules(before, now)
+    meant = {*FREE, *allow, *stretched}
     differing = [
         f"{key} was {before.get(key, ABSENT)}, is {now.get(key, ABSENT)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not any(key[:end] in meant for end in _ends(key))
     ]
+    if not differing and stretched:
+        totals = "; ".join(f"{key} was {before[key]}, is {now[key]}" for key in stretched)
+        warnings.warn(
+            f"Learning-rate schedules follow steps ({totals}). The run continues with the rates of the new schedule. "
+            f"To keep the earlier schedule, set {stretched[0]}={before[stretched[0]]}.",
+            stacklevel=3,
+        )
     if differing:
         raise CheckpointError(
             f"The config differs from that of the checkpoint: {'; '.join(differing)}. To resume with the new values, "
             f"list the keys in resume_allow, such as 'resume_allow=[{differing[0].split()[0]}]'."
         )
+
+
+def _stretched_schedules(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the schedule lengths that equal `steps` in both configs, as `total: ${steps}` does, and differ."""
+    return [
+        key
+        for key in sorted(before.keys() & now.keys())
+        if key.endswith(".schedule.total") and before[key] != now[key]
+        if (before[key], now[key]) == (before.get("steps"), now.get("steps"))
+    ]
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
