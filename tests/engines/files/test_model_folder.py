@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from realign.engines import Score, TransformersModel
 from realign.engines.files.folders import read_states
 from realign.engines.files.model_folder import check_model_folder
 from realign.errors import DataError, RealignError
+from realign.interfaces.reward_model import RewardModelInterface
+from realign.runtime.models import adopt
 from tests.tiny import save_tiny
 
 HUGE = 10**7
@@ -35,14 +36,15 @@ def model(tiny, tmp_path) -> Path:
 
 def load(folder: Path) -> str:
     """Return the error message; empty if the model can be loaded."""
+    message = ""
     try:
         engine: Any = TransformersModel(str(folder)).load("actor", seed=0).machine
         assert all(isinstance(i, int) for i in engine.eos_token_ids)
     except RealignError as error:
-        assert "\n" not in str(error)
-        assert len(str(error)) < 1500
-        return str(error)
-    return ""
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 1500
+    return message
 
 
 def changed(file: Path, **values: Any) -> None:
@@ -119,15 +121,16 @@ def test_a_file_that_is_too_large_is_not_read(model):
     assert "has 1000000000000 bytes; expected at most" in load(model)
 
 
-def settings() -> Iterator[Any]:
-    yield {"num_key_value_heads": None}
-    yield {"num_hidden_layers": 2, "text_config": {"num_experts": 0}}
-    yield {"num_attention_heads": [4, 4, 2]}
-    yield {"eos_token_id": [1, 2]}
-    yield {"eos_token_id": None}
+REAL = [
+    {"num_key_value_heads": None},
+    {"num_hidden_layers": 2, "text_config": {"num_experts": 0}},
+    {"num_attention_heads": [4, 4, 2]},
+    {"eos_token_id": [1, 2]},
+    {"eos_token_id": None},
+]
 
 
-@pytest.mark.parametrize("values", settings(), ids=str)
+@pytest.mark.parametrize("values", REAL, ids=str)
 def test_values_of_real_families_pass(tmp_path, values):
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "elsewhere").symlink_to("nowhere")
@@ -138,3 +141,10 @@ def test_heads_of_other_classes_are_checked_the_same_way(model):
     changed(model / "config.json", num_attention_heads=0)
     with pytest.raises(DataError, match="num_attention_heads=0"):
         TransformersModel(str(model), head=Score()).load("reward", seed=0)
+
+
+@pytest.mark.parametrize("state", [{"gain": "x"}, {"gain": []}, {"gain": 1.0}, {"gain": 1.0, "bias": None}])
+def test_an_interface_state_of_other_values_is_one_line(tmp_path, state):
+    (tmp_path / "interface_state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"^models\.reward: the interface state saved with the weights does not fit"):
+        adopt("reward", RewardModelInterface(), read_states(str(tmp_path))[0])
