@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import json
-import os
 import math
+import os
 import re
 import shutil
 import tempfile

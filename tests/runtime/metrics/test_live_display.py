@@ -3,11 +3,10 @@ from __future__ import annotations
 import errno
 import io
 import json
-import os
 import math
+import os
 import shutil
 import warnings
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
