@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -259,9 +260,9 @@ def full(monkeypatch):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(data)
 
-    plain = Path.open
+    plain = os.fdopen
     monkeypatch.setattr(
-        Path, "open", lambda p, mode="r", *a, **k: Disk(p, mode) if mode == "ab" else plain(p, mode, *a, **k)
+        os, "fdopen", lambda n, mode="r", *a, **k: Disk(n, mode) if mode == "ab" else plain(n, mode, *a, **k)
     )
     return lambda on=True: state.update(full=on)
 

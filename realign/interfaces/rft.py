@@ -190,9 +190,17 @@ class Pool:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, replacing the current pool."""
+        """Restore what `state_dict` returned, replacing the current pool.
+
+        Raises:
+            ValueError: a response is not three lists of integers and a reward.
+        """
         self._prompts = {}
         for prompt, ids, mask, reward in state["responses"]:
+            if not all(type(token) is int for tokens in (prompt, ids, mask) for token in tokens):
+                raise ValueError("responses: expected token ids and masks as integers")
+            if len(ids) != len(mask):
+                raise ValueError(f"responses: {len(ids)} token ids, but a mask of {len(mask)}")
             self._prompts.setdefault(tuple(prompt), {})[tuple(ids)] = (tuple(mask), float(reward))
 
 

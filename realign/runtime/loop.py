@@ -14,7 +14,9 @@ import yaml
 from rich.console import Console
 
 from realign.engines.distributed.ranks import current
+from realign.engines.files.folders import remove_folder
 from realign.runtime.checkpoint.exports import Saves
+from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checkpoint.resume import Start
 from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
@@ -73,7 +75,8 @@ class Training:
             runtime.batches_ahead = runtime.prompts.drawn - start.step
             if not start.new_run:
                 self.saves.load_state_dict(start.state["saves"])
-            self._say(f"Resumed from {start.checkpoint.path}. Next step: {self.first} of {e.steps}.")
+            left = f"Next step: {self.first} of {e.steps}." if self.first <= e.steps else "No step is left."
+            self._say(f"Resumed from {start.checkpoint.path}. {left}")
         if e.checkpoint is not None:
             pack(interface_states(runtime), copy=False)  # fail at startup if the state is not serializable
         if start is None or not start.own:
@@ -123,8 +126,11 @@ class Training:
                     self.checkpoints.after_step(step, now=received is not None)
                     if received is not None:
                         raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
+            if self.first > steps:  # only `final` is missing or damaged
+                self.ranks.lead(partial(remove_folder, self.out / FINAL))
+                self._calibrate_after()
             self.runtime.check_progress()
-            self.runtime.save(self.out / "final")
+            self.runtime.save(self.out / FINAL)
             self.checkpoints.finish(steps)
         return self.result
 
@@ -165,7 +171,7 @@ class Training:
         if self.experiment.calibration is None or not self.experiment.calibration.after:
             return {}
         self.runtime.check_progress()
-        self.runtime.save(self.out / "final")  # save before a calibration that may fail
+        self.runtime.save(self.out / FINAL)  # save before a calibration that may fail
         self.checkpoints.keep_interfaces()
         return self.runtime.calibrate("after")
 

@@ -14,7 +14,7 @@ from realign.api.sampler_spec import ConfiguresSampler
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
-from realign.errors import ConfigError
+from realign.errors import ConfigError, DataError, RealignError
 from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
@@ -69,8 +69,27 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
     for role, model in models.items():
         model.lead = current().lead
         if role in experiment.interfaces:  # an evaluated role may have no interface
-            experiment.interfaces[role].adopt(model.saved)
+            adopt(role, experiment.interfaces[role], model.saved)
     return models
+
+
+def adopt(role: str, interface: ModelInterface, saved: Mapping[str, Any]) -> None:
+    """Restore the interface state that was saved with the weights of a role.
+
+    Raises:
+        DataError: one of the package's own interfaces cannot restore the state. A user's class keeps its exception.
+    """
+    try:
+        interface.adopt(saved)
+    except RealignError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        if not type(interface).adopt.__module__.startswith("realign."):
+            raise
+        raise DataError(
+            f"models.{role}: the interface state saved with the weights does not fit ({type(error).__name__}: "
+            f"{error}). Download the model again."
+        ) from error
 
 
 def open_sampler(spec: ModelSpec, model: Model) -> None:

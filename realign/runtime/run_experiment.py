@@ -9,6 +9,7 @@ from functools import partial
 from rich.console import Console
 
 from realign.engines.distributed.ranks import Ranks, current
+from realign.engines.files.folders import restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.checkpoint.recovery import Attempts
@@ -81,6 +82,7 @@ def _opened(
 
     def hold() -> None:
         stack.enter_context(alone_in(experiment.output_dir))
+        restore_interrupted_saves(experiment.output_dir)
 
     if is_there := ranks.lead(experiment.output_dir.is_dir):
         ranks.lead(hold)

@@ -7,14 +7,19 @@ import errno
 import json
 import os
 import re
+import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from realign.engines.files.durable import make_folder, not_regular, sync_folder, sync_tree
+from realign.engines.files.model_folder import parse_object
 from realign.errors import ConfigError, DataError, TransientError
 
 AVERAGED = "_ema"
@@ -22,7 +27,7 @@ AVERAGED = "_ema"
 
 
 RUN_FILES = (
-    *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png"),
+    *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"),
     *("final", "final/*", "best", "best/*", "step_*", "step_*/*", "checkpoints", "checkpoints/step_*"),
     "tensorboard",
 )
@@ -119,16 +124,28 @@ def check_name(what: str, name: str) -> None:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Check that a run's files contain no links, since the run would write or remove files outside its folder.
+    """Check that a run's files are regular files and folders.
 
-    The folder itself may be a link, for example to a larger disk.
+    Through a link, the run would write or remove files outside its folder. A pipe would block it. The folder itself
+    may be a link, for example to a larger disk.
 
     Raises:
-        ConfigError: there is a link. The message names the link and its target.
+        ConfigError: there is a link, pipe, device or socket. The message names it, and the target of a link.
     """
     for pattern in RUN_FILES:
-        for path in folder.glob(pattern):
+        for path in _entries(folder, pattern):
             refuse_link(path)
+            mode = path.lstat().st_mode
+            named = Path(pattern).suffix and not stat.S_ISREG(mode)  # such as metrics.jsonl
+            if named or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise not_regular(path)
+
+
+def _entries(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths that match a pattern, including dangling links, which `Path.glob` omits."""
+    first, _, rest = pattern.partition("/")
+    found = [path for path in folder.iterdir() if fnmatchcase(path.name, first)] if folder.is_dir() else []
+    return [inner for path in found for inner in _entries(path, rest)] if rest else found
 
 
 def refuse_link(path: Path) -> None:
@@ -143,23 +160,82 @@ def refuse_link(path: Path) -> None:
 def save_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write` with a temporary folder and rename it to `path`, so that `path` never contains a partial model.
 
+    The folder is on the disk when this function returns, as long as the disk keeps what is synced. If the process is
+    killed, a temporary folder can remain, which `restore_interrupted_saves` removes.
+
     Raises:
         ConfigError: `path` is a link.
         DiskFullError: the disk is full; `path` is unchanged.
         OSError: the disk is not writable; `path` is unchanged.
     """
     refuse_link(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        new = Path(scratch, "new")
+        new = Path(scratch, _NEW)
         try:
             write(new)
+            sync_tree(new)
         except (OSError, SafetensorError) as error:  # a full disk can also raise SafetensorError
             kind = DiskFullError if _is_full(error) else OSError
             raise kind(f"{path} was not saved: {error.__cause__ or error}") from error
-        if path.exists():
-            path.rename(Path(scratch, "old"))
+        _replace(path, new, Path(scratch, _OLD))
+
+
+def _replace(path: Path, new: Path, old: Path) -> None:
+    """Rename `new` to `path`. An existing folder is renamed to `old`, and back if this fails."""
+    if path.exists():
+        path.rename(old)
+    try:
         new.rename(path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    sync_folder(path.parent)
+
+
+_NEW, _OLD = "new", "old"
+_SCRATCH = re.compile(r"\.(.+)\.\w{8}")
+_REMOVED = ".removed"
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of models, if it exists. Rename it first, so that an interruption leaves no partial model."""
+    if not path.exists():
+        return
+    aside = path.with_name(f".{path.name}{_REMOVED}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def restore_interrupted_saves(folder: Path) -> None:
+    """Remove what killed calls of `save_folder` and `remove_folder` left in the run folder and its model folders.
+
+    If a save was killed between its two renames, the earlier folder exists only in the temporary folder. It is moved
+    back. Call this only under the lock of the run folder.
+    """
+    for parent in (folder, folder / "final", folder / "best", *folder.glob("step_*")):
+        if parent.is_dir() and (parent == folder or not parent.is_symlink()):
+            for path in list(parent.glob(".*")):
+                _restore(path)
+
+
+def _restore(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        return
+    if path.name.endswith(_REMOVED) and path.name.startswith((".step_", ".final")):
+        shutil.rmtree(path)
+        return
+    match = _SCRATCH.fullmatch(path.name)
+    if match is None or not {entry.name for entry in path.iterdir()} <= {_NEW, _OLD}:
+        return
+    old, target = path / _OLD, path.with_name(match[1])
+    if old.is_dir() and not old.is_symlink() and not os.path.lexists(target):
+        old.rename(target)
+        sync_folder(path.parent)
+        warnings.warn(f"{target} was restored, since the save that replaces it was interrupted.", stacklevel=4)
+    shutil.rmtree(path)
 
 
 def _is_full(error: BaseException) -> bool:
@@ -179,8 +255,12 @@ def write_state(folder: Path, state: Mapping[str, Any], role: str | None = None)
     if not state:
         return
     new = folder / f".{state_file(role)}"
-    new.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(state, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     new.replace(folder / state_file(role))
+    sync_folder(folder)
 
 
 def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -196,14 +276,4 @@ def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     prefix, suffix = state_file("").split(".")
     files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}
     own = Path(path).expanduser() / state_file()
-    return _read_json(own) if own.is_file() else {}, {role: _read_json(file) for role, file in files.items()}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{str(file)!r} is not a JSON file: {error}") from error
-    if not isinstance(state, dict):
-        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(state).__name__}")
-    return state
+    return parse_object(own) if own.is_file() else {}, {role: parse_object(file) for role, file in files.items()}

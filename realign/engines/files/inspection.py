@@ -6,12 +6,12 @@ model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
+from realign.engines.files.model_folder import check_layers, check_model_folder, read_object
 from realign.engines.network.heads import Head
 from realign.errors import ConfigError, DataError
 
@@ -28,18 +28,20 @@ def weight_names(folder: Path) -> frozenset[str] | None:
     from safetensors import SafetensorError, safe_open
 
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        try:
-            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{str(index)!r} is not an index of weights: {error}. Download the model again.") from error
+    check_model_folder(folder)
+    if (found := read_object(index)) is not None:
+        names = frozenset(found["weight_map"])
+        check_layers(folder, len(names))
+        return names
     if not file.is_file():
         return None
     try:
         with safe_open(file, framework="pt") as weights:
-            return frozenset(weights.keys())
+            names = frozenset(weights.keys())
     except SafetensorError as error:
         raise DataError(f"{str(file)!r} is not a safetensors file: {error}. Download the model again.") from error
+    check_layers(folder, len(names))
+    return names
 
 
 def check_head(what: str, path: str, names: Collection[str], head: Head, *, random_head: bool) -> None:

@@ -30,7 +30,7 @@ def read_tokenizer(role: str, source: str, *, trust_remote_code: bool) -> Any:
     path = check_path(f"models.{role}.tokenizer", source, TOKENIZER_FILES)
     with readable(f"models.{role}: cannot load a tokenizer from {path!r}"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    warn_if_misread(f"models.{role}", tokenizer, path)
+        warn_if_misread(f"models.{role}", tokenizer, path)
     return tokenizer
 
 
@@ -54,7 +54,7 @@ def readable(what: str, kind: type[RealignError] = DataError) -> Iterator[None]:
         yield
     except RealignError as error:
         raise type(error)(f"{what}: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError) as error:
+    except Exception as error:
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         cure = " Set trust_remote_code=true of this role to run it." if "trust_remote_code" in str(error) else ""

@@ -135,14 +135,29 @@ class Stepper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; settings such as decay rates still come from `spec`."""
+        """Restore the state that `state_dict` returned; settings such as decay rates still come from `spec`.
+
+        Raises:
+            ValueError: the moments do not match the parameters. Fused kernels would read outside of their memory.
+        """
         settings = [{k: x for k, x in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self._check_moments(state["optimizer"]["state"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.optimizer_steps = state["optimizer_steps"]
         self.train_steps = state["train_steps"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+    def _check_moments(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if unknown := [index for index in states if not 0 <= index < len(parameters)]:
+            raise ValueError(f"the optimizer has {len(parameters)} parameters, but the state has number {unknown[0]}")
+        for index, moments in states.items():
+            shapes = {name: list(x.shape) for name, x in moments.items() if x.is_floating_point()}
+            shape = list(parameters[index].shape)
+            if shapes != {"step": [], "exp_avg": shape, "exp_avg_sq": shape}:
+                raise ValueError(f"parameter {index} has shape {shape}, but its moments have {shapes}")
 
 
 def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from realign.engines.files.durable import make_folder, sync_folder
 from realign.runtime.checkpoint.folder import (
     FORMAT,
     MANIFEST,
@@ -58,7 +59,7 @@ def begin(folder: Path, step: int) -> Path:
     """Create and return a temporary folder for the checkpoint of a step."""
     if step < 0:
         raise ValueError(f"step={step}: must be at least 0")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     remove_leftovers(folder)
     temporary = folder / f".{folder_name(step)}.{secrets.token_hex(4)}"
     temporary.mkdir()
@@ -89,8 +90,8 @@ def _fill(begun: Begun, step: int, packed: Packed) -> None:
     with HashedFile(folder / MANIFEST) as file:
         file.write(rendered_manifest({"format": FORMAT, "realign": version("realign"), "step": step, "files": files}))
     if begun.files:
-        _sync_folder(folder / PARTS)
-    _sync_folder(folder)
+        sync_folder(folder / PARTS)
+    sync_folder(folder)
 
 
 def facts_of(path: Path) -> dict[str, Any]:
@@ -106,8 +107,8 @@ def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:
     if path.exists():
         path.rename(aside)
     temporary.rename(path)
-    _sync_folder(folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder)
+    sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
     return Checkpoint(path, step)
 
@@ -139,14 +140,6 @@ class HashedFile:
     def facts(self) -> dict[str, Any]:
         """Manifest entry of the file."""
         return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
-
-
-def _sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def remove(checkpoint: Checkpoint) -> None:

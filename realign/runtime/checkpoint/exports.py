@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.files.folders import refuse_link, save_folder
+from realign.engines.files.folders import refuse_link, remove_folder, save_folder
 from realign.errors import CheckpointError, ConfigError, RunError, TransientError
+from realign.runtime.checkpoint.schema import SAVED
 from realign.settings import Count, Positive, Settings
 
 
@@ -43,10 +42,6 @@ class CheckpointSpec(Settings):
         steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
         minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
         return f"{', '.join([*steps, *minutes, 'at the end'])}; keeps the last {self.keep}"
-
-
-_SAVED = re.compile(r"step_[0-9]{6,}")
-"""Names of the folders of models that a run writes every `every_steps` steps."""
 
 
 @dataclass
@@ -114,7 +109,7 @@ class Saves:
 
     def _own_folder(self, name: Any) -> Path:
         """Return the folder that a checkpoint names, which `_remove` may delete later."""
-        if not isinstance(name, str) or not _SAVED.fullmatch(name):
+        if not isinstance(name, str) or not SAVED.fullmatch(name):
             raise CheckpointError(
                 f"saves.made={name!r} in the checkpoint: expected names such as step_000050. "
                 "The checkpoint was changed. Resume from another one."
@@ -127,9 +122,9 @@ class Saves:
         refuse_link(path)
         if not path.exists():
             return
-        if not _SAVED.fullmatch(path.name) or path.resolve().parent != self.folder.resolve():
+        if not SAVED.fullmatch(path.name) or path.resolve().parent != self.folder.resolve():
             raise RunError(f"{str(path)!r} is not a folder of models in {str(self.folder)!r}. It was not removed.")
-        shutil.rmtree(path)
+        remove_folder(path)
 
     def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
         """Write the models of all roles and `record` into a new folder.

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from realign.errors import CheckpointError, ConfigError, RunComplete
+from realign.runtime.checkpoint.final_models import FINAL, damage_of
 from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest
+from realign.runtime.checkpoint.schema import check_config_tree, check_tree
 from realign.runtime.checkpoint.state import config_of, environment
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
 
@@ -38,11 +40,6 @@ FREE = (
     "trackers",
 )
 """Config keys that do not affect training and may differ between a checkpoint and the resumed run."""
-
-KEYS = frozenset(
-    {"config", "counters", "data", "environment", "frozen", "interfaces", "models", "random", "records", "saves"}
-)
-"""Required top-level keys of a checkpoint."""
 
 ABSENT = "(none)"
 
@@ -72,6 +69,9 @@ class Start:
 def find_start(experiment: Experiment) -> Start | None:
     """Read the checkpoint that `experiment.resume` selects and compare it with the config.
 
+    If the run is complete, but the models in `final` are damaged or missing, the result is the checkpoint of the last
+    step, from which the run saves them again.
+
     Returns:
         The checkpoint; None if `resume` is None, or if `resume=auto` finds no checkpoint.
 
@@ -86,19 +86,37 @@ def find_start(experiment: Experiment) -> Start | None:
     if found is None:
         return None
     checkpoint, state = found
+    check_config_tree(state)
     check_version(str(checkpoint.path), state, config_of(experiment), version("realign"))
-    if missing := KEYS - state.keys():
-        lacking = ", ".join(sorted(missing))
-        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of a run: it lacks {lacking}. Use another one.")
+    check_tree(str(checkpoint.path), checkpoint.step, state)
     new_run = Part.counters in experiment.resume_skip
+    own = experiment.owns(checkpoint.path)
     if not new_run and checkpoint.step >= experiment.steps:
-        raise RunComplete(
-            f"steps={experiment.steps}: the run is complete, since {checkpoint.path} is at step {checkpoint.step}. "
-            "Increase steps to continue."
-        )
+        _check_complete(experiment, checkpoint, state["saves"].get("final"), own)
     check_config(state["config"], config_of(experiment), experiment.resume_allow)
     warn_of_another_environment(state["environment"])
-    return Start(checkpoint, state, experiment.owns(checkpoint.path), new_run)
+    return Start(checkpoint, state, own, new_run)
+
+
+def _check_complete(experiment: Experiment, checkpoint: Checkpoint, final: Mapping[str, Any] | None, own: bool) -> None:
+    """Raise RunComplete if no step is left. Warn instead if the models of the run must be saved again."""
+    done = (
+        f"steps={experiment.steps}: the run is complete, since {checkpoint.path} is at step {checkpoint.step}. "
+        "Increase steps to continue."
+    )
+    folder = experiment.output_dir / FINAL
+    damage = damage_of(folder, final) if own else None
+    if damage is None:
+        raise RunComplete(done)
+    if checkpoint.step > experiment.steps:
+        raise RunComplete(
+            f"{done} The saved models in {folder} are damaged ({damage}). Set steps={checkpoint.step} to restore them."
+        )
+    warnings.warn(
+        f"The run is complete, but its saved models in {folder} are damaged ({damage}). They are saved again from "
+        f"{checkpoint.path}.",
+        stacklevel=3,
+    )
 
 
 def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
@@ -167,17 +185,35 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
             near = get_close_matches(key, sorted(known), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"resume_allow={key}: the config has no such key.{hint}")
-    meant = {*FREE, *allow}
+    stretched = _stretched_schedules(before, now)
+    meant = {*FREE, *allow, *stretched}
     differing = [
         f"{key} was {before.get(key, ABSENT)}, is {now.get(key, ABSENT)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not any(key[:end] in meant for end in _ends(key))
     ]
+    if not differing and stretched:
+        totals = "; ".join(f"{key} was {before[key]}, is {now[key]}" for key in stretched)
+        warnings.warn(
+            f"Learning-rate schedules follow steps ({totals}). The run continues with the rates of the new schedule. "
+            f"To keep the earlier schedule, set {stretched[0]}={before[stretched[0]]}.",
+            stacklevel=3,
+        )
     if differing:
         raise CheckpointError(
             f"The config differs from that of the checkpoint: {'; '.join(differing)}. To resume with the new values, "
             f"list the keys in resume_allow, such as 'resume_allow=[{differing[0].split()[0]}]'."
         )
+
+
+def _stretched_schedules(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the schedule lengths that equal `steps` in both configs, as `total: ${steps}` does, and differ."""
+    return [
+        key
+        for key in sorted(before.keys() & now.keys())
+        if key.endswith(".schedule.total") and before[key] != now[key]
+        if (before[key], now[key]) == (before.get("steps"), now.get("steps"))
+    ]
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from realign.engines.distributed.ranks import current
 from realign.errors import TransientError
 from realign.runtime.checkpoint.background_writer import CheckpointWriter, failed_write
 from realign.runtime.checkpoint.exports import Saves
+from realign.runtime.checkpoint.final_models import FINAL, settle
 from realign.runtime.checkpoint.state import interface_states, run_state
 from realign.runtime.experiment import CHECKPOINTS
 from realign.runtime.metrics.records import Records
@@ -63,9 +65,13 @@ class RunCheckpoints:
             self._write(self._writer, step)
 
     def finish(self, step: int) -> None:
-        """Write the last checkpoint. Its existence shows that the run is complete and its models are saved."""
+        """Write the last checkpoint, with the hashes of `final`.
+
+        Its existence shows that the run is complete and its models are saved.
+        """
         if self._writer is not None:
-            self._write(self._writer, step)
+            folder = self._runtime.experiment.output_dir / FINAL
+            self._write(self._writer, step, {"final": self._ranks.lead(partial(settle, folder))})
 
     def metrics(self) -> dict[str, float]:
         """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step."""
@@ -82,12 +88,12 @@ class RunCheckpoints:
             self._writer.close()
         return self._take_problems()
 
-    def _write(self, writer: CheckpointWriter, step: int) -> None:
+    def _write(self, writer: CheckpointWriter, step: int, of_saves: Mapping[str, Any] | None = None) -> None:
         started = time.perf_counter()
         _warn_of(f"{problem} Training continues." for problem in self._take_problems())
         try:
             state = run_state(self._runtime, self._frozen)
-            state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict()}
+            state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict() | dict(of_saves or {})}
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces
             writer.write(step, state, best=self._saves.best_step)

@@ -99,7 +99,8 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
             with _matching_model(role):
                 model.machine.load_state_dict(state["engine"], weights_only=Part.optimizer in skipped)
         if "weights" in state:  # a role that is synced from a trained role
-            model.machine.load_weights(state["weights"])
+            with _matching_model(role):
+                model.machine.load_weights(state["weights"])
         if Part.counters not in skipped:
             model.version = state["version"]
         if model.engine is not None:
@@ -133,7 +134,13 @@ def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> Non
                 raise CheckpointError(f"{name}: the checkpoint has no state of it. {_skip(Part.interfaces)}")
             try:
                 interface.load_state_dict(states[name])
-            except Exception as error:  # of a user's class: the traceback names the file
+            except Exception as error:
+                if type(interface).load_state_dict.__module__.startswith("realign."):
+                    raise CheckpointError(
+                        f"{name}: the state in the checkpoint does not fit ({type(error).__name__}: {error}). "
+                        f"{_skip(Part.interfaces)}"
+                    ) from error
+                # of a user's class: the traceback names the file
                 error.add_note(f"{name}: the state in the checkpoint was not restored. {_skip(Part.interfaces)}")
                 raise
 
@@ -143,7 +150,7 @@ def _matching_model(role: str) -> Iterator[None]:
     """Name the role of a model that does not match its state in the checkpoint."""
     try:
         yield
-    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         detail = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
             f"models.{role} does not match the checkpoint ({detail[:300]}). {_skip(Part.optimizer)} Weights cannot be "
@@ -179,7 +186,19 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any]) -> None:
-    """Restore the state that `random_state` returned. CUDA devices without saved state are unchanged."""
+    """Restore the state that `random_state` returned. CUDA devices without saved state are unchanged.
+
+    Raises:
+        CheckpointError: A generator does not accept its state.
+    """
+    try:
+        _restore_generators(state)
+    except (ValueError, TypeError, RuntimeError, LookupError, OverflowError) as error:
+        detail = " ".join(str(error).split())
+        raise CheckpointError(f"random: the generators reject their state ({detail}). {_skip(Part.random)}") from error
+
+
+def _restore_generators(state: Mapping[str, Any]) -> None:
     kind, words, place = state["python"]
     random.setstate((kind, tuple(words), place))
     numpy = dict(state["numpy"])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -20,9 +21,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from realign.engines.files.durable import open_regular
+from realign.errors import ConfigError
 from realign.runtime.display import first_metrics
 
 _MOST_WAITING = 10_000
+_CHUNK = 1 << 20
 
 
 class Tracker(Protocol):
@@ -56,9 +60,10 @@ class JsonLines:
         self._lost = 0
         self._problem = ""
         self._start = time.perf_counter() - seconds
-        self._file = path.open("ab", buffering=0)
+        self._file = _opened(path)
         self._torn_at: int | None = None
         self._file.truncate(min(keep_bytes, self.size))
+        self._hash = prefix_hash(path, self.size)
 
     @property
     def size(self) -> int:
@@ -75,6 +80,11 @@ class JsonLines:
         self._write_waiting()
         os.fsync(self._file.fileno())
         return self.size
+
+    @property
+    def sha256(self) -> str:
+        """Sha256 of the complete lines, as they were written."""
+        return self._hash.hexdigest()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append `{"step", "seconds", metric: value, ...}`. Non-finite values become null."""
@@ -103,9 +113,9 @@ class JsonLines:
             while self._waiting:
                 self._append(self._waiting[0])
                 self._waiting.popleft()
-        except OSError as error:
+        except (OSError, ConfigError) as error:  # ConfigError: the path became a pipe or a link
             if not self._problem:
-                self._problem = error.strerror or str(error)
+                self._problem = getattr(error, "strerror", None) or str(error)
                 warnings.warn(
                     f"{self.path} cannot be written after byte {self.size} ({self._problem}). Training continues and "
                     "writes the pending lines later.",
@@ -125,9 +135,10 @@ class JsonLines:
         except FileNotFoundError:
             pass
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = self.path.open("ab", buffering=0)
+        found = _opened(self.path)
         self._file.close()
         self._file, self._torn_at = found, None
+        self._hash = prefix_hash(self.path, self.size)
         warnings.warn(
             f"{self.path} was removed or moved during the run. A new file starts with the next line.", stacklevel=4
         )
@@ -145,6 +156,27 @@ class JsonLines:
             with suppress(OSError):
                 self._file.truncate(end)
             raise
+        self._hash.update(line)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
+
+
+def prefix_hash(path: Path, size: int) -> hashlib._Hash:
+    """Return the sha256 of the first `size` bytes of a file, which may be continued."""
+    digest = hashlib.sha256()
+    for chunk in prefix(path, size):
+        digest.update(chunk)
+    return digest
+
+
+def prefix(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the first `size` bytes of a regular file in chunks."""
+    with open_regular(path, os.O_RDONLY, "rb") as file:
+        while size > 0 and (chunk := file.read(min(size, _CHUNK))):
+            yield chunk
+            size -= len(chunk)
 
 
 class Nowhere(JsonLines):
@@ -156,6 +188,11 @@ class Nowhere(JsonLines):
     def sync(self) -> int:
         """Return 0, since there is no file."""
         return 0
+
+    @property
+    def sha256(self) -> str:
+        """Empty, since there is no file."""
+        return ""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Discard the record."""

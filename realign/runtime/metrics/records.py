@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,22 +12,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from realign.errors import CheckpointError
+from realign.engines.files.durable import open_regular
 from realign.runtime.checkpoint.resume import Start
-from realign.runtime.metrics.live_display import JsonLines, Nowhere
+from realign.runtime.checkpoint.schema import RECORDS
+from realign.runtime.metrics.live_display import JsonLines, Nowhere, prefix, prefix_hash
 
 
 class Records:
     """The record files metrics.jsonl, samples.jsonl and eval_samples.jsonl."""
 
-    NAMES = ("metrics", "samples", "eval_samples")
+    NAMES = RECORDS
 
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
         state: Mapping[str, Any] = {"seconds": 0.0, "sizes": {}}
         if start is not None and not start.new_run:
             state = start.state["records"]
-            self._take_over(folder, start, state["sizes"])
+            self._take_over(folder, start, state)
         self.metrics, self.samples, self.eval_samples = (
             JsonLines(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
             for name in self.NAMES
@@ -41,9 +43,11 @@ class Records:
                 stack.callback(file.close)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sync the files to disk, and return the elapsed seconds and the size of each file in bytes."""
+        """Sync the files to disk, and return the elapsed seconds and the size (bytes) and sha256 of each file."""
         files = dict(zip(self.NAMES, (self.metrics, self.samples, self.eval_samples), strict=True))
-        return {"seconds": self.metrics.seconds, "sizes": {name: file.sync() for name, file in files.items()}}
+        sizes = {name: file.sync() for name, file in files.items()}
+        hashes = {name: file.sha256 for name, file in files.items()}
+        return {"seconds": self.metrics.seconds, "sizes": sizes, "sha256": hashes}
 
     def history(self) -> list[dict[str, float]]:
         """Return the metrics of all steps so far. Unreadable lines are skipped with a warning."""
@@ -57,24 +61,36 @@ class Records:
                 warnings.warn(f"{self.metrics.path}, line {number}: {error}. The line is skipped.", stacklevel=2)
         return records
 
-    def _take_over(self, folder: Path, start: Start, sizes: Mapping[str, int]) -> None:
-        if unknown := sizes.keys() - set(self.NAMES):
-            raise CheckpointError(
-                f"records.sizes={sorted(map(str, unknown))} in the checkpoint: expected only {', '.join(self.NAMES)}. "
-                "The checkpoint was changed. Resume from another one."
-            )
-        for name, size in sizes.items():
+    def _take_over(self, folder: Path, start: Start, state: Mapping[str, Any]) -> None:
+        """Warn about files that differ from those at the checkpoint, and copy the files of another run."""
+        for name, size in state["sizes"].items():
             source = start.run / f"{name}.jsonl"
-            found = source.stat().st_size if source.is_file() else 0
-            if found < size:
-                warnings.warn(
-                    f"{source} has {found} bytes, but had {size} at the checkpoint of step {start.step}. The run "
-                    "continues; some of the earlier lines are missing.",
-                    stacklevel=2,
-                )
-            if not start.own and source.is_file():
-                with source.open("rb") as file:
-                    (folder / source.name).write_bytes(file.read(size))
+            if size or os.path.lexists(source):
+                _compare(source, size, state.get("sha256", {}).get(name), start.step)
+            if not start.own and os.path.lexists(source):
+                with (folder / source.name).open("wb") as copy:
+                    copy.writelines(prefix(source, size))
+
+
+def _compare(path: Path, size: int, sha256: str | None, step: int) -> None:
+    """Warn if the first `size` bytes of a record file are not those that the checkpoint counts."""
+    if not os.path.lexists(path):
+        found = 0
+    else:
+        with open_regular(path, os.O_RDONLY, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+    if found < size:
+        warnings.warn(
+            f"{path} has {found} bytes, but had {size} at the checkpoint of step {step}. The run continues; some of "
+            "the earlier lines are missing.",
+            stacklevel=2,
+        )
+    elif sha256 is not None and prefix_hash(path, size).hexdigest() != sha256:
+        warnings.warn(
+            f"{path} was changed after the checkpoint of step {step} (sha256 mismatch in its first {size} bytes). The "
+            "run continues and keeps the changed lines; its weights are not affected.",
+            stacklevel=2,
+        )
 
 
 class NoRecords(Records):

@@ -1,11 +1,23 @@
 import errno
 import os
 import pickle
+import shutil
+import warnings
+from pathlib import Path
 
 import pytest
 
-from realign.engines.files.folders import check_name, check_path, check_run_folder, refuse_link, save_folder
+from realign.engines.files.folders import (
+    check_name,
+    check_path,
+    check_run_folder,
+    refuse_link,
+    remove_folder,
+    restore_interrupted_saves,
+    save_folder,
+)
 from realign.errors import ConfigError, DataError, TransientError
+from tests.engines.files.test_durable import OTHERS
 
 
 @pytest.mark.parametrize("name", ["actor", "ref_2", "Qwen2.5 run", "größe", "a" * 100, "grpo=1,kl", "$(x)"])
@@ -110,3 +122,106 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     save_folder(tmp_path / "actor", write("two"))
     assert (tmp_path / "actor" / "weights").read_text() == "two"
     assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+
+
+def model(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "weights").write_text(text)
+
+
+@pytest.mark.parametrize("name", ["final", "best", "step_000003", "step_1000000", "final/actor", "best/actor.b_ema"])
+@pytest.mark.parametrize("state", ["writing", "between the renames", "after the renames"])
+def test_an_interrupted_save_leaves_the_old_or_the_new_folder_and_nothing_else(tmp_path, name, state):
+    target = tmp_path / name
+    scratch = target.with_name(f".{target.name}.ab12_xyz")
+    if state != "between the renames":
+        model(target, "new" if state == "after the renames" else "old")
+    if state != "after the renames":
+        model(scratch / "new", "torn" if state == "writing" else "new")
+    if state != "writing":
+        model(scratch / "old", "old")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        restore_interrupted_saves(tmp_path)
+    assert (target / "weights").read_text() == ("new" if state == "after the renames" else "old")
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert ["was restored" in str(w.message) for w in told] == [True] * (state == "between the renames")
+
+
+def test_an_interrupted_removal_is_finished(tmp_path):
+    model(tmp_path / ".step_000002.removed", "x")
+    model(tmp_path / "step_000003", "x")
+    restore_interrupted_saves(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
+
+
+def test_a_removal_that_is_interrupted_leaves_no_partial_model(tmp_path, monkeypatch):
+    model(tmp_path / "step_000002", "x")
+
+    def interrupted(path, **options):
+        if path.exists():
+            (path / "weights").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove_folder(tmp_path / "step_000002")
+    assert not (tmp_path / "step_000002").exists()
+    restore_interrupted_saves(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [".git", ".cache.abcdefgh", ".notes.removed", ".final.short", ".final.abcdefgh1"])
+def test_other_hidden_folders_stay(tmp_path, name):
+    model(tmp_path / name, "mine")
+    (tmp_path / ".final.ab12_xyz").write_text("a file")
+    restore_interrupted_saves(tmp_path)
+    assert (tmp_path / name / "weights").exists()
+    assert (tmp_path / ".final.ab12_xyz").exists()
+
+
+def test_links_are_neither_restored_nor_followed(tmp_path):
+    model(tmp_path / "elsewhere" / "old", "mine")
+    run = tmp_path / "run"
+    (run / ".final.ab12_xyz").mkdir(parents=True)
+    (run / ".final.ab12_xyz" / "old").symlink_to(tmp_path / "elsewhere" / "old")
+    (run / ".best.ab12_xyz").symlink_to(tmp_path / "elsewhere")
+    (run / "step_000001").symlink_to(tmp_path / "elsewhere")
+    restore_interrupted_saves(run)
+    assert sorted(path.name for path in run.iterdir()) == [".best.ab12_xyz", "step_000001"]
+    assert (tmp_path / "elsewhere" / "old" / "weights").exists()
+
+
+def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
+    save_folder(tmp_path / "best", lambda folder: model(folder, "one"))
+    rename, calls = os.rename, []
+
+    def fails_second(source, target, **options):
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", fails_second)
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path / "best", lambda folder: model(folder, "two"))
+    assert (tmp_path / "best" / "weights").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml", "curves.png", "last_failure.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "dangling link", "link to a device"])
+def test_the_record_files_of_a_run_are_regular_files(tmp_path, name, kind):
+    check_run_folder(tmp_path)
+    OTHERS[kind](tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name}' is (not a regular file|a link to)"):
+        check_run_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["final", "best/actor", "checkpoints", "step_000001"])
+def test_a_pipe_in_place_of_a_folder_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name}' is not a regular file"):
+        check_run_folder(tmp_path)

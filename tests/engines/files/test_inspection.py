@@ -20,6 +20,7 @@ def test_names_of_weights_come_from_the_file_or_from_its_index(tmp_path):
     assert weight_names(tmp_path) == {"a.weight", "score.weight"}
     index = {"weight_map": {"b.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
     assert weight_names(tmp_path) == {"b.weight"}
 
 
@@ -28,9 +29,9 @@ def test_names_of_weights_come_from_the_file_or_from_its_index(tmp_path):
     [
         ("model.safetensors", b"", r"model\.safetensors' is not a safetensors file: .* Download the model again\."),
         ("model.safetensors", b"\xff" * 64, "is not a safetensors file"),
-        ("model.safetensors.index.json", b"{", r"index\.json' is not an index of weights"),
-        ("model.safetensors.index.json", b"[]", "is not an index of weights"),
-        ("model.safetensors.index.json", b"{}", "is not an index of weights: 'weight_map'"),
+        ("model.safetensors.index.json", b"{", r"index\.json' is not a JSON file"),
+        ("model.safetensors.index.json", b"[]", "must contain a JSON object"),
+        ("model.safetensors.index.json", b"{}", "is not an index of weights: it has no 'weight_map'"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):

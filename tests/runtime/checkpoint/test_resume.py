@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -23,7 +24,7 @@ from realign.config import build_experiment, compose
 from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.errors import CheckpointError, ConfigError, RunComplete
+from realign.errors import CheckpointError, ConfigError, RunComplete, TransientError
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -34,9 +35,12 @@ from realign.runtime.checkpoint.resume import check_config, check_version, find_
 from realign.runtime.checkpoint.state import environment, frozen_weights, restore, run_state
 from realign.runtime.experiment import Part
 from realign.runtime.loop import RunResult
+from realign.runtime.processes.lock import alone_in
 from realign.runtime.step import LocalRuntime
 from tests.config_parts import write_experiment
-from tests.runtime.checkpoint.test_state import Killed, Killer, untimed
+from tests.disk import DiskLog
+from tests.runtime.checkpoint.test_state import Killed, Killer, save_files, untimed
+from tests.runtime.checkpoint.test_state import experiment as model_experiment
 from tests.runtime.test_step import GENERATION, CountToken, Prompts, experiment
 from tests.tiny import save_tiny
 
@@ -625,3 +629,122 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
         run(experiment(tmp_path, checkpoint=None, overwrite=True), trackers=[Stopper(2)])
     assert not (tmp_path / "run" / "final").exists()
     assert run(experiment(tmp_path, overwrite=True), trackers=[Stopper(3)]).series("step") == [0, 1, 2, 3]
+
+
+# --- the saved models of a complete run ---
+
+
+WEIGHTS = "actor/bigram.npz"
+
+
+def replaced_by_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing folder": shutil.rmtree,
+    "missing role": lambda final: shutil.rmtree(final / "actor"),
+    "flipped byte": lambda final: flip(final / WEIGHTS),
+    "flipped byte of the state": lambda final: flip(final / "actor" / "interface_state.json"),
+    "cut file": lambda final: truncate(final / WEIGHTS),
+    "empty file": lambda final: (final / WEIGHTS).write_bytes(b""),
+    "missing file": lambda final: (final / WEIGHTS).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_models_of_a_complete_run_are_saved_again_from_the_checkpoint(tmp_path, damage):
+    out = done(tmp_path)
+    with pytest.raises(RunComplete):  # undamaged: nothing is left to do
+        resumed(tmp_path, steps=3)
+    before = {path: path.read_bytes() for path in (out / "final").rglob("*") if path.is_file()}
+    metrics = (out / "metrics.jsonl").read_bytes()
+    DAMAGES[damage](out / "final")
+    with pytest.raises(RunComplete, match=r"saved models in .*final are damaged \(.*\)\. Set steps=3 to restore them"):
+        resumed(tmp_path, steps=2)
+    with pytest.warns(UserWarning, match=r"The run is complete, but its saved models in .*final are damaged \("):
+        result = resumed(tmp_path, steps=3)
+    assert {path: path.read_bytes() for path in (out / "final").rglob("*") if path.is_file()} == before
+    assert (out / "metrics.jsonl").read_bytes() == metrics
+    assert result.series("step") == [0, 1, 2, 3]
+    assert steps_of(out) == [1, 2, 3]
+    with pytest.raises(RunComplete):
+        resumed(tmp_path, steps=3)
+
+
+def test_a_pipe_among_the_saved_models_does_not_block_a_resume(tmp_path):
+    out = done(tmp_path)
+    replaced_by_a_pipe(out / "final" / WEIGHTS)
+    with pytest.warns(UserWarning, match=r"damaged \(actor/bigram\.npz: not a regular file\)"):
+        resumed(tmp_path, steps=3)
+    with pytest.raises(RunComplete):
+        resumed(tmp_path, steps=3)
+
+
+def test_the_models_of_another_run_are_not_compared(tmp_path):
+    out = done(tmp_path)
+    shutil.rmtree(out / "final")
+    with pytest.raises(RunComplete, match="the run is complete"):
+        resumed(tmp_path, steps=3, resume=str(out), output_dir=tmp_path / "branch")
+
+
+def test_a_checkpoint_without_hashes_needs_only_the_folder(tmp_path):
+    out = done(tmp_path)
+    change_checkpoint(out, 3, lambda tree: tree["saves"].pop("final"))
+    flip(out / "final" / WEIGHTS)
+    with pytest.raises(RunComplete):
+        resumed(tmp_path, steps=3)
+    shutil.rmtree(out / "final")
+    with pytest.warns(UserWarning, match=r"damaged \(the folder is missing\)"):
+        resumed(tmp_path, steps=3)
+    assert (out / "final" / WEIGHTS).is_file()
+
+
+def test_models_with_a_calibration_after_training_are_saved_again_bit_for_bit(tmp_path):
+    files = save_files(tmp_path)
+    run(model_experiment(files, tmp_path / "run", "reward model", steps=2))
+    final = tmp_path / "run" / "final"
+    before = {path: path.read_bytes() for path in final.rglob("*") if path.is_file()}
+    assert any(path.name == "interface_state.json" for path in before)
+    shutil.rmtree(final)
+    with pytest.warns(UserWarning, match="saved again"):
+        run(model_experiment(files, tmp_path / "run", "reward model", steps=2, resume="auto"))
+    assert {path: path.read_bytes() for path in final.rglob("*") if path.is_file()} == before
+
+
+def test_the_saved_models_are_on_the_disk_before_the_checkpoint_says_so(tmp_path, monkeypatch):
+    log = DiskLog(monkeypatch)
+    files = save_files(tmp_path / "files")
+    saving = {"save_every_steps": 1, "save_best": "-loss", "checkpoint": EVERY, "evaluation": None}
+    out = run(model_experiment(files, tmp_path / "run", "sft", steps=2, **saving)).output_dir
+    checkpoint = log.renamed_to(out / "checkpoints" / "step_000002")
+    for name in ("final", "best", "step_000001"):
+        inside = [out / name, *(out / name).rglob("*")]
+        assert len(inside) > 4
+        for path in inside:
+            assert 0 <= log.last_sync(path) < checkpoint, path
+    for name in ("best", "step_000001", "final/actor", "final/actor_ema"):
+        renamed = log.renamed_to(out / name)
+        assert any(renamed < sync < checkpoint for sync in log.syncs((out / name).parent)), name
+
+
+def test_leftovers_of_interrupted_saves_are_removed_or_restored_at_the_start(tmp_path):
+    out = done(tmp_path, **SAVING, save_best="reward_ema")
+    best = (out / "best" / "best.json").read_bytes()
+    (out / ".best.ab12cd34").mkdir()
+    (out / "best").rename(out / ".best.ab12cd34" / "old")
+    for name in (".step_000002.ab12cd34", ".final.ab12cd34", "final/.actor.ab12cd34"):
+        (out / name / "new" / "actor").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="best was restored"), pytest.raises(RunComplete):
+        resumed(tmp_path, steps=3, **SAVING, save_best="reward_ema")
+    assert (out / "best" / "best.json").read_bytes() == best
+    assert not list(out.rglob(".*"))
+
+
+def test_leftovers_of_a_run_that_is_active_stay(tmp_path):
+    out = done(tmp_path)
+    (out / ".step_000002.ab12cd34" / "new").mkdir(parents=True)
+    with alone_in(out), pytest.raises(TransientError, match="another run is active"):
+        resumed(tmp_path)
+    assert (out / ".step_000002.ab12cd34").is_dir()

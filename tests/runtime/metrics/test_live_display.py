@@ -4,9 +4,9 @@ import errno
 import io
 import json
 import math
+import os
 import shutil
 import warnings
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -69,12 +69,12 @@ def full(monkeypatch):
             room[0] -= written
             return written
 
-    plain = Path.open
+    plain = os.fdopen
 
-    def opened(path, mode="r", buffering=-1, **more):
-        return Disk(path, mode) if mode == "ab" else plain(path, mode, buffering, **more)
+    def opened(number, mode="r", *arguments, **more):
+        return Disk(number, mode) if mode == "ab" else plain(number, mode, *arguments, **more)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "fdopen", opened)
     return room
 
 

@@ -1,0 +1,138 @@
+"""Check the JSON files of a local model folder before transformers reads them.
+
+transformers trusts these files: some values end in a traceback, and others build layers until the memory is full.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from realign.errors import DataError
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads")
+SIZES = ("hidden_size", "vocab_size", "n_embd")
+EXPERTS = ("num_experts", "num_local_experts")
+
+MOST_LAYERS = 10_000
+MOST_HEADS = 100_000
+MOST_EXPERTS = 100_000
+LARGEST_SIZE = 10**8
+LARGEST_FILE = 64 << 20
+"""Size limit of a JSON file in bytes; a vocabulary is in other files."""
+
+
+def check_model_folder(folder: Path) -> None:
+    """Check the files of a local model folder that transformers reads without checks.
+
+    Raises:
+        DataError: a file is not regular, or has values that no model has. The message names the file and the key.
+    """
+    for path in sorted(folder.iterdir()):
+        _check_kind(path)
+    config = read_object(folder / "config.json")
+    index = read_object(folder / "model.safetensors.index.json")
+    if config is not None:
+        _check_config(folder / "config.json", config)
+    if index is not None:
+        _check_index(folder / "model.safetensors.index.json", index)
+    for name in ("config.json", "generation_config.json"):
+        _check_end_tokens(folder / name, read_object(folder / name) or {})
+
+
+def check_layers(folder: Path, weights: int) -> None:
+    """Check that a model has no more layers than weights, because transformers builds the layers first.
+
+    Raises:
+        DataError: the config has more layers. The message names the key.
+    """
+    file = folder / "config.json"
+    config = read_object(file) or {}
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        _check_counts(file, part, LAYERS, 1, max(1, weights))
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, or None if there is no such file.
+
+    Raises:
+        DataError: the file is too large, or not a JSON object.
+    """
+    if not file.is_file():
+        return None
+    size = file.stat().st_size
+    if size > LARGEST_FILE:
+        raise DataError(f"{str(file)!r} has {size} bytes; expected at most {LARGEST_FILE}. Download the model again.")
+    return parse_object(file)
+
+
+def parse_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of any size.
+
+    Raises:
+        DataError: the file is not a JSON object.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(file)!r} is not a JSON file: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(found).__name__}")
+    return found
+
+
+def _check_kind(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode  # the cache of the hub consists of links
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DataError(f"{str(path)!r} is not a regular file. Download the model again.")
+
+
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    inner = [value for value in config.values() if isinstance(value, Mapping)]  # such as text_config
+    for part in (config, *inner):
+        _check_counts(file, part, LAYERS, 1, MOST_LAYERS)
+        _check_counts(file, part, HEADS, 1, MOST_HEADS)
+        _check_counts(file, part, SIZES, 1, LARGEST_SIZE)
+        _check_counts(file, part, EXPERTS, 0, MOST_EXPERTS)
+
+
+def _check_counts(file: Path, part: Mapping[str, Any], keys: Iterable[str], lowest: int, highest: int) -> None:
+    for key in keys:
+        value = part.get(key)
+        for item in value if isinstance(value, list) else [value]:  # some families have one value per layer
+            if item is not None and not (type(item) is int and lowest <= item <= highest):
+                raise _invalid(file, key, value, f"an integer from {lowest} to {highest}")
+
+
+def _check_index(file: Path, index: Mapping[str, Any]) -> None:
+    files = index.get("weight_map")
+    if not isinstance(files, Mapping):
+        raise DataError(f"{str(file)!r} is not an index of weights: it has no 'weight_map'. Download the model again.")
+    for name in sorted({str(name) for name in files.values()}):
+        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+            raise _invalid(file, "weight_map", name, "names of safetensors files in the same folder")
+        if not (file.parent / name).is_file():
+            raise DataError(f"{str(file)!r}: the file {name!r} is missing. Download the model again.")
+
+
+def _check_end_tokens(file: Path, config: Mapping[str, Any]) -> None:
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = config.get(key)
+        if not all(item is None or type(item) is int for item in (value if isinstance(value, list) else [value])):
+            raise _invalid(file, key, value, "token ids")
+
+
+def _invalid(file: Path, key: str, value: Any, expected: str) -> DataError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+    return DataError(f"{str(file)!r}: {key}={shown}: expected {expected}. Download the model again.")
+
+
+__all__ = ["check_layers", "check_model_folder", "parse_object", "read_object"]

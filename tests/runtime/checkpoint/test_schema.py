@@ -1,0 +1,249 @@
+"""A checkpoint from an untrusted source has correct hashes and any content: it loads, or ends in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realign.errors import CheckpointError, RealignError
+from realign.runtime import CheckpointSpec, Experiment, run
+from realign.runtime.checkpoint.atomic_write import facts_of, write_checkpoint
+from realign.runtime.checkpoint.folder import MANIFEST, STATE, list_checkpoints, rendered_manifest
+from realign.runtime.checkpoint.schema import DEPTH
+from tests.runtime.checkpoint import test_state
+from tests.runtime.test_step import experiment
+
+EVERY = CheckpointSpec(every_steps=1, keep=9)
+Path_ = tuple[Any, ...]
+
+REPLACEMENTS: list[Any] = [
+    *(None, True, False, 0, 7, -1, 2**40, 10**30, 1.5, -2.5, 1e308, "", "x", "7", "\x1b[2J\n", "../x", "$tensor"),
+    *([], [1], ["x"], [[]], {}, {"a": 1}, {"$float": "nan"}, {"$float": "-inf"}, {"$tuple": [1, "x"]}),
+    *({"$dict": [[1, 2], ["a", 3]]}, {"$dict": [[1, 2]]}, {"$text": "eda080"}, {"$tensor": "nowhere"}),
+]
+
+
+def nested(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def paths(node: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Yield the path of every value; of long lists, only the first and the last item."""
+    if path:
+        yield path
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from paths(value, (*path, key))
+    elif isinstance(node, list):
+        for index in sorted({0, 1, len(node) - 1} & set(range(len(node)))):
+            yield from paths(node[index], (*path, index))
+
+
+def replaced(tree: Any, path: Path_, value: Any) -> Any:
+    tree = copy.deepcopy(tree)
+    node = tree
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return tree
+
+
+def crafted(checkpoint: Path, state: str) -> None:
+    """Write the state of a checkpoint, with the right hashes."""
+    (checkpoint / STATE).write_text(state)
+    manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+    del manifest["sha256"]
+    manifest["files"][STATE] = facts_of(checkpoint / STATE)
+    (checkpoint / MANIFEST).write_bytes(rendered_manifest(manifest))
+
+
+class Attacked:
+    """A finished run of two steps, from whose changed checkpoints runs of three steps resume."""
+
+    def __init__(self, folder: Path, make: Callable[..., Experiment]) -> None:
+        self.make, self.folder = make, folder
+        out = run(make(folder / "first", steps=2, checkpoint=EVERY)).output_dir
+        (self.checkpoint,) = [c.path for c in list_checkpoints(out / "checkpoints") if c.step == 2]
+        self.state = json.loads((self.checkpoint / STATE).read_bytes())
+
+    def resume(self, state: Any) -> str:
+        """Return the error message, empty if the run reached its last step."""
+        return self.resume_text(json.dumps(state))
+
+    def resume_text(self, state: str) -> str:
+        """Do the same with the text of the state."""
+        crafted(self.checkpoint, state)
+        out = self.folder / "again"
+        shutil.rmtree(out, ignore_errors=True)
+        made = self.make(out, steps=3, output_dir=out / "run", checkpoint=None, resume=str(self.checkpoint))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert run(made).series("step")[-1] == 3
+        except RealignError as error:
+            return str(error)
+        return ""
+
+
+def never_a_traceback(attacked: Attacked, cases: list[tuple[Path_, Any]]) -> None:
+    assert attacked.resume(attacked.state) == ""
+    refused = 0
+    for path, value in cases:
+        try:
+            message = attacked.resume(replaced(attacked.state, path, value))
+        except BaseException as error:
+            error.add_note(f"{path} was replaced by {str(value)[:80]}")
+            raise
+        assert "\n" not in message, (path, value)
+        assert "\x1b" not in message, (path, value)
+        assert len(message) < 1500, (path, value)
+        refused += bool(message)
+    assert refused > len(cases) / 2
+
+
+def sample(state: Any, n: int, seed: int = 0) -> list[tuple[Path_, Any]]:
+    """Return every path once, then more of them, each with a random replacement of another type or value."""
+    chooser = random.Random(seed)
+    found = list(paths(state))
+    chosen = [*found, *chooser.choices(found, k=max(0, n - len(found)))]
+    return [(path, chooser.choice(REPLACEMENTS)) for path in chosen]
+
+
+def test_any_change_of_any_value_ends_in_success_or_one_line(tmp_path):
+    attacked = Attacked(tmp_path, experiment)
+    never_a_traceback(attacked, sample(attacked.state, 0))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return test_state.save_files(tmp_path_factory.mktemp("files"))
+
+
+def swaps(state: Any, n: int) -> list[tuple[Path_, Any]]:
+    """Return replacements of references to tensors by references to other tensors."""
+    chooser = random.Random(1)
+    names = {
+        json.dumps(value): path for path, value in _values(state) if isinstance(value, dict) and "$tensor" in value
+    }
+    chosen = chooser.sample(sorted(names), k=min(n, len(names)))
+    return [(names[name], json.loads(chooser.choice([other for other in names if other != name]))) for name in chosen]
+
+
+def _values(state: Any) -> Iterator[tuple[Path_, Any]]:
+    for path in paths(state):
+        node = state
+        for key in path:
+            node = node[key]
+        yield path, node
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "rft"])
+def test_any_change_of_a_model_with_an_optimizer_ends_in_success_or_one_line(files, tmp_path, name):
+    def make(folder: Path, **changes: Any) -> Experiment:
+        changes = {"output_dir": folder / "run", "evaluation": None, "save_best": None, **changes}
+        return test_state.experiment(files, changes.pop("output_dir"), name, **changes)
+
+    attacked = Attacked(tmp_path, make)
+    cases = [case for case in sample(attacked.state, 0) if case[0][:3] != ("tree", "interfaces", "interfaces.reward")]
+    chosen = random.Random(2).sample(cases, k=min(len(cases), 30))
+    never_a_traceback(attacked, [*chosen, *swaps(attacked.state, 8)])
+
+
+@pytest.mark.parametrize("levels", [DEPTH + 1, 300, 5000])
+@pytest.mark.parametrize("key", ["config", "interfaces", "models", "records", "saves", "random", "rollout", "other"])
+def test_nested_values_end_in_one_line(tmp_path, key, levels):
+    attacked = Attacked(tmp_path, experiment)
+    attacked.state["tree"][key] = "HERE"
+    for opening, closing in (("[", "]"), ('{"a": ', "}"), ('{"$tuple": [', "]}"), ('{"$dict": [["a", ', "]]}")):
+        text = json.dumps(attacked.state).replace('"HERE"', opening * levels + "0" + closing * levels)
+        message = attacked.resume_text(text)
+        assert message
+        assert "\n" not in message
+        assert len(message) < 1500
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("records.sizes.metrics", "1", "records.sizes.metrics='1' in the checkpoint: expected an integer from 0 to"),
+        ("records.sizes.metrics", None, "records.sizes.metrics=None in the checkpoint: expected an integer"),
+        ("records", None, "records=None in the checkpoint: expected a mapping"),
+        ("models", None, "models=None in the checkpoint: expected a mapping"),
+        ("data.drawn", "2", "data.drawn='2' in the checkpoint: expected an integer"),
+        ("data.drawn", -1, "data.drawn=-1 in the checkpoint: expected an integer from 0 to"),
+        ("data.drawn", True, "data.drawn=True in the checkpoint: expected an integer"),
+        ("counters.more", 1, "counters=['more', "),
+        ("counters.reward_ema", "x", "counters.reward_ema='x' in the checkpoint: expected a number"),
+        ("random.python", [3, [1, 2], None], "random.python=[1, 2] in the checkpoint: expected a list of 625 values"),
+        ("random.numpy.key", [0], "random.numpy.key=[0] in the checkpoint: expected a list of 624 values"),
+        ("random.torch", torch.zeros(3, dtype=torch.uint8), "random: the generators reject their state"),
+        ("saves.best_step", "x", "saves.best_step='x' in the checkpoint: expected an integer"),
+        ("config", {1: 2, "a": 3}, "config=['1', 'a'] in the checkpoint: expected keys of one type"),
+        ("environment", [], "environment=[] in the checkpoint: expected a mapping"),
+        (
+            "rollout",
+            {"version": 10**9, "trained": 0, "next_place": 0, "untrained": []},
+            "rollout.version=1000000000 in",
+        ),
+        ("rollout", {"version": 1, "trained": 0, "next_place": 2, "untrained": [1, 1]}, "rollout.untrained=[1, 1] in"),
+        ("rollout", {"version": 1, "trained": 0, "next_place": 2, "untrained": [2]}, "rollout.untrained=[2] in"),
+        ("interfaces.interfaces.actor", None, "interfaces.interfaces.actor=None in the checkpoint: expected a mapping"),
+    ],
+)
+def test_the_message_names_the_path_the_value_and_what_is_valid(tmp_path, path, value, message):
+    run(experiment(tmp_path, steps=2, checkpoint=EVERY))
+    (checkpoint,) = [c for c in list_checkpoints(tmp_path / "run" / "checkpoints") if c.step == 2]
+    tree = checkpoint.read()
+    group, _, rest = path.partition(".")
+    names = [group] if not rest else [group, rest] if group == "interfaces" else path.split(".")
+    node = tree
+    for name in names[:-1]:
+        node = node[name]
+    node[names[-1]] = value
+    write_checkpoint(checkpoint.path.parent, 2, tree)
+    with pytest.raises(CheckpointError) as caught:
+        run(experiment(tmp_path, steps=3, resume="auto"))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("swap", ["shape", "number", "missing", "dtype"])
+def test_moments_of_another_shape_never_reach_the_kernels_of_the_optimizer(files, tmp_path, swap):
+    made = test_state.experiment(files, tmp_path, "raft", steps=1)
+    run(made)
+    checkpoint = list_checkpoints(tmp_path / "checkpoints")[-1]
+    tree = checkpoint.read()
+    moments = tree["models"]["actor"]["engine"]["optimizer"]["optimizer"]["state"]
+    if swap == "shape":
+        moments[0]["exp_avg"] = torch.zeros(1)
+    elif swap == "number":
+        moments[10**6] = moments[0]
+    elif swap == "missing":
+        del moments[0]["exp_avg_sq"]
+    else:
+        moments[0]["exp_avg"] = moments[0]["exp_avg"].long()
+    write_checkpoint(checkpoint.path.parent, 1, tree)
+    with pytest.raises(CheckpointError, match=r"models\.actor does not match the checkpoint \(ValueError: "):
+        run(test_state.experiment(files, tmp_path, "raft", steps=2, resume="auto"))
+
+
+def test_a_pool_of_responses_that_are_no_tokens_ends_in_one_line(files, tmp_path):
+    run(test_state.experiment(files, tmp_path, "rft", steps=1))
+    checkpoint = list_checkpoints(tmp_path / "checkpoints")[-1]
+    for response in (["ab", [1], [1], 0.5], [[1], ["x"], [1], 0.5], [[1], [1, 2], [1], 0.5], [[1], [1], [1], "x"], 3):
+        tree = checkpoint.read()
+        tree["interfaces"]["interfaces.actor"]["pool"]["responses"] = [response]
+        write_checkpoint(checkpoint.path.parent, 1, tree)
+        with pytest.raises(CheckpointError, match=r"^interfaces\.actor: the state in the checkpoint does not fit"):
+            run(test_state.experiment(files, tmp_path, "rft", steps=2, resume="auto"))
