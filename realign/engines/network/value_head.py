@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from realign.errors import ConfigError, DataError
 
 FILE = "value_head.safetensors"
 """File name of the value head in the model folder."""
+METADATA = "value_head"
+"""Metadata key of the settings of the value head, as JSON."""
 
 
 class ValueNetwork(nn.Module):
@@ -63,7 +66,8 @@ class ValueNetwork(nn.Module):
     def save(self, folder: Path) -> None:
         """Write `value_head.safetensors`."""
         state = {name: x.contiguous() for name, x in self.state_dict().items()}
-        save_file(state, folder / FILE, metadata=self._shape)
+        # one key, because safetensors writes several in random order, and equal models must be equal files
+        save_file(state, folder / FILE, metadata={METADATA: json.dumps(self._shape)})
 
     def load(self, path: str, what: str) -> None:
         """Load the weights from a local folder, if it contains a value head.
@@ -77,6 +81,7 @@ class ValueNetwork(nn.Module):
             return
         with safe_open(file, framework="pt") as opened:
             found = opened.metadata() or {}
+        found = json.loads(found[METADATA]) if METADATA in found else found  # earlier versions: one key per setting
         for name, wanted in self._shape.items():
             if found.get(name) != wanted:
                 raise ConfigError(

@@ -1,8 +1,8 @@
 """The keeper of a reward worker: a small parent process that kills everything that the reward function started.
 
-The process that the pool starts becomes the keeper. It forks the worker, and never runs a user's code. When the worker
-ends for any reason (an exit, a crash, SIGKILL), or when the pool or the run ends, the keeper kills all descendants of
-the worker, and then ends like the worker.
+The process that the pool starts becomes the keeper. It forks the worker, and never runs a user's code. The worker can
+end by an exit, a crash or SIGKILL. Then, or when the pool or the run ends, the keeper kills all descendants of the
+worker. Finally, it ends like the worker.
 
 On Linux the keeper is a child subreaper: descendants whose parent ends become its children, also after a double fork or
 in another session or process group. On other POSIX systems it kills the process group of the worker. Windows has no

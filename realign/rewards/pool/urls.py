@@ -13,7 +13,7 @@ from realign.rewards.text import shortened, visible
 
 ALLOWED_VARIABLES = "REALIGN_URL_VARIABLES"
 """Environment variable: names, separated by commas, of the secrets that may be part of the URL of a reward server. No
-config can set it, so a config from somebody else cannot send a secret to a server."""
+config can set it, so a config from another user cannot send a secret to a server."""
 
 _VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _USERINFO = re.compile(r"(?<=//).*@", re.DOTALL)

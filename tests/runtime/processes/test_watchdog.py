@@ -113,10 +113,12 @@ def test_a_process_that_does_not_end_is_terminated_with_exit_code_75():
 
 def test_a_run_that_ends_in_time_leaves_no_thread_and_no_report(capfd, caplog):
     dog = Watchdog(report_s=1000, limit_s=1000)
+    before = set(threading.enumerate())
     for _ in range(2):  # a run that recovers starts it again
         with dog.started(), dog.doing("call 'x'", limited=True):
-            assert "watchdog" in [thread.name for thread in threading.enumerate()]
-        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+            started = set(threading.enumerate()) - before
+            assert "watchdog" in {thread.name for thread in started}
+        assert not any(thread.is_alive() for thread in started if thread.name == "watchdog")
     assert (capfd.readouterr().err, reports(caplog)) == ("", [])
 
 
