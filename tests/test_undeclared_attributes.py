@@ -44,6 +44,7 @@ CATCHES = {
     "config/targets.py": "a class that is compared with a Protocol",
     "runtime/checkpoint/folder.py": "a manifest of another shape",
     "runtime/metrics/records.py": "a line of a file of another shape",
+    "runtime/models.py": "a saved state of another shape",
     "runtime/checkpoint/state.py": "a saved state of another shape",
 }
 """Files that catch missing attributes, and the objects concerned."""

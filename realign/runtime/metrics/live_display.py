@@ -115,7 +115,7 @@ class JsonLines:
                 self._waiting.popleft()
         except (OSError, ConfigError) as error:  # ConfigError: the path became a pipe or a link
             if not self._problem:
-                self._problem = getattr(error, "strerror", None) or str(error)
+                self._problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 warnings.warn(
                     f"{self.path} cannot be written after byte {self.size} ({self._problem}). Training continues and "
                     "writes the pending lines later.",

@@ -34,5 +34,5 @@ def test_an_error_of_realign_keeps_its_class_and_gets_the_key():
 
 
 def test_other_exceptions_of_a_library_are_named_by_their_class():
-    with pytest.raises(DataError, match="^models.x: ZeroDivisionError: division by zero$"), readable("models.x"):
+    with pytest.raises(DataError, match=r"^models\.x: ZeroDivisionError: division by zero$"), readable("models.x"):
         raise ZeroDivisionError("division by zero")
