@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from realign.api import Capabilities, Request, SequenceSample, WeightSource
-from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests
+from realign.api.requests import Completion, FutureHandle, Tokens
+from realign.api.sampler import generate_by_requests
 from realign.api.sampler_spec import SamplerSpec
 
 

@@ -142,11 +142,11 @@ def test_a_role_that_shares_the_model_shares_the_sampler(tmp_path, opened):
 
 def test_a_sampler_is_closed_when_the_other_models_cannot_be_loaded(tmp_path, opened):
     plain = experiment(tmp_path)
-    broken = SharedModel("nobody")
+    broken = SharedModel("missing")
     graph = replace(
         plain.graph, rpcs=(*plain.graph.rpcs, replace(plain.graph.rpcs[0], name="x", model="other", outputs=()))
     )
-    with pytest.raises(ConfigError, match="nobody"):
+    with pytest.raises(ConfigError, match="missing"):
         load_models(SimpleExperiment(plain, graph, {"other": broken}))
     assert "closed" in opened[0].stopped
 

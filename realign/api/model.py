@@ -9,17 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realign.api.engine import (
-    LOSS_SUM,
-    Forward,
-    LossFn,
-    LossWeightFn,
-    ModelOutput,
     PipelinableEngine,
-    PostHook,
-    StepIf,
-    measured,
 )
-from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import InProcessSampler
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
@@ -156,18 +147,7 @@ class ModelSpec(ABC):
 
 
 __all__ = [
-    "LOSS_SUM",
-    "Forward",
-    "GenerationConfig",
-    "LossFn",
-    "LossWeightFn",
     "Model",
     "ModelFacts",
-    "ModelOutput",
     "ModelSpec",
-    "PipelinableEngine",
-    "PostHook",
-    "StepIf",
-    "derive_seed",
-    "measured",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
-from realign.api.requests import Completion, FutureHandle, Handle, Request, Tokens
+from realign.api.requests import Completion, Handle, Request
 from realign.api.sample import SequenceSample
 
 PROMPTS = "prompt_ids"
@@ -220,12 +220,7 @@ def generate_by_requests(
 
 __all__ = [
     "Capabilities",
-    "Completion",
-    "FutureHandle",
-    "Handle",
-    "Request",
     "Sampler",
-    "Tokens",
     "WeightSource",
     "generate_by_requests",
     "requests_of",

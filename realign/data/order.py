@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from realign.api.lengths import IntArray
-from realign.api.model import derive_seed
+from realign.api.seeds import derive_seed
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> IntArray:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from realign.api.lengths import Lengths
-from realign.api.model import derive_seed
 from realign.api.sample import SequenceSample
+from realign.api.seeds import derive_seed
 from realign.data.dataset import Dataset, DataSpec
 from realign.data.order import epoch_order
 from realign.errors import DataError

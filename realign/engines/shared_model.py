@@ -10,20 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, measured
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import (
-    Forward,
-    GenerationConfig,
-    LossFn,
-    LossWeightFn,
-    Model,
-    ModelFacts,
-    ModelSpec,
-    PipelinableEngine,
-    PostHook,
-    StepIf,
-    measured,
-)
+from realign.api.model import Model, ModelFacts, ModelSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
 from realign.errors import ConfigError, SettingsError

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from realign.api.model import Model, ModelFacts, ModelSpec, derive_seed
+from realign.api.model import Model, ModelFacts, ModelSpec
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplerSpec
+from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
 from realign.engines.files.folders import check_path, read_states

@@ -22,7 +22,7 @@ from realign.api import (
     Sum,
     merge_stats,
 )
-from realign.api.model import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.engine import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
 from realign.api.sampler import requests_of, sample_of
 from realign.api.trace import keep_traces, with_responses
 from realign.functional import last_true, previous

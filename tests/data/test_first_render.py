@@ -48,10 +48,23 @@ def test_a_template_of_giant_text_is_one_line(name):
     assert "\n" not in str(caught.value)
 
 
-def test_only_the_first_row_is_rendered_twice_and_errors_are_those_of_the_row(monkeypatch):
-    forks = []
+def recorded_forks(monkeypatch) -> list[int]:
+    """Record the process id of every child that is forked from now on."""
+    children = []
     fork = os.fork
-    monkeypatch.setattr(os, "fork", lambda: forks.append(1) or fork())
+
+    def recorded() -> int:
+        child = fork()
+        if child:
+            children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", recorded)
+    return children
+
+
+def test_only_the_first_row_is_rendered_twice_and_errors_are_those_of_the_row(monkeypatch):
+    forks = recorded_forks(monkeypatch)
     writer = Writer(make_tokenizer(chat_template="{{ messages[0].content }}"), Template.chat)
     assert [writer.prompt(text) for text in ("a", "b", "c")] == ["a", "b", "c"]
     assert len(forks) == 1
@@ -60,7 +73,8 @@ def test_only_the_first_row_is_rendered_twice_and_errors_are_those_of_the_row(mo
         failing.prompt("a")
 
 
-def test_the_child_that_renders_leaves_nothing_behind():
+def test_the_child_that_renders_leaves_nothing_behind(monkeypatch):
+    forks = recorded_forks(monkeypatch)
     before = len(os.listdir("/proc/self/fd"))
     check_first_render(lambda: "x")
     with pytest.raises(DataError, match=r"within 0\.2 seconds"):
@@ -68,5 +82,7 @@ def test_the_child_that_renders_leaves_nothing_behind():
     with pytest.raises(DataError, match="too much memory"):
         check_first_render(lambda: "x" * 10**12)
     assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert len(forks) == 3
+    for child in forks:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""The restart scripts react to each exit code as documented. `realign`, `srun` and `scontrol` are stand-ins."""
+"""The restart scripts react to each exit code as documented. `realign`, `srun` and `scontrol` are fakes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lines(path: Path) -> list[str]:
 
 @pytest.fixture
 def execute(tmp_path):
-    """Run a script with an exit code, and optionally a `count`, for each call of the stand-in `realign`."""
+    """Run a script with an exit code, and optionally a `count`, for each call of the fake `realign`."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, body in STAND_INS.items():

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import Forward, GenerationConfig, LossFn, LossWeightFn, PostHook, StepIf, derive_seed
 from realign.api.sample import TOKENS, SequenceSample
+from realign.api.seeds import derive_seed
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from realign.api.model import derive_seed
+from realign.api.seeds import derive_seed
 from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
 from realign.engines.network.heads import ValueHead, ValueHidden, init_linear
 from realign.errors import ConfigError, DataError

@@ -14,11 +14,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from realign.api.engine import PipelinableEngine, PostHook
+from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import GenerationConfig, PipelinableEngine, PostHook
+from realign.api.requests import Completion, Request, Tokens
 from realign.api.sample import SequenceSample
-from realign.api.sampler import PROMPTS, Capabilities, Completion, Request, Tokens, WeightSource
+from realign.api.sampler import PROMPTS, Capabilities, WeightSource
 from realign.engines.sampling.calls import Call
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoding_loop import DecodingLoop

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from realign.api.model import GenerationConfig
+from realign.api.generation import GenerationConfig
 from realign.engines.sampling.continuous import Stream
 from realign.engines.sampling.responses import Responses
 

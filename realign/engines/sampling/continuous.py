@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realign.api.model import GenerationConfig
+from realign.api.generation import GenerationConfig
 from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.sampling.responses import Responses
 from realign.engines.sampling.slots import PREFILL_TOKENS, Rollout

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import Tensor
 
-from realign.api.model import derive_seed
+from realign.api.seeds import derive_seed
 
 GAMMA = 0x9E3779B97F4A7C15
 """The odd number nearest to 2^64 divided by the golden ratio."""

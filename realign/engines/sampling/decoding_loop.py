@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from realign.api.model import GenerationConfig
+from realign.api.generation import GenerationConfig
 from realign.engines.network.heads import read_head
 from realign.engines.sampling.calls import Call, SharedRollout
 from realign.engines.sampling.continuous import Stream

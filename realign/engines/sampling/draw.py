@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realign.api.model import GenerationConfig
+from realign.api.generation import GenerationConfig
 from realign.functional.packed import at_least_fp32
 
 CPU_ELEMENTS = 2**17

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
-from realign.api.model import GenerationConfig
 from realign.api.sample import SequenceSample
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.fused_layers import for_few_rows

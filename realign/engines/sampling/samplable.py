@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from realign.api.model import PipelinableEngine
+from realign.api.engine import PipelinableEngine
 from realign.engines.network.network import Network
 
 

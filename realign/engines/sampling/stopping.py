@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realign.api.model import GenerationConfig
+from realign.api.generation import GenerationConfig
 from realign.errors import ConfigError
 
 MARGIN = 8

@@ -15,14 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realign.api.engine import LossFn, LossWeightFn, StepIf
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import (
-    LossFn,
-    LossWeightFn,
-    StepIf,
-    derive_seed,
-)
 from realign.api.sample import TOKENS, SequenceSample
+from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.files.folders import AVERAGED, save_folder

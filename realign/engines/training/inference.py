@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realign.api.engine import Forward, PipelinableEngine, PostHook
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import Forward, GenerationConfig, PipelinableEngine, PostHook
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import side_by_side

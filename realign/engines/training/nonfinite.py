@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from realign.api.engine import LossFn
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.model import LossFn
 from realign.api.sample import SequenceSample
 from realign.engines.network.network import Network
 from realign.engines.network.shared_prefix import Layout, Passes

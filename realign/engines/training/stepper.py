@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from realign.api.model import LossWeightFn
+from realign.api.engine import LossWeightFn
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, Sum
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, Stats, merge_stats
-from realign.api.model import LossFn, LossWeightFn
+from realign.api.engine import LossFn, LossWeightFn
 from realign.errors import DataError
 from realign.functional import Pairs, pairs_by_label, segment_sum
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from realign.api import Model
-from realign.api.model import derive_seed
+from realign.api.seeds import derive_seed
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of

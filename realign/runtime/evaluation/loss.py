@@ -24,7 +24,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.model import LOSS_SUM, LossFn, LossWeightFn, PipelinableEngine, StepIf
+from realign.api.engine import LOSS_SUM, LossFn, LossWeightFn, PipelinableEngine, StepIf
 from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError
 from realign.runtime.calls import call, inputs_of

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
-from realign.api.model import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
 from realign.api.sample import TOKENS
 from realign.api.shards import Shards, shard
 from realign.engines.training.stepper import step_weight

@@ -11,8 +11,10 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
-from realign.api.model import LossFn, ModelSpec, PipelinableEngine, PostHook, measured
-from realign.api.sampler import Request, Sampler
+from realign.api.engine import LossFn, PipelinableEngine, PostHook, measured
+from realign.api.model import ModelSpec
+from realign.api.requests import Request
+from realign.api.sampler import Sampler
 from realign.engines.distributed.offload import Offload
 from realign.engines.distributed.shards import whole
 from realign.runtime.models import load_own

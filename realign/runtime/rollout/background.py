@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from realign.api import GenerationConfig, MicroBatchSpec, PipelinableEngine, SequenceSample
-from realign.api.model import PostHook
+from realign.api.engine import PostHook
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplesInBackground
 from realign.engines.shared_model import SharedEngine, SharedModel

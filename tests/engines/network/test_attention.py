@@ -207,7 +207,7 @@ def test_flash_is_called_as_its_package_wants(monkeypatch, what):
 
 
 class TensorOn:
-    """Tensor stand-in with the attributes that `choose_backend` reads."""
+    """Fake tensor with the attributes that `choose_backend` reads."""
 
     def __init__(self, device="cuda", dtype=torch.bfloat16, size=64):
         self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 4, 24, size)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -334,7 +335,7 @@ def test_a_checkpoint_of_somebody_else_removes_no_folder(tmp_path, name):
     victim.mkdir()
     name = name.format(victim=victim)
     change_checkpoint(out, 3, lambda tree: tree["saves"].update(made=[name]))
-    with pytest.raises(CheckpointError, match=r"^saves\.made=.* in the checkpoint: expected a list of folder names"):
+    with pytest.raises(CheckpointError, match=re.escape(f"saves.made={name!r}"[:60])):
         resumed(tmp_path, **SAVING)
     assert victim.is_dir()
     assert (out / "final").is_dir()

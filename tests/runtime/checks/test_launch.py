@@ -1,4 +1,4 @@
-"""Test launch checks outside the table of tests/test_config_mistakes.py: stand-ins, nested data nodes and folders."""
+"""Test launch checks outside of tests/test_config_mistakes.py: substitute models, nested data nodes and folders."""
 
 from __future__ import annotations
 

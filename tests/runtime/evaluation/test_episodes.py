@@ -10,7 +10,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelFacts, Sync
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.errors import ConfigError, RealignError
+from realign.errors import ConfigError
 from realign.interfaces.components import Truncation
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
@@ -165,7 +165,7 @@ def test_the_length_of_a_whole_episode_is_compared_with_budget_and_positions(tmp
 def test_an_environment_that_is_not_there_is_refused_at_the_start(tmp_path):
     gone = {"agent": episodes(), "actor": GRPOActorInterface(generation=TURN)}
     gone["agent"].environment = "tests.runtime.evaluation.test_episodes:Threees"
-    with pytest.raises((ValueError, RealignError), match=r"environment .* has no 'Threees'; .*mean 'Threes'"):
+    with pytest.raises(ConfigError, match=r"environment .* has no 'Threees'; .*mean 'Threes'"):
         LocalRuntime(experiment(tmp_path, interfaces=gone))
 
 

@@ -10,7 +10,7 @@ from realign.runtime.metrics.trackers import WandbMode
 
 
 class Calls(list):
-    """Stand-in for a module, a writer and a run. It records all calls."""
+    """Fake of a module, a writer and a run. It records all calls."""
 
     def __getattr__(self, name):
         def note(*args, **kwargs):
