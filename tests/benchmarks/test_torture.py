@@ -12,6 +12,7 @@ from realign.runtime.checkpoint.atomic_write import write_checkpoint
 from realign.runtime.checkpoint.folder import CorruptCheckpoint
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_first_checkpoint_and_one_with_damage_later_change_nothing(tmp_path, capsys):
     code = torture.main(["kills=2", "damages=1", "steps=6", f"folder={tmp_path}"])
     lines = capsys.readouterr().out.splitlines()

@@ -130,6 +130,7 @@ def test_batches_in_a_row_leave_one_thread_for_each_blocked_loop_and_all_slots_f
     assert caplog.text.count("blocked its event loop") == 1
 
 
+@pytest.mark.slow
 def test_too_many_blocked_threads_end_the_run(caplog, monkeypatch):
     monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
     given = limits()

@@ -30,7 +30,7 @@ def alone(folder: Path) -> dict[str, Any]:
     return {**scenarios.scenarios(folder), "kept": scenarios.kept(folder, folder / "of 1", {})}
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest, folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the results of each rank of a group."""
     return run_ranks(request.param, scenarios.of_a_group, folder)

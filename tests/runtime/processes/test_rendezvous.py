@@ -111,6 +111,7 @@ def test_trap_g5_a_rank_that_raises_ends_all_with_the_first_traceback_once(here)
     assert ended - Path("runs/bigram/metrics.jsonl").stat().st_mtime < 30
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_operations_of_all_ranks(here):
     codes, said = Ranks(here, *FAULTS, "interfaces.actor.fault=hang", "runtime.rpc_timeout_minutes=0.1").ended()
     assert codes == [75, 75]

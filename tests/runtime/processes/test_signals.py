@@ -182,6 +182,7 @@ def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline(
     assert untimed(Path("run/metrics.jsonl"))[-1]["missing_rewards"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("conversing")
 def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waiting():
     process = command("interfaces.agent.timeout_s=36000", args=CONVERSE)

@@ -91,6 +91,7 @@ for number in range(2):
 """
 
 
+@pytest.mark.slow
 def test_one_process_can_start_a_cluster_after_another_as_a_recovery_does() -> None:
     environment = {name: x for name, x in os.environ.items() if not name.startswith("RAY_")}
     said = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)

@@ -45,6 +45,7 @@ def die(output, mb):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_ends_with_the_same_bits(files, tmp_path, monkeypatch):
     """Kill at the first rollout, while restoring, during weight sync, and within an optimizer step."""
     started(files, tmp_path / "calm", SYNCED, checkpoint=OFTEN)

@@ -226,6 +226,7 @@ def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, 
     assert list(batch.data)[-2:] == ["ref_logprobs", "prox_logprobs"]
 
 
+@pytest.mark.slow
 def test_sampling_ahead_on_its_own_workers_with_no_staleness_is_the_same_bit_for_bit(files, tmp_path):
     ahead = {"runtime": Ray(), "rollout": Async(max_staleness=0)}
     for kind, settings in (("local", {}), ("ray", ahead)):
