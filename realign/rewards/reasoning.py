@@ -1,0 +1,51 @@
+"""Rewards of the tasks of reasoning-gym, by its own verifiers (needs the extra `tasks`).
+
+A row of the data has the columns `task` (name of the task in reasoning-gym), `answer` and `metadata`, as
+`realign.demo.reasoning` writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from realign.errors import ConfigError
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def verified(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return the score of the whole response by the verifier of the task, from 0 to 1.
+
+    Most verifiers of reasoning-gym give 1 for the answer alone, and a small score for a text that contains it.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+    """
+    entry = {"question": row["prompt"], "answer": row["answer"], "metadata": row.get("metadata", {})}
+    return float(_verifier(str(row["task"]))(response.strip(), entry))
+
+
+def last_number(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return 1.0 if the verifier of the task accepts the last number of the response, else 0.0.
+
+    Small models answer in sentences. This scores whether the answer is right, not whether it stands alone.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+    """
+    numbers = NUMBER.findall(response)
+    return float(bool(numbers) and verified(prompt, numbers[-1], row) == 1.0)
+
+
+@lru_cache
+def _verifier(task: str) -> Callable[[str, dict[str, Any]], float]:
+    try:
+        from reasoning_gym import get_score_answer_fn
+    except ImportError as error:
+        raise ConfigError(
+            "realign.rewards.reasoning needs the package reasoning-gym: pip install 'realign-rl[tasks]'"
+        ) from error
+    return get_score_answer_fn(task)
