@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 
 from rich.console import Console
 
+from realign.api import Callback
 from realign.engines.distributed.ranks import Ranks, current
-from realign.engines.files.folders import restore_interrupted_saves
+from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.checkpoint.recovery import Attempts
@@ -30,6 +33,7 @@ def run(
     *,
     console: Console | None = None,
     trackers: Iterable[Tracker] = (),
+    callbacks: Mapping[str, Callback] = MappingProxyType({}),
     watch: Watch | None = None,
 ) -> RunResult:
     """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
@@ -44,6 +48,8 @@ def run(
         experiment: the settings of the run.
         console: where progress is shown; None shows nothing.
         trackers: additional receivers of the metrics; the caller closes them.
+        callbacks: callbacks besides those of the experiment, by name. With runtime=ray, a run that recovers from a
+            lost worker continues with copies of them.
         watch: receives the current operation, and any error before resources are closed.
 
     Returns:
@@ -54,10 +60,12 @@ def run(
             or the run cannot continue. The message contains the cause.
         Interrupted: a signal stopped the run; the message contains the last step.
     """
+    experiment = _with_callbacks(experiment, callbacks)
     ranks, watch, trackers = current(), watch or watchdog_for(experiment.runtime), tuple(trackers)
     _check_ranks(experiment, ranks)
     ranks.lead(partial(check_output_folder, experiment))
     attempts = Attempts(experiment)
+    training: Training | None = None
     while True:
         try:
             # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster too
@@ -67,7 +75,29 @@ def run(
                 attempts.began()
                 return training.run()
         except WorkerLost as lost:
-            attempts.recover(lost)
+            try:
+                attempts.recover(lost)
+            except WorkerLost as last:
+                if training is not None:
+                    training.ended_by(last)
+                raise
+
+
+def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -> Experiment:
+    """Return the experiment with further callbacks.
+
+    Raises:
+        ConfigError: a name is invalid, or the experiment has a callback of this name.
+    """
+    for name in callbacks:
+        check_name("callbacks:", name)
+        if name in experiment.callbacks:
+            raise ConfigError(f"callbacks.{name}: the experiment has a callback of this name. Choose another name.")
+    if not callbacks:
+        return experiment
+    found = copy.copy(experiment)
+    found.callbacks = {**experiment.callbacks, **callbacks}
+    return found
 
 
 def _opened(
