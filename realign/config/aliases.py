@@ -14,6 +14,7 @@ from typing import Any
 
 from realign.config.errors import ConfigError
 from realign.config.source import class_at, fields_of
+from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 
 CHOOSES = ("experiment", "algorithm")
@@ -179,8 +180,6 @@ def _parts(word: str) -> tuple[str, str, str]:
 def _only_key(name: str, alias: Alias, overrides: Sequence[str], config_dir: Path | str | None) -> str:
     if len(alias.keys) == 1 and "*" not in alias.keys[0]:
         return alias.keys[0]
-    from realign.config.trees import get  # imported late: OmegaConf takes a tenth of a second to import
-
     config = _composed(overrides, config_dir)
     found = [key for pattern in alias.keys for key in _matching(pattern, config)]
     if len(found) > 1:
@@ -218,8 +217,6 @@ def _matching(pattern: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _has(node: Mapping[str, Any], names: Sequence[str]) -> bool:
     """Return whether a component has a key: its node sets the key, or its class has the fields."""
-    from realign.config.trees import get
-
     if get(node, tuple(names), None) is not None:
         return True
     below = get(node, tuple(names[:1]), None)

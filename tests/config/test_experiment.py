@@ -48,7 +48,10 @@ def test_null_removes_a_callback(tmp_path, nothing):
     [
         (["callbacks.stop=early_stoping"], "callbacks.stop: unknown choice 'early_stoping'; did you mean 'early_stop"),
         (["callbacks.stop.patience=1"], "callbacks.stop._target_ is missing: give the import path of a class"),
-        (["callbacks.stop=early_stopping", "callbacks.stop.patence=1"], "unknown key 'callbacks.stop.patence'; did you"),
+        (
+            ["callbacks.stop=early_stopping", "callbacks.stop.patence=1"],
+            "unknown key 'callbacks.stop.patence'; did you",
+        ),
         (["callbacks.stop=early_stopping", "callbacks.stop.patience=0"], "callbacks.stop.patience=0: must be at least"),
         (["callbacks.stop._target_=realign.runtime.TensorBoard"], "TensorBoard is not a Callback"),
         (["callbacks=null"], "callbacks: expected a component, found null"),
