@@ -137,7 +137,7 @@ def reference() -> list[Section]:
 
 def shipped_components() -> list[type]:
     """Return the classes of realign that a config can select, directly or as a field of another component."""
-    kinds = [import_target(root.kind, name) for name, root in ROOTS.items()]
+    kinds = [import_target(root.kind, name) for name, root in ROOTS.items() if name != "graph"]
     found = {cls: None for cls in _defined_classes() if any(_is_choice(cls, kind) for kind in kinds)}
     waiting = list(found)
     while waiting:
@@ -420,7 +420,7 @@ def _root_fields() -> list[str]:
 
 
 def _field_names(cls: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 
 def _is_component(member: Any) -> bool:
@@ -438,7 +438,7 @@ def _component_classes(hint: Any) -> Iterator[type]:
         elif inspect.isclass(member) and member.__module__.startswith("realign.") and _is_component(member):
             found = [*words.component_bases(member), member]
             for base in found:
-                yield from words.words_of(base).values()
+                yield from filter(dataclasses.is_dataclass, words.words_of(base).values())
 
 
 def _defined_classes() -> Iterator[type]:
