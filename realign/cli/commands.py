@@ -104,9 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
+    sweep = "-m" in args or "--multirun" in args  # the command of a sweep is not that of one of its runs
+    words = None if sweep else [word for word in args if word != TRAIN]
     if is_one_of_many():
-        return on_ranks(lambda start: _dispatch(args, start), debug)
-    return _dispatch(args, lambda config: alone(config, debug))
+        return on_ranks(lambda start: _dispatch(args, start), debug, words)
+    return _dispatch(args, lambda config: alone(config, debug, words))
 
 
 def _dispatch(argv: list[str], start: Start) -> int:

@@ -25,9 +25,11 @@ from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
 from realign.runtime.display import headline, panels
 from realign.runtime.experiment import Experiment, Part
+from realign.runtime.metrics.activity import activity
 from realign.runtime.metrics.curves import draw_curves
 from realign.runtime.metrics.live_display import Forgiving, LiveDisplay, Tracker
 from realign.runtime.metrics.records import NoRecords, Records
+from realign.runtime.metrics.report import RunReport
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.models import lead_role
 from realign.runtime.output_folder import clear_output_folder
@@ -62,9 +64,11 @@ class Training:
         start: Start | None,
         console: Console | None,
         trackers: Iterable[Tracker],
+        report: RunReport,
         stack: ExitStack,
     ) -> None:
         """Restore the checkpoint of `start`, and open files and trackers, which `stack` closes."""
+        self.report = report
         self.experiment, self.out = runtime.experiment, runtime.experiment.output_dir
         self.runtime, self.ranks = runtime, current()
         self.console = console if self.ranks.leader else None
@@ -83,6 +87,7 @@ class Training:
                 self.saves.load_state_dict(start.state["saves"])
             left = f"Next step: {self.first} of {e.steps}." if self.first <= e.steps else "No step is left."
             self._say(f"Resumed from {start.checkpoint.path}. {left}")
+            report.log.write(f"resumed from {start.checkpoint.path}. {left}")
         self.callbacks = RunCallbacks(e.callbacks, self.ranks)
         if start is not None and Part.callbacks not in e.resume_skip and "callbacks" in start.state:
             self.callbacks.load_state_dict(start.state["callbacks"], stopped=start.complete)
@@ -102,6 +107,7 @@ class Training:
 
     def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
         """Open the files and trackers, on rank 0 only."""
+        self.report.log.open(self.out, fresh=start is None or not start.own)
         stack.callback(  # also draw the curves of an interrupted run
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
@@ -116,11 +122,30 @@ class Training:
             tracker = Forgiving(name, spec.open(self.experiment.name, self.out))
             stack.callback(tracker.close)
             yield tracker
+        yield self.report.log
         if self.console is not None:
-            e = self.experiment
-            shown = headline(e.graph, e.interfaces, lead_role(e))
-            display = LiveDisplay(self.console, e.name, e.steps, shown)
-            yield Forgiving("display", stack.enter_context(display))
+            display = stack.enter_context(self._display(self.console))
+            self.report.before_panel = display.close
+            yield Forgiving("display", display)
+
+    def _display(self, console: Console) -> LiveDisplay:
+        e = self.experiment
+        models = ((role, model.engine) for role, model in self.runtime.models.items() if model.engine is not None)
+        sizes = [f"{role}: {about}" for role, engine in models if (about := engine.describe())]
+
+        def doing() -> str:
+            first = self.done < self.first
+            return activity(self.runtime.watch, e.graph, e.interfaces, first_step=first)
+
+        return LiveDisplay(
+            console,
+            e.name,
+            e.steps,
+            headline(e.graph, e.interfaces, lead_role(e)),
+            header=[f"{self.out}   {', '.join(sizes)}".rstrip()],
+            added=self.callbacks.metrics,
+            activity=doing,
+        )
 
     def run(self) -> RunResult:
         """Execute the remaining steps.
@@ -136,13 +161,22 @@ class Training:
             self.ended_by(error)
             raise
         status = EndStatus.completed if self.callbacks.stop is None else EndStatus.stopped
-        self.callbacks.end(EndEvent(self.done, self.experiment.steps, status, self.result.stopped or ""))
+        end = EndEvent(self.done, self.experiment.steps, status, self.result.stopped or "")
+        self.callbacks.end(end)
+        self._report(end)
         return self.result
 
     def ended_by(self, error: BaseException) -> None:
-        """Report an error that ends the run to the callbacks."""
+        """Report an error that ends the run to the callbacks, and write the summary."""
         status = EndStatus.interrupted if isinstance(error, KeyboardInterrupt) else EndStatus.failed
-        self.callbacks.end_after_error(EndEvent(self.done, self.experiment.steps, status, str(error)))
+        end = EndEvent(self.done, self.experiment.steps, status, str(error))
+        self.callbacks.end_after_error(end)
+        self._report(end)
+
+    def _report(self, end: EndEvent) -> None:
+        """Write and show the summary, on rank 0 only."""
+        if self.ranks.leader:
+            self.report.end(self.experiment, end, self.result.history, self.records.metrics.seconds, self.console)
 
     def _train(self) -> None:
         e = self.experiment
@@ -177,7 +211,6 @@ class Training:
             self._calibrate_after()
         if self.callbacks.stop is not None:
             self.result.stopped = self.callbacks.stop.describe()
-            self._say(f"Stopped after step {self.done} of {self.experiment.steps} by {self.result.stopped}.")
         if self.done:
             self.runtime.check_progress()
         self.runtime.save(self.out / FINAL)
