@@ -12,6 +12,10 @@ from realign.config.errors import ConfigError, suggest
 from realign.config.folders import GROUPS
 from realign.config.schema import ExperimentConfig
 
+TRAIN = "train"
+"""The default command."""
+SWEEPS = ("-m", "--multirun")
+
 
 class _Parser(argparse.ArgumentParser):
     """Argument parser that raises `ConfigError`."""
@@ -69,6 +73,13 @@ def with_overrides_for_flags(argv: Sequence[str]) -> list[str]:
         else:
             found.append(f"{key}=true")
     return found
+
+
+def command_words(argv: Sequence[str]) -> list[str] | None:
+    """Return the words that repeat a run on the command line; None for a sweep, which has no single command."""
+    if any(word in SWEEPS for word in argv):
+        return None
+    return [word for word in with_overrides_for_flags(argv) if word not in (TRAIN, "--debug")]
 
 
 def unknown_option(words: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from realign.cli.arguments import parser, unknown_option, with_overrides_for_flags
+from realign.cli.arguments import TRAIN, command_words, parser, unknown_option, with_overrides_for_flags
 from realign.cli.errors import guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from realign.cli.train import Start
     from realign.runtime import Experiment
 
-TRAIN = "train"
-"""The default command."""
 OWN_COMMANDS = (TRAIN, "help", "chat")
 """Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
@@ -104,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
-    sweep = "-m" in args or "--multirun" in args  # the command of a sweep is not that of one of its runs
-    words = None if sweep else [word for word in args if word != TRAIN]
+    words = command_words(args)
     if is_one_of_many():
         return on_ranks(lambda start: _dispatch(args, start), debug, words)
     return _dispatch(args, lambda config: alone(config, debug, words))

@@ -129,10 +129,10 @@ def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: b
         yield from (f"{group}=" for group in GROUPS if takes_value)
         if prefix:  # only when typed, since there are many
             yield from (f"{name}=" for name in ALIASES if takes_value)
-        for field in dataclasses.fields(ExperimentConfig):
-            if field.name not in REPORT:
-                deep = field.name in COMPONENTS or field.name in ("microbatch", "checkpoint")
-                yield f"{field.name}." if deep else f"{field.name}{ending}"
+        for one in dataclasses.fields(ExperimentConfig):
+            if one.name not in REPORT:
+                deep = one.name in COMPONENTS or one.name in ("microbatch", "checkpoint")
+                yield f"{one.name}." if deep else f"{one.name}{ending}"
         return
     config = _config(tuple(before), folder)
     start = ".".join(path)
@@ -202,6 +202,7 @@ def _words_of(base: ClassSource) -> list[str]:
 
 def _class_of(path: list[str], config: Mapping[str, Any]) -> ClassSource | None:
     """Return the class of the component at a key."""
+    node: Any
     if path[0] not in COMPONENTS:
         cls, rest, node = find_class("realign.config.schema", "ExperimentConfig"), path, config
     else:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -54,8 +55,12 @@ def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
     if not (args.multirun or args.cfg or args.info):
         _check_start(build(compose(overrides, args.config_dir)))  # before Hydra creates its folder
 
+    folders: list[Path] = []
+
     def job(composed: DictConfig) -> None:
-        if code := start(_config_of_job(composed)):
+        config = _config_of_job(composed)
+        folders.append(Path(config.output_dir))
+        if code := start(config):
             raise SystemExit(code)
 
     words = [*search_path(args.config_dir), *overrides]
@@ -68,10 +73,24 @@ def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
         return 0
     with _terminated_by_exception():
         try:
-            run_application(job, words, args.multirun)
+            done = run_application(job, words, args.multirun)
+            folders = folders or done  # a launcher may have started the runs in other processes
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 1
+        finally:
+            if args.multirun:
+                _print_sweep(folders)
     return 0
+
+
+def _print_sweep(folders: Sequence[Path]) -> None:
+    """Print the runs of a sweep."""
+    from rich.console import Console
+
+    from realign.cli.sweep_table import sweep_table
+
+    if (table := sweep_table(folders)) is not None:
+        Console().print(table)
 
 
 def _check_sweep(overrides: Sequence[str], launcher: str) -> None:

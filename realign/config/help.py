@@ -117,7 +117,9 @@ def find_keys(name: str, most: int = 5) -> list[str]:
     """Return keys whose last name is `name`, in the first experiments that have one."""
     for experiment in FIRST:
         config = _raw([f"experiment={experiment}"], None)
-        roots = [(root, role) for root in COMPONENTS if ROOTS[root].per_role for role in config.get(root) or {}]
+        roots: list[tuple[str, ...]] = [
+            (root, role) for root in COMPONENTS if ROOTS[root].per_role for role in config.get(root) or {}
+        ]
         roots += [(root,) for root in COMPONENTS if not ROOTS[root].per_role]
         found = [key for path in roots for key in _keys_below(path, config, DEPTH) if key.rpartition(".")[2] == name]
         if found:
@@ -155,15 +157,15 @@ def shipped_components() -> list[type]:
 
 def _section(path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None) -> Section:
     if not path:
-        entries = [_schema_entry(ExperimentConfig, name, name, config) for name in _root_fields()]
-        return Section("", "", _first_paragraph(ExperimentConfig), tuple(entries), None, experiment)
+        whole = tuple(_schema_entry(ExperimentConfig, name, name, config) for name in _root_fields())
+        return Section("", "", _first_paragraph(ExperimentConfig), whole, None, experiment)
     if path[0] not in COMPONENTS:
         return _schema_section(path, config)
     own = _schema_entry(ExperimentConfig, path[0], path[0], config)
     if ROOTS[path[0]].per_role and len(path) == 1:
         roles = config.get(path[0]) or {}
-        entries = tuple(_role_entry((path[0], role), config) for role in roles)
-        return Section(path[0], "", own.text, entries, own, experiment)
+        named = tuple(_role_entry((path[0], role), config) for role in roles)
+        return Section(path[0], "", own.text, named, own, experiment)
     start = 2 if ROOTS[path[0]].per_role else 1
     _check_role(path, config)
     place, target = _walked(path[:start], config)
@@ -243,7 +245,7 @@ def _field_entry(place: Place, target: Any, name: str, config: Mapping[str, Any]
 
 def _schema_entry(cls: type, name: str, key: str, config: Mapping[str, Any]) -> Entry:
     """Describe a field of the schema. Its valid range is that of the same field of the run."""
-    field = next(field for field in dataclasses.fields(cls) if field.name == name)  # type: ignore[arg-type]
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
     default: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()

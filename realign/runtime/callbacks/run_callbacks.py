@@ -230,7 +230,7 @@ class RunCallbacks:
         Raises:
             RunError: a name is used by the run or another callback, or a value is no finite number.
         """
-        found = {}
+        found: dict[str, float] = {}
         for name, value in metrics.items():
             if not isinstance(name, str) or not name.strip() or name in RESERVED:
                 raise RunError(f"{where} returned a metric named {name!r}. Choose another name.")

@@ -24,8 +24,11 @@ from rich.text import Text
 
 from realign.engines.files.durable import open_regular
 from realign.errors import ConfigError
-from realign.runtime.display import first_metrics
+from realign.runtime.display import EVALUATION, first_metrics
 
+MOST = 6
+"""Headline metrics in a line without a terminal."""
+MISSING_REWARDS = "eval/missing_rewards"
 _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
 
@@ -302,7 +305,9 @@ class LiveDisplay:
         elif (
             step == self._steps or step % max(1, self._steps // 10) == 0 or any(n.startswith("eval/") for n in metrics)
         ):
-            shown = [f"{name} {_number(metrics[name])}" for name in self._names() if name in metrics][:6]
+            names = [name for name in self._names() if name in metrics]
+            late = [name for name in names[MOST:] if name.startswith(EVALUATION) or name in self._added]
+            shown = [f"{name} {_number(metrics[name])}" for name in [*names[:MOST], *late]]
             line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -314,7 +319,9 @@ class LiveDisplay:
 
     def _names(self) -> list[str]:
         names = [name for name in self._shown if name in self._latest] or first_metrics(self._latest)
-        return [*names, *(name for name in tuple(self._added) if name in self._latest and name not in names)]
+        more = [name for name in self._latest if name.startswith(EVALUATION) and name != MISSING_REWARDS]
+        more += [name for name in tuple(self._added) if name in self._latest]
+        return [*names, *(name for name in more if name not in names)]
 
     def _render(self) -> Table:
         outer = Table.grid()

@@ -22,7 +22,6 @@ from realign.runtime.models import lead_role
 RESULTS: Mapping[str, str] = {
     "models": FINAL,
     "best models": "best",
-    "checkpoints": CHECKPOINTS,
     "samples": "samples.jsonl",
     "held-out samples": "eval_samples.jsonl",
     "metrics": "metrics.jsonl",
@@ -70,6 +69,8 @@ class RunReport:
         """Return the summary of a run."""
         e, out = experiment, experiment.output_dir
         files = {meaning: str(out / name) for meaning, name in RESULTS.items() if _exists(out / name)}
+        if e.checkpoint is not None and event.step:  # written in the background
+            files["checkpoints"] = str(out / CHECKPOINTS)
         if len(history) > 1:  # drawn when the run is closed
             files["curves"] = str(out / "curves.png")
         known = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
@@ -103,9 +104,10 @@ class RunReport:
         if words is not None:
             meaning, more = words
             keys = {word.partition("=")[0] for word in more}
+            keys |= {"overwrite"}
             kept = [word for word in self.command if word.partition("=")[0] not in keys]
             found[meaning] = shlex.join(["realign", *kept, "resume=auto", *more])
-        kept = [word for word in self.command if word.partition("=")[0] != "overwrite"]
+        kept = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
         found["check another setting"] = shlex.join(["realign", "check", *kept, "KEY=VALUE"])
         return found
 

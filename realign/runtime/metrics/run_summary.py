@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.api.callback import EndStatus
+from realign.runtime.display import EVALUATION, GENERAL, first_metrics
+from realign.runtime.metrics.live_display import MISSING_REWARDS
 
 NAME = "summary.json"
-EVALUATION = "eval/"
 LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
 """Parts of the names of metrics that improve when they rise."""
 SMALLER = ("loss", "nll", "perplexity")
@@ -128,12 +129,13 @@ def courses(
         better: Metrics of which it is known whether larger values are better.
     """
     reported = dict.fromkeys(name for record in history for name in record if name != "step")
-    names = [name for name in shown if name in reported] or list(reported)
-    evaluated = [name for name in names if name.startswith(EVALUATION)]
-    evaluated += [name for name in reported if name.startswith(EVALUATION) and name not in evaluated]
-    others = [name for name in names if not name.startswith(EVALUATION)]
+    known = {name: _larger_is_better(name, better or {}) for name in reported}
+    names = [name for name in shown if name in reported and name not in GENERAL]
+    evaluated = [name for name in reported if name.startswith(EVALUATION) and name != MISSING_REWARDS]
+    evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
+    others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
     order = [*evaluated[: MOST - 2], *others][:MOST]
-    return tuple(_course(name, history, _larger_is_better(name, better or {})) for name in order)
+    return tuple(_course(name, history, known[name]) for name in order)
 
 
 def duration(seconds: float) -> str:
