@@ -24,6 +24,7 @@ ALLOWED = {
     ("config/construct.py", "getattr"): "fields and constructors of a component class",
     ("config/convert.py", "getattr"): "whether an annotation is a Protocol",
     ("config/places.py", "getattr"): "fields of a component, listed by its constructor",
+    ("config/help.py", "vars"): "fields of a default, and classes that a module defines",
     ("config/targets.py", "getattr"): "attributes of a module on an import path",
     ("config/targets.py", "hasattr"): "whether a module is a package",
     ("config/targets.py", "vars"): "names that a module or class defines",

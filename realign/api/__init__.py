@@ -3,6 +3,15 @@
 This package imports torch, numpy and `realign.functional`. All other packages of realign depend on it.
 """
 
+from realign.api.callback import (
+    Callback,
+    CallbackResult,
+    EndEvent,
+    EndStatus,
+    EvaluationEvent,
+    StartEvent,
+    StepEvent,
+)
 from realign.api.dataflow import RPC, DataflowGraph, Sync
 from realign.api.engine import ModelOutput, PipelinableEngine
 from realign.api.generation import GenerationConfig
@@ -53,10 +62,15 @@ __all__ = [
     "RPC",
     "SAMPLED",
     "Calibratable",
+    "Callback",
+    "CallbackResult",
     "Capabilities",
     "Completion",
     "Correlation",
     "DataflowGraph",
+    "EndEvent",
+    "EndStatus",
+    "EvaluationEvent",
     "GenerationConfig",
     "Handle",
     "InProcessSampler",
@@ -82,8 +96,10 @@ __all__ = [
     "Sampler",
     "SamplerSpec",
     "SequenceSample",
+    "StartEvent",
     "Stat",
     "Stats",
+    "StepEvent",
     "Sum",
     "Sync",
     "TokenValues",

@@ -154,6 +154,10 @@ class PipelinableEngine(Protocol):
         """Context window in tokens; None if it is unlimited or unknown."""
         return None
 
+    def describe(self) -> str:
+        """Return size and device of the model, such as `135M parameters on cuda:0`; empty if they are unknown."""
+        return ""
+
     @property
     def data_ranks(self) -> int:
         """Number of parts into which the engine's processes cut a batch."""

@@ -4,39 +4,64 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from realign.cli.arguments import TRAIN, command_words, parser, unknown_option, with_overrides_for_flags
 from realign.cli.errors import guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
+from realign.config.aliases import COMMANDS as OTHER_COMMANDS
+from realign.config.aliases import translate
 from realign.config.errors import ConfigError, suggest
 from realign.config.folders import list_algorithms, list_experiments
+from realign.config.shell_words import is_file, prepare
 
 if TYPE_CHECKING:
     from realign.cli.train import Start
     from realign.runtime import Experiment
 
+OWN_COMMANDS = (TRAIN, "help", "chat")
+"""Commands besides `COMMANDS`."""
+COMPLETE = "--complete"
+"""First argument of a call by a completion script."""
+MENU = """\
+realign: reinforcement learning for language models
+
+  realign experiment=NAME key=value ...   train
+  realign check experiment=NAME ...       run everything except training
+  realign help [KEY]                      describe config keys, such as interfaces.actor.kl
+  realign chat MODEL                      chat with a saved model
+  realign --help                          all commands, experiments and algorithms
+
+First run (a few seconds): python -m realign.demo.arithmetic, then
+  realign experiment=sft_arithmetic steps=20
+"""
 HELP = """\
 realign: reinforcement learning for language models on packed sequences
 
 Usage
-  realign <overrides>             train
+  realign <overrides>             train; also realign train <overrides>
+  realign ./my.yaml <overrides>   train with your own experiment file
   realign check <overrides>       run everything except training: graph, data, shapes, rewards, devices, disk
   realign graph <overrides>       show the dataflow graph: [--format text|mermaid|svg] [--out FILE]
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
+  realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y
   realign --cfg job <overrides>   print the composed config
   torchrun --nproc-per-node N -m realign <overrides>   train on N ranks
 
   <overrides> are key=value. Start from experiment=NAME, and add algorithm=NAME to change its algorithm. Every field of
-  a component can be set, whether or not a YAML file lists it.
+  a component can be set, whether or not a YAML file lists it. `--key value` means key=value.
 
 Options
   --config-dir DIR    your own folder with experiment/NAME.yaml and algorithm/NAME.yaml
+  --shell-completion bash|zsh|fish   print a script for tab completion: eval "$(realign --shell-completion bash)"
   --debug             show the traceback of every error (like HYDRA_FULL_ERROR=1)
   --version, --help
 
@@ -77,60 +102,70 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
+    words = command_words(args)
     if is_one_of_many():
-        return on_ranks(lambda start: _dispatch(args, start), debug)
-    return _dispatch(args, lambda config: alone(config, debug))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises `ConfigError`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see realign --help")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="realign", add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("--debug", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--info", "-i", nargs="?", const="all")
-    parser.add_argument("--format", choices=("text", "mermaid", "svg"))
-    parser.add_argument("--out")
-    return parser
+        return on_ranks(lambda start: _dispatch(args, start), debug, words)
+    return _dispatch(args, lambda config: alone(config, debug, words))
 
 
 def _dispatch(argv: list[str], start: Start) -> int:
-    args = _parser().parse_intermixed_args(argv)
-    if args.help:
-        _say(help_text(Path(args.config_dir) if args.config_dir else None))
-        return 0
+    if argv[:1] == [COMPLETE]:
+        return complete(argv[1:])
+    args, unknown = parser().parse_known_intermixed_args(with_overrides_for_flags(argv))
+    if unknown:
+        raise ConfigError(unknown_option(unknown))
+    if args.shell_completion:
+        return shell_completion(args.shell_completion)
     if args.version:
         from importlib.metadata import version
 
         _say(version("realign"))
         return 0
-    commands = {"graph": show_graph, "check": check, "chat": chat}
-    command, overrides = None, list(args.words)
-    if overrides and "=" not in overrides[0] and not overrides[0].startswith("~"):
-        command = overrides.pop(0)
-        if command not in commands:
-            raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}; overrides are key=value")
+    if args.help:
+        keys = [word for word in args.words if word not in (*COMMANDS, *OWN_COMMANDS)]
+        return show_key_help(args, keys) if keys else show_help(args)
+    command, overrides = _command_of(args.words)
+    if command == "help":
+        return show_key_help(args, overrides)
     if command != "graph" and (args.format or args.out):
         raise ConfigError("--format and --out apply only to realign graph")
-    if command and (args.multirun or args.cfg or args.info):
+    if command != TRAIN and (args.multirun or args.cfg or args.info):
         raise ConfigError(f"--multirun, --cfg and --info do not apply to realign {command}")
-    if not overrides and command != "chat" and not (args.cfg or args.info):
+    if not argv:
+        _say(MENU)
+        return 0
+    if command == "chat":
+        return chat(args, overrides)
+    if not overrides and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
-    if command is not None:
-        return commands[command](args, overrides)
-    return train(args, overrides, start)
+    overrides = _prepared(args, overrides)
+    return train(args, overrides, start) if command == TRAIN else COMMANDS[command](args, overrides)
+
+
+def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command, which is `train` unless the first word names another one, and the remaining words.
+
+    Raises:
+        ConfigError: the first word is no command, no override and no YAML file.
+    """
+    rest = list(words)
+    if not rest or "=" in rest[0] or rest[0].startswith("~") or is_file(rest[0]):
+        return TRAIN, rest
+    command = rest.pop(0)
+    known = [*OWN_COMMANDS, *COMMANDS]
+    if command in known:
+        return command, rest
+    if command in OTHER_COMMANDS:
+        raise ConfigError(f"realign has no command {command!r}: {OTHER_COMMANDS[command]}")
+    raise ConfigError(f"unknown command {command!r}{suggest(command, known)}; overrides are key=value")
+
+
+def _prepared(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return the overrides with names of other tools replaced, YAML files registered, and special text quoted."""
+    overrides, notes = translate(prepare(words), args.config_dir)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
+    return overrides
 
 
 def help_text(config_dir: Path | None = None) -> str:
@@ -148,6 +183,41 @@ def _built(args: argparse.Namespace, overrides: Sequence[str]) -> Experiment:
     from realign.config import compose
 
     return build(compose(overrides, args.config_dir))
+
+
+def show_help(args: argparse.Namespace) -> int:
+    """Run `realign --help`: print commands, options, experiments and algorithms."""
+    _say(help_text(Path(args.config_dir) if args.config_dir else None))
+    return 0
+
+
+def show_key_help(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign help [overrides] [KEY]`: describe config keys."""
+    from realign.cli.key_help import key_help
+
+    overrides = [word for word in words if "=" in word or word.startswith("~") or is_file(word)]
+    prepared = _prepared(args, overrides) if overrides else []
+    keys = [word for word in words if word not in overrides]
+    folder = Path(args.config_dir) if args.config_dir else None
+    _say(key_help([*prepared, *keys], folder, min(shutil.get_terminal_size().columns, 110)))
+    return 0
+
+
+def shell_completion(shell: str) -> int:
+    """Run `realign --shell-completion SHELL`: print the script that the shell evaluates."""
+    from realign.cli.completion import script
+
+    _say(script(shell))
+    return 0
+
+
+def complete(words: Sequence[str]) -> int:
+    """Print the completions of the last word of a command line, for the scripts of `shell_completion`."""
+    from realign.cli.completion import completions
+
+    for one in completions(words[0] if words else ""):
+        _say(one)
+    return 0
 
 
 def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -209,6 +279,12 @@ def _typed_lines() -> Iterator[str]:
 
 def _say(text: str) -> None:
     print(text)
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = MappingProxyType(
+    {"graph": show_graph, "check": check}
+)
+"""Commands on the config of one run."""
 
 
 if __name__ == "__main__":

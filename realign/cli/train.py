@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -54,8 +55,12 @@ def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
     if not (args.multirun or args.cfg or args.info):
         _check_start(build(compose(overrides, args.config_dir)))  # before Hydra creates its folder
 
+    folders: list[Path] = []
+
     def job(composed: DictConfig) -> None:
-        if code := start(_config_of_job(composed)):
+        config = _config_of_job(composed)
+        folders.append(Path(config.output_dir))
+        if code := start(config):
             raise SystemExit(code)
 
     words = [*search_path(args.config_dir), *overrides]
@@ -68,10 +73,24 @@ def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
         return 0
     with _terminated_by_exception():
         try:
-            run_application(job, words, args.multirun)
+            done = run_application(job, words, args.multirun)
+            folders = folders or done  # a launcher may have started the runs in other processes
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 1
+        finally:
+            if args.multirun:
+                _print_sweep(folders)
     return 0
+
+
+def _print_sweep(folders: Sequence[Path]) -> None:
+    """Print the runs of a sweep."""
+    from rich.console import Console
+
+    from realign.cli.sweep_table import sweep_table
+
+    if (table := sweep_table(folders)) is not None:
+        Console().print(table)
 
 
 def _check_sweep(overrides: Sequence[str], launcher: str) -> None:
@@ -119,8 +138,8 @@ def _config_of_job(composed: DictConfig) -> ExperimentConfig:
     return config
 
 
-def alone(config: ExperimentConfig, debug: bool) -> int:
-    """Execute a run in this process, and return the exit code."""
+def alone(config: ExperimentConfig, debug: bool, command: Sequence[str] | None = None) -> int:
+    """Execute a run in this process, and return the exit code. `command` contains the words of the command line."""
 
     def make() -> None:
         from realign.runtime import run
@@ -129,7 +148,7 @@ def alone(config: ExperimentConfig, debug: bool) -> int:
         experiment = build(config)
         check_output_folder(experiment)
         with _end_recorded(experiment):
-            run(experiment, console=_console(experiment))
+            run(experiment, console=_console(experiment), command=command, description=described_run(experiment))
 
     return guarded(make, debug)
 
@@ -153,7 +172,7 @@ def is_one_of_many() -> bool:
     return os.environ.get("WORLD_SIZE", "") not in ("", "1")
 
 
-def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
+def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] | None = None) -> int:
     """Run one command line on all ranks: rank 0 executes `command`, and the other ranks join the run that it starts.
 
     Returns:
@@ -165,12 +184,12 @@ def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
 
     ranks = launched()
     if ranks.size == 1:  # no rendezvous address is set
-        return command(lambda config: alone(config, debug))
+        return command(lambda config: alone(config, debug, words))
     meeting: Meeting | None = None
     try:
         with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
             if ranks.leader:
-                return _led(meeting, command)
+                return _led(meeting, command, words)
             _quiet()
             if plan := meeting.plan():
                 _take_part(meeting, config_of(json.loads(plan)))
@@ -181,12 +200,12 @@ def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
         return meeting.watch.code  # the first rank that failed has reported the reason
 
 
-def _led(meeting: Meeting, command: Callable[[Start], int]) -> int:
+def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str] | None) -> int:
     def start(config: ExperimentConfig) -> int:
         try:
             with meeting.watch.telling():  # inside the Hydra job, because Hydra would add another message
                 meeting.plan(json.dumps(dataclasses.asdict(config)))
-                _take_part(meeting, config)
+                _take_part(meeting, config, words)
         except Exception:
             return meeting.watch.code
         return 0
@@ -197,14 +216,15 @@ def _led(meeting: Meeting, command: Callable[[Start], int]) -> int:
     return 0
 
 
-def _take_part(meeting: Meeting, config: ExperimentConfig) -> None:
+def _take_part(meeting: Meeting, config: ExperimentConfig, words: Sequence[str] | None = None) -> None:
     from realign.runtime import run
 
     experiment = build(config)
     leads = meeting.ranks.leader
     console = _console(experiment) if leads else None
     with meeting.joined(experiment.runtime.call_minutes), _end_recorded(experiment) if leads else nullcontext():
-        run(experiment, console=console, watch=meeting.watch)
+        description = described_run(experiment) if leads else ""
+        run(experiment, console=console, watch=meeting.watch, command=words, description=description)
 
 
 def build(config: ExperimentConfig) -> Experiment:
@@ -238,6 +258,15 @@ def print_derived(experiment: Experiment, console: Any) -> None:
     for name, value in derived_rows(experiment):
         table.add_row(name, Text(value))
     console.print(table)
+
+
+def described_run(experiment: Experiment) -> str:
+    """Return the run summary as text, for realign.log."""
+    from realign.cli.launch_table import derived_rows
+
+    rows = derived_rows(experiment)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([f"{experiment.name}: run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def quiet_transformers() -> None:

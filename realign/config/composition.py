@@ -21,6 +21,7 @@ from realign.config.explain import explain
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
+from realign.config.shell_words import prepare
 
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
 
@@ -35,19 +36,34 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
     Raises:
         ConfigError: the config is invalid; names the key and the nearest valid one in one line.
     """
+    return resolve(_composed(overrides, config_dir))
+
+
+def compose_raw(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> dict[str, Any]:
+    """Compose a config like `compose`, as plain values with missing values (`???`) and unresolved interpolations.
+
+    Raises:
+        ConfigError: the config is invalid.
+    """
+    plain = OmegaConf.to_container(_composed(overrides, config_dir), resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _composed(overrides: Sequence[str], config_dir: Path | str | None) -> DictConfig:
     # Imported here, so that `realign --help` does not import Hydra.
     from hydra.errors import HydraException
     from yaml import YAMLError
 
+    overrides = prepare(overrides)
     check_words(overrides)
     register_schema()
 
     try:
         _refuse_search_path(overrides)
-        composed = without_hydra(_checked(overrides, config_dir))
+        return without_hydra(_checked(overrides, config_dir))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explained(error, overrides, config_dir)) from error
-    return resolve(composed)
 
 
 def check_words(overrides: Sequence[str]) -> None:

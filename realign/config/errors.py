@@ -21,6 +21,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "evaluation": "evaluation.every_steps=20",
         "calibration": "calibration.samples=512",
         "trackers": "trackers.board._target_=realign.runtime.TensorBoard",
+        "callbacks": "callbacks.stop=early_stopping",
         "runtime": "runtime.rpc_timeout_minutes=60",
         "rollout": "rollout.max_staleness=2",
     }

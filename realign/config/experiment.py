@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.construct import INTERFACES, build, build_graph
+from realign.config.construct import INTERFACES, build, build_graph, convert
 from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.layers import OWNS
 from realign.config.places import ROOTS
@@ -21,6 +21,7 @@ from realign.config.words import TARGET
 from realign.errors import SettingsError
 
 if TYPE_CHECKING:
+    from realign.api.callback import Callback
     from realign.runtime import Experiment
 
 
@@ -89,6 +90,7 @@ def _build(config: ExperimentConfig) -> Experiment:
         sample_prompts=config.sample_prompts,
         print_samples_every_steps=config.print_samples_every_steps,
         trackers=_roles(config, TrackerSpec, "trackers"),
+        callbacks=_callbacks(config),
         runtime=_one(config, RuntimeSpec, "runtime"),
         rollout=_one(config, RolloutSpec, "rollout"),
         ratio_tolerance=config.ratio_tolerance,
@@ -138,6 +140,7 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
         "runtime": as_node(experiment.runtime),
         "rollout": as_node(experiment.rollout),
         "trackers": {name: as_node(spec) for name, spec in experiment.trackers.items()},
+        "callbacks": {name: as_node(callback) for name, callback in experiment.callbacks.items()},
     }
 
 
@@ -173,6 +176,18 @@ def _roles(config: ExperimentConfig, kind: Any, root: str) -> dict[str, Any]:
         for role, node in getattr(config, root).items()
         if node is not None
     }
+
+
+def _callbacks(config: ExperimentConfig) -> dict[str, Callback]:
+    """Build the callbacks, which a bare word can select. Skips those that are null or none."""
+    from realign.api.callback import Callback
+
+    found = {}
+    for name, node in config.callbacks.items():
+        where = f"callbacks.{name}"
+        component = isinstance(node, Mapping)
+        found[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
+    return {name: callback for name, callback in found.items() if callback is not None}
 
 
 def _one(config: ExperimentConfig, kind: Any, root: str) -> Any:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from realign.config.errors import ConfigError
 
+GROUPS = ("experiment", "algorithm", "runtime", "rollout")
+"""Config groups: folders with files that one word selects."""
+
 
 def experiments_dir() -> Path:
     """Return the folder with `config.yaml` and the groups: inside an installed package, or beside it in a checkout."""

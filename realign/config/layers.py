@@ -123,7 +123,10 @@ class Layers:
         for root, node in upper.items():
             for path, value in _root_places(root, node):
                 if isinstance(value, dict):
-                    self._lay_component(place_of(path), path, value, by, rewritten)
+                    place, lower = place_of(path), get(self.view, path)
+                    if is_word(lower) and TARGET not in value and (target := place.of_word(lower)) is not None:
+                        self._set_target(path, target)
+                    self._lay_component(place, path, value, by, rewritten)
         return rewritten
 
     def _lay_component(

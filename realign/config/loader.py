@@ -7,6 +7,7 @@ have the same result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import version
@@ -78,13 +79,20 @@ def whole_config(overrides: Sequence[str]) -> DictConfig:
         )
 
 
-def run_application(task: Callable[[DictConfig], Any], overrides: Sequence[str], multirun: bool) -> None:
-    """Run `task` as a Hydra application on one config, or on each config of a sweep."""
+def run_application(task: Callable[[DictConfig], Any], overrides: Sequence[str], multirun: bool) -> list[Path]:
+    """Run `task` as a Hydra application on one config, or on each config of a sweep.
+
+    Returns:
+        The folders of the runs of a sweep; empty for a single run.
+    """
     words = list(overrides)
     with _Application() as hydra:
         mode = RunMode.MULTIRUN if multirun else hydra.get_mode("config", words) or RunMode.RUN
         run = hydra.multirun if mode is RunMode.MULTIRUN else hydra.run
-        run(config_name="config", task_function=task, overrides=[*words, f"hydra.mode={mode.name}"])
+        done = run(config_name="config", task_function=task, overrides=[*words, f"hydra.mode={mode.name}"])
+    if mode is not RunMode.MULTIRUN:
+        return []
+    return [Path(one.hydra_cfg.hydra.runtime.output_dir) for batch in done or () for one in batch]
 
 
 def show_config(overrides: Sequence[str], kind: str, package: str | None, resolve: bool) -> None:

@@ -22,6 +22,7 @@ COMPONENTS = (
     "evaluation",
     "calibration",
     "trackers",
+    "callbacks",
     "runtime",
     "rollout",
 )
@@ -74,7 +75,7 @@ class ExperimentConfig:
     resume_allow: list[str] = field(default_factory=list)
     """Config keys that may differ from the config of the checkpoint."""
     resume_skip: list[str] = field(default_factory=list)
-    """Parts of the checkpoint to skip when resuming: optimizer, data, random, interfaces, counters."""
+    """Parts of the checkpoint to skip when resuming: optimizer, data, random, interfaces, callbacks, counters."""
     steps: int = MISSING
     """Number of training steps (passes over the graph)."""
     batch_prompts: int = MISSING
@@ -116,6 +117,9 @@ class ExperimentConfig:
     """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
     trackers: dict[str, Any] = field(default_factory=dict)
     """Metric loggers besides metrics.jsonl: any name -> component, such as `_target_: realign.runtime.TensorBoard`."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Hooks that read the metrics of the run, add metrics, or stop the run: any name -> component, such as
+    early_stopping, or `_target_: my.module.MyCallback`. null disables one."""
     runtime: dict[str, Any] = field(default_factory=dict)
     """Placement and execution of the models: config group `runtime` (local, ray). `_target_` defaults to
     realign.runtime.runtime_spec.Local."""

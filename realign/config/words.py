@@ -25,7 +25,12 @@ NONE = "none"
 """Word for `None`, if the annotation allows it."""
 ONE_WORD = {"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"}
 """Names that count as one word although their capitals suggest two."""
-EXPORTERS: Mapping[str, str] = types.MappingProxyType({"realign.api.sampler_spec.SamplerSpec": "realign.engines"})
+EXPORTERS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "realign.api.sampler_spec.SamplerSpec": "realign.engines",
+        "realign.api.callback.Callback": "realign.runtime.callbacks",
+    }
+)
 """Package that exports the variants of a base class, if they are outside the module of the base class."""
 _LEAVES = (str, int, float, bool, complex, bytes, object, type(None), Path, list, tuple, dict, set)
 

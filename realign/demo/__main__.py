@@ -38,7 +38,9 @@ Results = tuple[RunResult, RunResult, float]
 
 def main(arguments: list[str]) -> int:
     """Run the demo, and print one JSON object as the last line of stdout."""
-    return launch(arguments, name=NAME, subject="two-digit addition", runs=(SFT,), train=train, show=show)
+    return launch(
+        arguments, name=NAME, subject="two-digit addition", runs=(SFT,), train=train, show=show, usage=__doc__ or ""
+    )
 
 
 def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:

@@ -68,8 +68,9 @@ def launch(
     runs: Sequence[str],
     train: Callable[[Demo, Console], Results],
     show: Callable[[Demo, Console, Results], Mapping[str, Any]],
+    usage: str,
 ) -> int:
-    """Run a demo, and print one JSON object as the last line of stdout.
+    """Run a demo, and print one JSON object as the last line of stdout. `--help` prints `usage` instead.
 
     Args:
         arguments: Arguments of the command line.
@@ -78,10 +79,14 @@ def launch(
         runs: Names of the runs before the last one.
         train: Executes the runs. A RealignError is printed in one line.
         show: Prints the results and returns the JSON object.
+        usage: Text of `--help`.
 
     Returns:
         The exit code.
     """
+    if {"--help", "-h"} & set(arguments):
+        print(usage.strip())
+        return 0
     transformers.utils.logging.disable_progress_bar()  # progress bars only flicker for a tiny model
     transformers.utils.logging.set_verbosity_error()  # hides its long warning about a new head
     console = Console()

@@ -63,7 +63,9 @@ class Results(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Run the demo, and print one JSON object as the last line of stdout."""
-    return launch(arguments, name=NAME, subject="friendlier reviews", runs=RUNS, train=train, show=show)
+    return launch(
+        arguments, name=NAME, subject="friendlier reviews", runs=RUNS, train=train, show=show, usage=__doc__ or ""
+    )
 
 
 def train(demo: Demo, console: Console) -> Results:

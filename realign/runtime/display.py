@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from realign.api import DataflowGraph, ModelInterface, Panel
 
@@ -40,14 +41,21 @@ def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
 
 
 def panels(
-    graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str, reported: Iterable[str] = ()
+    graph: DataflowGraph,
+    interfaces: Mapping[str, ModelInterface],
+    lead: str,
+    reported: Iterable[str] = (),
+    added: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Panel, ...]:
     """Return the charts of the learning curves: general ones and those of all trained roles.
 
     An interface without charts gets one chart for each metric of its headline. Without a headline, it gets charts for
-    the first metrics in `reported`. Charts with the same title are merged.
+    the first metrics in `reported`. Charts with the same title are merged. Each metric in `added`, which maps the
+    metrics of callbacks to the names of the callbacks, gets its own chart.
     """
-    undeclared = [name for name in reported if not name.startswith(EVALUATION) and name not in GENERAL]
+    undeclared = [
+        name for name in reported if not name.startswith(EVALUATION) and name not in GENERAL and name not in added
+    ]
     declared = [Panel("reward per response", {"reward": "training batch (sampled)"})]
     for prefix, interface in _trained(graph, interfaces, lead):
         names = interface.headline() or (() if prefix else first_metrics(undeclared, most=6))
@@ -59,6 +67,7 @@ def panels(
         Panel("response length (tokens)", {"response_tokens": "training batch"}),
         Panel("gradient norm", {"grad_norm": "before clipping"}),
     ]
+    declared += [Panel(name, {name: f"callbacks.{owner}"}) for name, owner in added.items()]
     shown: set[str] = set()
     merged: dict[str, dict[str, str]] = {}
     for panel in declared:

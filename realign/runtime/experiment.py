@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Plan, Sync
+from realign.api import Callback, DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Plan, Sync
 from realign.data import DataSpec
 from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import check_shared
@@ -51,6 +51,8 @@ class Part(StrEnum):
     """The states of the random number generators of Python, numpy and torch."""
     interfaces = "interfaces"
     """State of the algorithms: KL coefficient, running reward statistics, response pool."""
+    callbacks = "callbacks"
+    """State of the callbacks."""
     counters = "counters"
     """Step, versions and records. Skipping them starts a new run at step 0, which needs a different `output_dir`."""
 
@@ -106,6 +108,8 @@ class Experiment(Settings):
     """Print three responses of a step, with reward and KL, every n steps; null disables it."""
     trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)
     """Metric trackers besides metrics.jsonl, under names of your choice, such as `realign.runtime.TensorBoard`."""
+    callbacks: Mapping[str, Callback] = field(default_factory=dict)
+    """Hooks that read the metrics of the run, add metrics, or stop the run, under names of your choice."""
     runtime: RuntimeSpec = field(default_factory=Local)
     """Processes in which the models run: `Local` or `Ray`."""
     rollout: RolloutSpec = field(default_factory=SyncRollout)
@@ -180,10 +184,19 @@ class Experiment(Settings):
                 "evaluation, or choose another metric."
             )
 
+    def _named(self) -> dict[str, Mapping[str, Any]]:
+        """Return the settings that map names to components."""
+        return {
+            "models": self.models,
+            "interfaces": self.interfaces,
+            "trackers": self.trackers,
+            "callbacks": self.callbacks,
+        }
+
     def _check_names(self) -> None:
         """Check names that become files and folders."""
         check_name("name", self.name)
-        for key, names in (("models", self.models), ("interfaces", self.interfaces), ("trackers", self.trackers)):
+        for key, names in self._named().items():
             for name in names:
                 check_name(f"{key}:", name)
         for role in self.models:

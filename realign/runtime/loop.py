@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from realign.api.callback import EndEvent, EndStatus, StartEvent
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import remove_folder
+from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.checkpoint.exports import Saves
 from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checkpoint.resume import Start
@@ -22,10 +24,12 @@ from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
 from realign.runtime.display import headline, panels
-from realign.runtime.experiment import Experiment
+from realign.runtime.experiment import Experiment, Part
+from realign.runtime.metrics.activity import activity
 from realign.runtime.metrics.curves import draw_curves
 from realign.runtime.metrics.live_display import Forgiving, LiveDisplay, Tracker
 from realign.runtime.metrics.records import NoRecords, Records
+from realign.runtime.metrics.report import RunReport
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.models import lead_role
 from realign.runtime.output_folder import clear_output_folder
@@ -43,6 +47,8 @@ class RunResult:
     """One record per step: `step` and its metrics (step 0: before training)."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Held-out responses after training, with prompt, response and reward."""
+    stopped: str | None = None
+    """Name of the callback that stopped the run and its reason; None if all steps are done."""
 
     def series(self, metric: str) -> list[float]:
         """Return the values of one metric, over the steps that have it."""
@@ -58,13 +64,17 @@ class Training:
         start: Start | None,
         console: Console | None,
         trackers: Iterable[Tracker],
+        report: RunReport,
         stack: ExitStack,
     ) -> None:
         """Restore the checkpoint of `start`, and open files and trackers, which `stack` closes."""
+        self.report = report
         self.experiment, self.out = runtime.experiment, runtime.experiment.output_dir
         self.runtime, self.ranks = runtime, current()
         self.console = console if self.ranks.leader else None
         self.first = 1 if start is None else start.step + 1
+        self.complete = start is not None and start.complete
+        self.done = self.first - 1
         self.fresh = start is None or start.new_run
         e = self.experiment
         self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best, self.ranks)
@@ -77,21 +87,30 @@ class Training:
                 self.saves.load_state_dict(start.state["saves"])
             left = f"Next step: {self.first} of {e.steps}." if self.first <= e.steps else "No step is left."
             self._say(f"Resumed from {start.checkpoint.path}. {left}")
-        if e.checkpoint is not None:
-            pack(interface_states(runtime), copy=False)  # fail at startup if the state is not serializable
+            report.log.write(f"resumed from {start.checkpoint.path}. {left}")
+        self.callbacks = RunCallbacks(e.callbacks, self.ranks)
+        if start is not None and Part.callbacks not in e.resume_skip and "callbacks" in start.state:
+            self.callbacks.load_state_dict(start.state["callbacks"], stopped=start.complete)
+        if e.checkpoint is not None:  # fail at startup if the state is not serializable
+            pack({"interfaces": interface_states(runtime), "callbacks": self.callbacks.state_dict()}, copy=False)
         if start is None or not start.own:
             self.ranks.lead(partial(clear_output_folder, self.out))
         self.result = RunResult(self.out)
         self.records: Records = NoRecords()
         self.receivers: list[Tracker] = []
         self.ranks.lead(partial(self._open_files, start, trackers, stack))
-        self.checkpoints = stack.enter_context(RunCheckpoints(runtime, self.records, self.saves, frozen))
+        self.checkpoints = stack.enter_context(
+            RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen)
+        )
         if not self.fresh:
             self.result.history = self.ranks.lead(self.records.history)
 
     def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
         """Open the files and trackers, on rank 0 only."""
-        stack.callback(_draw, self.experiment, self.result)  # also draw the curves of an interrupted run
+        self.report.log.open(self.out, fresh=start is None or not start.own)
+        stack.callback(  # also draw the curves of an interrupted run
+            _draw, self.experiment, self.result, self.callbacks.metrics
+        )
         self.records = stack.enter_context(Records(self.out, start))
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
@@ -103,53 +122,125 @@ class Training:
             tracker = Forgiving(name, spec.open(self.experiment.name, self.out))
             stack.callback(tracker.close)
             yield tracker
+        yield self.report.log
         if self.console is not None:
-            e = self.experiment
-            shown = headline(e.graph, e.interfaces, lead_role(e))
-            display = LiveDisplay(self.console, e.name, e.steps, shown)
-            yield Forgiving("display", stack.enter_context(display))
+            display = stack.enter_context(self._display(self.console))
+            self.report.before_panel = display.close
+            yield Forgiving("display", display)
+
+    def _display(self, console: Console) -> LiveDisplay:
+        e = self.experiment
+        models = ((role, model.engine) for role, model in self.runtime.models.items() if model.engine is not None)
+        sizes = [f"{role}: {about}" for role, engine in models if (about := engine.describe())]
+
+        def doing() -> str:
+            first = self.done < self.first
+            return activity(self.runtime.watch, e.graph, e.interfaces, first_step=first)
+
+        return LiveDisplay(
+            console,
+            e.name,
+            e.steps,
+            headline(e.graph, e.interfaces, lead_role(e)),
+            header=[f"{self.out}   {', '.join(sizes)}".rstrip()],
+            added=self.callbacks.metrics,
+            activity=doing,
+        )
 
     def run(self) -> RunResult:
-        """Execute the remaining steps."""
+        """Execute the remaining steps.
+
+        Returns:
+            The result. Its `stopped` contains the reason if a callback stopped the run.
+        """
+        try:
+            self._train()
+        except WorkerLost:
+            raise  # the run may continue in another attempt
+        except BaseException as error:
+            self.ended_by(error)
+            raise
+        status = EndStatus.completed if self.callbacks.stop is None else EndStatus.stopped
+        end = EndEvent(self.done, self.experiment.steps, status, self.result.stopped or "")
+        self.callbacks.end(end)
+        self._report(end)
+        return self.result
+
+    def ended_by(self, error: BaseException) -> None:
+        """Report an error that ends the run to the callbacks, and write the summary."""
+        status = EndStatus.interrupted if isinstance(error, KeyboardInterrupt) else EndStatus.failed
+        end = EndEvent(self.done, self.experiment.steps, status, str(error))
+        self.callbacks.end_after_error(end)
+        self._report(end)
+
+    def _report(self, end: EndEvent) -> None:
+        """Write and show the summary, on rank 0 only."""
+        if self.ranks.leader:
+            self.report.end(self.experiment, end, self.result.history, self.records.metrics.seconds, self.console)
+
+    def _train(self) -> None:
+        e = self.experiment
+        self.callbacks.start(StartEvent(e.name, self.out, e.steps, self.first, resumed=not self.fresh))
         if self.fresh:
-            before = self.runtime.calibrate("before") | self._evaluate(0)
-            self._log(0, before)
-            self.saves.after_step(0, before, last=False)
-            if self.experiment.save_every_steps or self.experiment.save_best or self._may_lose_workers:
-                self.checkpoints.begin()
-        steps = self.experiment.steps
+            self._before_training()
         with StopSignals(quiet=not self.ranks.leader) as signals, _ended_by(signals):
-            for step in range(self.first, steps + 1):
+            for step in range(self.first, e.steps + 1) if not self.complete else ():
+                if self.callbacks.stop is not None:  # by the evaluation before training, or by the last step
+                    break
                 self._step(step)
-                if step < steps:
+                if step < e.steps and self.callbacks.stop is None:
                     received = self.ranks.first(signals.received)
                     self.checkpoints.after_step(step, now=received is not None)
                     if received is not None:
                         raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
-            if self.first > steps:  # only `final` is missing or damaged
-                self.ranks.lead(partial(remove_folder, self.out / FINAL))
-                self._calibrate_after()
+            self._finish()
+
+    def _before_training(self) -> None:
+        """Calibrate and evaluate before the first step, and write a checkpoint if the run may need it."""
+        added: dict[str, float] = {}
+        before = self.runtime.calibrate("before") | self._evaluate(0, added) | added
+        self._log(0, before)
+        self.saves.after_step(0, before, last=False)
+        if self.experiment.save_every_steps or self.experiment.save_best or self._may_lose_workers:
+            self.checkpoints.begin()
+
+    def _finish(self) -> None:
+        """Save the trained models and the last checkpoint."""
+        if self.complete:  # only `final` is missing or damaged
+            self.ranks.lead(partial(remove_folder, self.out / FINAL))
+            self._calibrate_after()
+        if self.callbacks.stop is not None:
+            self.result.stopped = self.callbacks.stop.describe()
+        if self.done:
             self.runtime.check_progress()
-            self.runtime.save(self.out / FINAL)
-            self.checkpoints.finish(steps)
-        return self.result
+        self.runtime.save(self.out / FINAL)
+        self.checkpoints.finish(self.done)
 
     @property
     def _may_lose_workers(self) -> bool:
         return self.experiment.runtime.starts_workers
 
     def _step(self, step: int) -> None:
-        last = step == self.experiment.steps
+        steps = self.experiment.steps
         values, batch = self.runtime.step(step)
         values |= self.checkpoints.metrics()
+        added: dict[str, float] = {}
         try:
-            if last or self.runtime.evaluation_due(step):
-                values |= self._evaluate(step)
+            evaluated = step == steps or self.runtime.evaluation_due(step)
+            if evaluated:
+                values |= self._evaluate(step, added)
+            added |= self.callbacks.after_step(step, steps, values, added)
+            if self.fresh and step == 1:
+                self.ranks.lead(self.callbacks.check_reads)
+            last = step == steps or self.callbacks.stop is not None
+            if last and not evaluated:
+                values |= self._evaluate(step, added)
             if last:
                 values |= self._calibrate_after()
-            values = self.ranks.broadcast(values)  # timings differ between ranks, and `save_best` may use one
+            values = self.ranks.broadcast(values | added)  # timings differ between ranks, and `save_best` may use one
         finally:  # log a completed step even if its evaluation fails
             self._log(step, values)
+        self.done = step
         for record in self.runtime.readable(batch, self.experiment.sample_prompts):
             self.records.samples.write({"step": step, **record})
         if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
@@ -161,10 +252,13 @@ class Training:
         for receiver in self.receivers:
             receiver.log(step, values)
 
-    def _evaluate(self, step: int) -> dict[str, float]:
+    def _evaluate(self, step: int, added: dict[str, float]) -> dict[str, float]:
+        """Run the evaluation and return its metrics. Adds the metrics of the callbacks to `added`."""
         measured, self.result.samples = self.runtime.evaluate()
         for record in self.result.samples:
             self.records.eval_samples.write({"step": step, **record})
+        if measured:
+            added |= self.callbacks.after_evaluation(step, self.experiment.steps, measured, self.result.samples)
         return measured
 
     def _calibrate_after(self) -> dict[str, float]:
@@ -199,12 +293,12 @@ def _ended_by(signals: StopSignals) -> Iterator[None]:
         raise Interrupted(signals.received, f"stopped during a step ({lost})") from lost
 
 
-def _draw(experiment: Experiment, result: RunResult) -> None:
+def _draw(experiment: Experiment, result: RunResult, added: Mapping[str, str]) -> None:
     if len(result.history) < 2:
         return
     try:
         reported = dict.fromkeys(name for record in result.history for name in record if name != "step")
-        charts = panels(experiment.graph, experiment.interfaces, lead_role(experiment), reported)
+        charts = panels(experiment.graph, experiment.interfaces, lead_role(experiment), reported, added)
         path = result.output_dir / "curves.png"
         draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
     except Exception as error:  # a failed plot neither stops the run nor hides its error

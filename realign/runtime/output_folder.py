@@ -38,7 +38,14 @@ def check_output_folder(experiment: Experiment) -> None:
 
 def clear_output_folder(out: Path) -> None:
     """Remove the files of an earlier run from an output folder, so that they do not mix with those of a new run."""
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"):
+    for name in (
+        "metrics.jsonl",
+        "samples.jsonl",
+        "eval_samples.jsonl",
+        "curves.png",
+        "last_failure.json",
+        "summary.json",
+    ):
         (out / name).unlink(missing_ok=True)
     for folder in (*_model_folders(out), out / "tensorboard", out / CHECKPOINTS):
         if folder.is_dir():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
+from types import MappingProxyType
 
 from rich.console import Console
 
+from realign.api import Callback
 from realign.engines.distributed.ranks import Ranks, current
-from realign.engines.files.folders import restore_interrupted_saves
+from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.checkpoint.recovery import Attempts
@@ -18,6 +21,7 @@ from realign.runtime.checkpoint.state import seed_random
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult, Training
 from realign.runtime.metrics.live_display import Tracker
+from realign.runtime.metrics.report import RunReport
 from realign.runtime.output_folder import check_output_folder
 from realign.runtime.processes.lock import alone_in
 from realign.runtime.processes.operations import Watch
@@ -30,7 +34,10 @@ def run(
     *,
     console: Console | None = None,
     trackers: Iterable[Tracker] = (),
+    callbacks: Mapping[str, Callback] = MappingProxyType({}),
     watch: Watch | None = None,
+    command: Sequence[str] | None = None,
+    description: str = "",
 ) -> RunResult:
     """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
 
@@ -44,7 +51,11 @@ def run(
         experiment: the settings of the run.
         console: where progress is shown; None shows nothing.
         trackers: additional receivers of the metrics; the caller closes them.
+        callbacks: callbacks besides those of the experiment, by name. With runtime=ray, a run that recovers from a
+            lost worker continues with copies of them.
         watch: receives the current operation, and any error before resources are closed.
+        command: words of the command line that started the run, for the commands that the summary suggests.
+        description: text for the start of realign.log, such as the launch table.
 
     Returns:
         The metrics of all steps, the output folder and held-out samples.
@@ -54,20 +65,48 @@ def run(
             or the run cannot continue. The message contains the cause.
         Interrupted: a signal stopped the run; the message contains the last step.
     """
+    experiment = _with_callbacks(experiment, callbacks)
     ranks, watch, trackers = current(), watch or watchdog_for(experiment.runtime), tuple(trackers)
     _check_ranks(experiment, ranks)
     ranks.lead(partial(check_output_folder, experiment))
     attempts = Attempts(experiment)
-    while True:
-        try:
-            # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster too
-            # `telling` reports errors before resources are closed
-            with cluster_for(experiment), watch.started(), ExitStack() as stack, watch.telling():
-                training = _opened(attempts.experiment, ranks, watch, console, trackers, stack)
-                attempts.began()
-                return training.run()
-        except WorkerLost as lost:
-            attempts.recover(lost)
+    training: Training | None = None
+    report = RunReport(None if command is None else [word for word in command if not word.startswith("resume=")])
+    if description:
+        report.log.write(description)
+    with report.log.capturing() if ranks.leader else nullcontext():
+        while True:
+            try:
+                # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster
+                # `telling` reports errors before resources are closed
+                with cluster_for(experiment), watch.started(), ExitStack() as stack, watch.telling():
+                    training = _opened(attempts.experiment, ranks, watch, console, trackers, report, stack)
+                    attempts.began()
+                    return training.run()
+            except WorkerLost as lost:
+                try:
+                    attempts.recover(lost)
+                except WorkerLost as last:
+                    if training is not None:
+                        training.ended_by(last)
+                    raise
+
+
+def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -> Experiment:
+    """Return the experiment with further callbacks.
+
+    Raises:
+        ConfigError: a name is invalid, or the experiment has a callback of this name.
+    """
+    for name in callbacks:
+        check_name("callbacks:", name)
+        if name in experiment.callbacks:
+            raise ConfigError(f"callbacks.{name}: the experiment has a callback of this name. Choose another name.")
+    if not callbacks:
+        return experiment
+    found = copy.copy(experiment)
+    found.callbacks = {**experiment.callbacks, **callbacks}
+    return found
 
 
 def _opened(
@@ -76,6 +115,7 @@ def _opened(
     watch: Watch,
     console: Console | None,
     trackers: Iterable[Tracker],
+    report: RunReport,
     stack: ExitStack,
 ) -> Training:
     """Lock the output folder, load the run and restore it; `stack` closes it."""
@@ -89,13 +129,14 @@ def _opened(
     start = find_start(experiment)
     _check_start(start, ranks)
     seed_random(experiment.seed)
-    runtime = open_runtime(experiment)
+    with console.status("loading models and data") if console is not None and ranks.leader else nullcontext():
+        runtime = open_runtime(experiment)
     stack.callback(runtime.close)
     runtime.watch = watch
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)
-    return Training(runtime, start, console, trackers, stack)
+    return Training(runtime, start, console, trackers, report, stack)
 
 
 def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:

@@ -74,8 +74,12 @@ def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "Start from experiment=NAME"),
+        (("train",), "Start from experiment=NAME"),
+        (("check",), "Start from experiment=NAME"),
         (("grph",), "unknown command 'grph'; did you mean 'graph'?"),
+        (("eval", "experiment=bigram"), "realign has no command 'eval': an evaluation is part of a run"),
+        (("experiment=bigram", "epochs=3"), "epochs: realign counts training in steps"),
+        (("./nothing.yaml",), "experiment=nothing.yaml: this file does not exist"),
         (("experiment=bigrm",), "unknown experiment 'bigrm'; did you mean 'bigram'?"),
         (("experiment=bigram", "stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
         (("experiment=bigram", "+stepss=3"), "unknown key 'stepss'; did you mean 'steps'?"),
@@ -96,6 +100,31 @@ def test_trap_g6_a_mistake_is_one_line_on_stderr_exit_2_and_leaves_no_file(here,
     assert err.startswith("error: ")
     assert message in err
     assert list(here.iterdir()) == []
+
+
+def test_without_arguments_a_short_menu_is_printed(here, capsys):
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert "realign experiment=NAME key=value ...   train" in out
+    assert len(out.splitlines()) < 15
+    assert list(here.iterdir()) == []
+
+
+def test_train_is_the_default_command_and_flags_and_names_of_other_tools_work(here, capsys):
+    assert realign_main("train", "experiment=bigram", "--max-steps", "1", "--output-dir=größe (1)") == 0
+    assert capsys.readouterr().err == "note: max_steps=1 was read as steps=1\n"
+    assert len((here / "größe (1)" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_yaml_file_is_an_experiment(here, capsys):
+    (here / "my run.yaml").write_text(EXPERIMENT)
+    assert realign_main("my run.yaml", "steps=1", "output_dir=a") == 0
+    assert realign_main("-m", "experiment=./my run.yaml", "steps=1", "seed=1,2", "output_dir=b") == 0
+    assert len(list((here / "b").glob("sweep_*/*/metrics.jsonl"))) == 2
+    assert realign_main("graph", "./my run.yaml") == 0
+    (here / "my run.yaml").write_text(f"{EXPERIMENT}hydra: {{job: {{env_set: {{A: b}}}}}}\n")
+    assert realign_main("my run.yaml") == 2
+    assert "hydra.job.env_set.A='b': a config cannot change this setting of Hydra" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(here, monkeypatch, capsys):

@@ -116,6 +116,10 @@ class TransformersEngine(InferenceEngine):
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return Stepper(self.name, spec, self.network.owned())
 
+    def describe(self) -> str:
+        """Return the number of parameters, without those of a value head, and the device."""
+        return f"{_magnitude(sum(p.numel() for p in self.network.module.parameters()))} parameters on {self.device}"
+
     @property
     def trainable(self) -> bool:
         """Whether an optimizer was configured."""
@@ -292,3 +296,11 @@ class TransformersEngine(InferenceEngine):
     def _training(self) -> AbstractContextManager[None]:
         """Return the context of a training pass, see `TrainingModes`."""
         return self._modes.entered(self.dropout_seed)
+
+
+def _magnitude(count: int) -> str:
+    """Return a number such as `135M`."""
+    for unit, size in {"B": 10**9, "M": 10**6, "k": 10**3}.items():
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

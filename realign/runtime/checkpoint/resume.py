@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.errors import CheckpointError, ConfigError, RunComplete
+from realign.runtime.callbacks.run_callbacks import settings_of
 from realign.runtime.checkpoint.final_models import FINAL, damage_of
 from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest
 from realign.runtime.checkpoint.schema import check_config_tree, check_tree
@@ -19,6 +20,7 @@ from realign.runtime.checkpoint.state import config_of, environment
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
 
 FREE = (
+    "callbacks",
     "checkpoint",
     "evaluation.every_steps",
     "keep_saves",
@@ -54,6 +56,8 @@ class Start:
     """Whether the checkpoint is in this run's own folder, so that its record files are continued."""
     new_run: bool
     """Whether this is a new run that counts from step 0 and does not continue the record files."""
+    complete: bool = False
+    """Whether no step is left, and only the saved models of the run are missing or damaged."""
 
     @property
     def step(self) -> int:
@@ -91,21 +95,37 @@ def find_start(experiment: Experiment) -> Start | None:
     check_tree(str(checkpoint.path), checkpoint.step, state)
     new_run = Part.counters in experiment.resume_skip
     own = experiment.owns(checkpoint.path)
-    if not new_run and checkpoint.step >= experiment.steps:
-        _check_complete(experiment, checkpoint, state["saves"].get("final"), own)
+    complete = not new_run and (checkpoint.step >= experiment.steps or _stopped_by(experiment, state) is not None)
+    if complete:
+        _check_complete(experiment, checkpoint, state, own)
     check_config(state["config"], config_of(experiment), experiment.resume_allow)
     warn_of_another_environment(state["environment"])
-    return Start(checkpoint, state, own, new_run)
+    return Start(checkpoint, state, own, new_run, complete)
 
 
-def _check_complete(experiment: Experiment, checkpoint: Checkpoint, final: Mapping[str, Any] | None, own: bool) -> None:
+def _stopped_by(experiment: Experiment, state: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Return the stop that ended the run; None if no callback stopped it, or if that callback is changed or removed."""
+    stop = state.get("callbacks", {}).get("stop")
+    if stop is None or Part.callbacks in experiment.resume_skip:
+        return None
+    callback = experiment.callbacks.get(stop["callback"])
+    return stop if callback is not None and settings_of(callback) == stop["settings"] else None
+
+
+def _check_complete(experiment: Experiment, checkpoint: Checkpoint, state: Mapping[str, Any], own: bool) -> None:
     """Raise RunComplete if no step is left. Warn instead if the models of the run must be saved again."""
     done = (
         f"steps={experiment.steps}: the run is complete, since {checkpoint.path} is at step {checkpoint.step}. "
         "Increase steps to continue."
     )
+    if checkpoint.step < experiment.steps and (stop := _stopped_by(experiment, state)) is not None:
+        key = f"callbacks.{stop['callback']}"
+        done = (
+            f"{key} stopped the run at step {checkpoint.step} of {experiment.steps}: {stop['reason']}. To continue, "
+            f"change its settings, or remove it with {key}=null."
+        )
     folder = experiment.output_dir / FINAL
-    damage = damage_of(folder, final) if own else None
+    damage = damage_of(folder, state["saves"].get("final")) if own else None
     if damage is None:
         raise RunComplete(done)
     if checkpoint.step > experiment.steps:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from realign.engines.distributed.ranks import current
 from realign.errors import TransientError
+from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.checkpoint.background_writer import CheckpointWriter, failed_write
 from realign.runtime.checkpoint.exports import Saves
 from realign.runtime.checkpoint.final_models import FINAL, settle
@@ -27,11 +28,20 @@ class RunCheckpoints:
         runtime: Runtime whose state is saved.
         records: Record files of the run. Resuming truncates them to their size at the checkpoint.
         saves: Saved folders of models.
+        callbacks: Callbacks of the run.
         frozen: Result of `frozen_weights` before the first step.
     """
 
-    def __init__(self, runtime: LocalRuntime, records: Records, saves: Saves, frozen: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        records: Records,
+        saves: Saves,
+        callbacks: RunCallbacks,
+        frozen: Mapping[str, Any],
+    ) -> None:
         self._runtime, self._records, self._saves, self._frozen = runtime, records, saves, frozen
+        self._callbacks = callbacks
         self._ranks = current()
         self._spec = runtime.experiment.checkpoint
         self._writer: CheckpointWriter | None = None
@@ -93,6 +103,7 @@ class RunCheckpoints:
         _warn_of(f"{problem} Training continues." for problem in self._take_problems())
         try:
             state = run_state(self._runtime, self._frozen)
+            state["callbacks"] = self._callbacks.state_dict()
             state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict() | dict(of_saves or {})}
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces

@@ -311,6 +311,14 @@ SAVES = record(
     final=FILES,
 )
 
+CALLBACKS = record(
+    {
+        "states": mapping(_state),
+        "metrics": mapping(text()),
+        "stop": optional(record({"callback": text(), "reason": text(), "settings": text()})),
+    }
+)
+
 TREE = record(
     {
         "config": plain(tensors=False),
@@ -327,6 +335,7 @@ TREE = record(
         ),
         "saves": SAVES,
     },
+    callbacks=CALLBACKS,
     realign=text(),
     rollout=optional(_rollout),
 )

@@ -37,7 +37,7 @@ def check_ready(experiment: Experiment) -> None:
     check_responses(experiment)
     check_rollout(experiment)
     _check_budget(experiment)
-    _check_save_best(experiment)
+    _check_metrics(experiment)
     experiment.resume_folder()
     writable(experiment.output_dir)
     for role in experiment.roles:
@@ -102,21 +102,33 @@ def _check_budget(experiment: Experiment) -> None:
         )
 
 
-def _check_save_best(experiment: Experiment) -> None:
-    """Reject a `save_best` metric that the run cannot report, as far as this is known before the first step."""
-    if experiment.save_best is None:
-        return
-    metric = experiment.save_best.removeprefix("-")
+def _check_metrics(experiment: Experiment) -> None:
+    """Check `save_best` and the metrics that callbacks read."""
+    if experiment.save_best is not None:
+        _check_metric(
+            experiment, f"save_best={experiment.save_best}", experiment.save_best.removeprefix("-"), "-loss (lowest)"
+        )
+    for name, callback in experiment.callbacks.items():
+        for metric in callback.reads():
+            if metric.startswith("eval/") and experiment.evaluation is None:
+                raise ConfigError(
+                    f"callbacks.{name}: the run has no evaluation that measures {metric}. Configure an evaluation, or "
+                    "choose another metric."
+                )
+            _check_metric(experiment, f"callbacks.{name}", metric, "loss")
+
+
+def _check_metric(experiment: Experiment, where: str, metric: str, instead: str) -> None:
+    """Reject a metric that the run cannot report, as far as this is known before the first step."""
     if metric in OF_REWARDS and "rewards" not in experiment.graph.producers:
         raise ConfigError(
-            f"save_best={experiment.save_best}: no RPC of the graph writes rewards, so the run has no such metric. "
-            "Choose another metric, such as -loss (lowest)."
+            f"{where}: no RPC of the graph writes rewards, so the run has no such metric. Choose another metric, such "
+            f"as {instead}."
         )
     known = experiment.evaluation.metric_names() if experiment.evaluation is not None else None
     if known is not None and metric.startswith("eval/") and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"save_best={experiment.save_best}: the evaluation does not measure {metric!r}{hint} (valid: "
-            f"{', '.join(sorted(known))})"
+            f"{where}: the evaluation does not measure {metric!r}{hint} (valid: {', '.join(sorted(known))})"
         )

@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +20,15 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from realign.engines.files.durable import open_regular
 from realign.errors import ConfigError
-from realign.runtime.display import first_metrics
+from realign.runtime.display import EVALUATION, first_metrics
 
+MOST = 6
+"""Headline metrics in a line without a terminal."""
+MISSING_REWARDS = "eval/missing_rewards"
 _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
 
@@ -237,15 +241,38 @@ class Forgiving:
 
 
 class LiveDisplay:
-    """A progress bar above a table of the latest metrics. Without a terminal, it prints a line every few steps."""
+    """A progress bar above a table of the latest metrics. Without a terminal, it prints a line every few steps.
 
-    def __init__(self, console: Console, title: str, steps: int, shown: Sequence[str] = ()) -> None:
-        self._console, self._steps, self._shown = console, steps, tuple(shown)
+    Args:
+        console: where to show it.
+        title: name of the run.
+        steps: number of steps of the run.
+        shown: headline metrics, most important first.
+        header: lines above the progress bar, such as the folder of the run.
+        added: metrics of callbacks, which are shown after the headline metrics. It may grow during the run.
+        activity: returns what the run is doing, such as the current call; empty for nothing.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        steps: int,
+        shown: Sequence[str] = (),
+        *,
+        header: Sequence[str] = (),
+        added: Collection[str] = (),
+        activity: Callable[[], str] | None = None,
+    ) -> None:
+        self._console, self._steps, self._shown, self._added = console, steps, tuple(shown), added
+        self._header, self._activity = tuple(header), activity
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
+            TextColumn("elapsed"),
             TimeElapsedColumn(),
+            TextColumn("remaining"),
             TimeRemainingColumn(),
             console=console,
         )
@@ -257,8 +284,11 @@ class LiveDisplay:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
+        else:
+            for line in self._header:
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -271,32 +301,43 @@ class LiveDisplay:
         self._latest |= metrics
         self._progress.update(self._task, completed=step)
         if self._live is not None:
-            self._live.update(self._render())
+            self._live.refresh()
         elif (
             step == self._steps or step % max(1, self._steps // 10) == 0 or any(n.startswith("eval/") for n in metrics)
         ):
-            shown = [f"{name} {_number(metrics[name])}" for name in self._names() if name in metrics][:6]
+            names = [name for name in self._names() if name in metrics]
+            late = [name for name in names[MOST:] if name.startswith(EVALUATION) or name in self._added]
+            shown = [f"{name} {_number(metrics[name])}" for name in [*names[:MOST], *late]]
             line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the live update; the last state stays on the screen."""
         if self._live is not None:
-            self._live.stop()
-            self._live = None
+            live, self._live = self._live, None
+            live.stop()  # renders once more, without the activity
 
     def _names(self) -> list[str]:
-        return [name for name in self._shown if name in self._latest] or first_metrics(self._latest)
+        names = [name for name in self._shown if name in self._latest] or first_metrics(self._latest)
+        more = [name for name in self._latest if name.startswith(EVALUATION) and name != MISSING_REWARDS]
+        more += [name for name in tuple(self._added) if name in self._latest]
+        return [*names, *(name for name in more if name not in names)]
 
     def _render(self) -> Table:
         outer = Table.grid()
+        for line in self._header:
+            outer.add_row(Text(line, style="dim"))
         outer.add_row(self._progress)
+        doing = self._activity() if self._activity is not None and self._live is not None else ""
+        if doing:
+            outer.add_row(Text(doing, style="dim"))
         table = Table(box=None, padding=(0, 2))
         for column in ("metric", "first", "latest"):
             table.add_column(column, justify="left" if column == "metric" else "right")
         for name in self._names():
             table.add_row(escape(name), _number(self._first[name]), _number(self._latest[name]))
-        outer.add_row(table)
+        if self._latest:
+            outer.add_row(table)
         return outer
 
 

@@ -208,3 +208,44 @@ def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
         "Tracker 'mine' could not be closed (OSError: gone).",
         "Tracker 'mine' missed 2 steps, from 2 to 4.",
     ]
+
+
+def rendered(display: LiveDisplay, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(display._render())
+    return out.getvalue()
+
+
+def test_a_terminal_shows_the_folder_the_models_and_what_is_awaited_before_the_first_step():
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    header = ["runs/größe   actor: 135M parameters on cpu"]
+    with LiveDisplay(console, "toy", 2, header=header, activity=lambda: "running call 'rewards', 3 s") as display:
+        text = rendered(display)
+        assert text.splitlines()[0].rstrip() == header[0]
+        assert "running call 'rewards', 3 s" in text
+        assert "metric" not in text  # no metric is known
+        display.log(1, {"reward": 1.0})
+        assert "metric" in rendered(display)
+    assert "running call" not in rendered(display)
+
+
+def test_without_a_terminal_the_header_is_printed_once():
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, width=200), "toy", 1, ("reward",), header=["runs/toy"]) as display:
+        display.log(1, {"reward": 1.0})
+    assert out.getvalue().splitlines() == ["runs/toy", "toy step 1/1  reward 1"]
+
+
+def test_evaluations_and_metrics_of_callbacks_are_shown_besides_the_headline():
+    out, added = io.StringIO(), dict[str, str]()
+    shown = tuple("abcdefgh")
+    with LiveDisplay(Console(file=out, width=200), "toy", 2, shown, added=added) as display:
+        added["mine"] = "callback"
+        values = dict.fromkeys(shown, 1.0) | {
+            "other": 1.0,
+            "eval/reward": 0.5,
+            "eval/missing_rewards": 0.0,
+            "mine": 2.0,
+        }
+        display.log(1, values)
+    assert out.getvalue() == "toy step 1/2  a 1  b 1  c 1  d 1  e 1  f 1  eval/reward 0.5  mine 2\n"

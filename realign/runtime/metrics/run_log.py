@@ -1,0 +1,119 @@
+"""`RunLog`: the file realign.log of a run, with its settings, warnings, log records, metrics and end."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO, TextIO
+
+from realign.errors import RealignError
+
+NAME = "realign.log"
+PACKAGE = "realign"
+
+
+class RunLog(logging.Handler):
+    """Log of a run. It collects lines in memory until its file is opened, since the folder is created after loading.
+
+    A failed write, such as on a full disk, never affects the run.
+
+    Attributes:
+        warnings: number of warnings so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        self.warnings = 0
+        self._waiting: list[str] = []
+        self._file: IO[str] | None = None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Log warnings, the records of realign's loggers, and an error that leaves this context."""
+        logger, before = logging.getLogger(PACKAGE), warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            self.warnings += 1
+            self.write(f"WARNING {' '.join(str(message).split())}")
+            before(message, category, filename, lineno, file, line)
+
+        logger.addHandler(self)
+        warnings.showwarning = show
+        try:
+            yield
+        except BaseException as error:
+            self.write(_described(error))
+            raise
+        finally:
+            if warnings.showwarning is show:  # a warning filter of somebody else may have replaced it
+                warnings.showwarning = before
+            logger.removeHandler(self)
+            self.close()
+
+    def open(self, folder: Path, *, fresh: bool) -> None:
+        """Open the file in a folder and write the collected lines. With `fresh`, replace an earlier file."""
+        if self._file is None:
+            try:
+                self._file = (folder / NAME).open("w" if fresh else "a", encoding="utf-8", errors="backslashreplace")
+            except OSError:
+                return
+            waiting, self._waiting = self._waiting, []
+            for line in waiting:
+                self._put(line)
+
+    def write(self, text: str) -> None:
+        """Write a text with the time of day."""
+        line = f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}\n"
+        if self._file is None:
+            self._waiting.append(line)
+        else:
+            self._put(line)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a log record."""
+        self.warnings += record.levelno >= logging.WARNING
+        self.write(self.format(record))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step in one line."""
+        self.write(f"step {step}  " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()
+            except OSError:
+                self._waiting.clear()
+        super().close()
+
+    def _put(self, line: str) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except (OSError, ValueError):  # a full disk, or a thread that logs while the file is closed
+            return
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, RealignError | OSError | KeyboardInterrupt):
+        return f"ENDED BY {type(error).__name__}: {' '.join(str(error).split())}"
+    return "ENDED BY " + "".join(traceback.format_exception(error)).rstrip()
+
+
+__all__ = ["NAME", "RunLog"]

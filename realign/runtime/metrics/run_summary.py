@@ -1,0 +1,186 @@
+"""`RunSummary`: what a run did, where its files are, and what to do next; shown at its end and kept in summary.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from realign.api.callback import EndStatus
+from realign.runtime.display import EVALUATION, GENERAL, first_metrics
+from realign.runtime.metrics.live_display import MISSING_REWARDS
+
+NAME = "summary.json"
+LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
+"""Parts of the names of metrics that improve when they rise."""
+SMALLER = ("loss", "nll", "perplexity")
+"""Parts of the names of metrics that improve when they fall."""
+MOST = 8
+"""Metrics in a summary."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The course of one metric over a run."""
+
+    name: str
+    """Name of the metric."""
+    first: float
+    """Value at `first_step`."""
+    first_step: int
+    """First step that reported the metric."""
+    last: float
+    """Value at `last_step`."""
+    last_step: int
+    """Last step that reported the metric."""
+    best: float | None
+    """Best value; None if it is unknown whether larger or smaller values are better."""
+    best_step: int | None
+    """Step of the best value."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The end of a run."""
+
+    name: str
+    """Name of the run."""
+    status: EndStatus
+    """How the run ended."""
+    reason: str
+    """Why it ended before its last step; empty otherwise."""
+    step: int
+    """Last completed step."""
+    steps: int
+    """Steps that the config asks for."""
+    seconds: float
+    """Duration, including the time before the checkpoint of a resumed run."""
+    metrics: tuple[Course, ...]
+    """Headline metrics, the evaluations first."""
+    warnings: int
+    """Number of warnings in realign.log."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path of each result that exists, by its meaning."""
+    next_commands: Mapping[str, str] = field(default_factory=dict)
+    """Commands to continue with, by their meaning."""
+
+    def write(self, folder: Path) -> None:
+        """Write summary.json. Values that are not finite become null."""
+        values = dataclasses.asdict(self)
+        for metric in values["metrics"]:
+            metric.update(
+                {key: None for key, value in metric.items() if isinstance(value, float) and not math.isfinite(value)}
+            )
+        text = json.dumps(values, indent=2, ensure_ascii=False, default=str)
+        (folder / NAME).write_text(text + "\n", encoding="utf-8")
+
+    def headline(self) -> str:
+        """Return the first line of the summary."""
+        done = f"{self.step:,} of {self.steps:,} steps in {duration(self.seconds)}"
+        if self.status is EndStatus.completed:
+            return f"{self.name}: {done}"
+        return f"{self.name}: {self.status} after {done}" + (f". {self.reason}" if self.reason else "")
+
+    def panel(self) -> Panel:
+        """Return the summary for a rich console."""
+        parts: list[Table | Text] = []
+        if self.metrics:
+            parts += [_course_table(self.metrics), Text()]
+        files = Table.grid(padding=(0, 2))
+        for meaning, path in self.files.items():
+            files.add_row(Text(meaning, style="bold"), Text(path, overflow="fold"))
+        if self.warnings:
+            files.add_row(
+                Text("warnings", style="bold yellow"), Text(f"{self.warnings}, see {self.files.get('log', '')}")
+            )
+        parts.append(files)
+        if self.next_commands:
+            commands = Table.grid(padding=(0, 2))
+            for meaning, command in self.next_commands.items():
+                commands.add_row(Text(meaning, style="bold"), Text(command, overflow="fold"))
+            parts += [Text(), Text("next", style="dim"), commands]
+        style = "green" if self.status is EndStatus.completed else "yellow"
+        return Panel(Group(*parts), title=Text(self.headline()), title_align="left", border_style=style)
+
+    def text(self) -> str:
+        """Return the summary as plain text."""
+        console = Console(width=110, record=True, file=io.StringIO(), color_system=None)
+        console.print(self.panel())
+        return console.export_text().rstrip()
+
+
+def courses(
+    history: Sequence[Mapping[str, float]], shown: Sequence[str], better: Mapping[str, bool] | None = None
+) -> tuple[Course, ...]:
+    """Return the course of the headline metrics: evaluations first, then metrics of training.
+
+    Args:
+        history: Records of all steps.
+        shown: Headline metrics, most important first.
+        better: Metrics of which it is known whether larger values are better.
+    """
+    reported = dict.fromkeys(name for record in history for name in record if name != "step")
+    known = {name: _larger_is_better(name, better or {}) for name in reported}
+    names = [name for name in shown if name in reported and name not in GENERAL]
+    evaluated = [name for name in reported if name.startswith(EVALUATION) and name != MISSING_REWARDS]
+    evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
+    others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
+    order = [*evaluated[: MOST - 2], *others][:MOST]
+    return tuple(_course(name, history, known[name]) for name in order)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration such as `3 min 12 s`."""
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def number(value: float) -> str:
+    """Return a metric for tables."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _course(name: str, history: Sequence[Mapping[str, float]], larger: bool | None) -> Course:
+    points = [(int(record["step"]), record[name]) for record in history if name in record]
+    finite = [point for point in points if math.isfinite(point[1])]
+    best: tuple[int, float] | None = None
+    if larger is not None and finite:
+        best = (max if larger else min)(finite, key=lambda point: point[1])
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    found = (None, None) if best is None else (best[1], best[0])
+    return Course(name, first, first_step, last, last_step, *found)
+
+
+def _larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
+    if name in known:
+        return known[name]
+    if not name.startswith(EVALUATION):
+        return None  # a single training batch is too noisy for a best value
+    if any(part in name for part in SMALLER):
+        return False
+    return True if any(part in name for part in LARGER) else None
+
+
+def _course_table(metrics: Sequence[Course]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("metric", "first", "best", "last"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    for one in metrics:
+        best = "" if one.best is None else f"{number(one.best)} (step {one.best_step:,})"
+        table.add_row(Text(one.name), number(one.first), best, number(one.last))
+    return table
+
+
+__all__ = ["NAME", "Course", "RunSummary", "courses", "duration", "number"]

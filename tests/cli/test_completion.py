@@ -1,0 +1,109 @@
+"""Test shell completion: its candidates, its speed-relevant imports, and the script of bash in a real bash."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realign.cli.completion import DEFAULTS, PER_ROLE, completions, script
+from realign.config.places import ROOTS
+from realign.config.source import class_at
+from tests.cli.test_commands import printed_without
+from tests.config_parts import write_experiment
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("realign che", ["check", "checkpoint."]),
+        ("realign experiment=grpo_", ["experiment=grpo_arithmetic", "experiment=grpo_environment"]),
+        ("realign algorithm=rl", ["algorithm=rloo"]),
+        ("realign help interfaces.actor.k", ["interfaces.actor.keep_best", "interfaces.actor.kl."]),
+        ("realign experiment=ppo interfaces.c", ["interfaces.critic."]),
+        ("realign experiment=grpo interfaces.actor.kl.t", ["interfaces.actor.kl.target="]),
+        ("realign interfaces.actor.kl.place=", [f"interfaces.actor.kl.place={x}" for x in ("loss", "none", "reward")]),
+        ("realign interfaces.actor.objective=gs", ["interfaces.actor.objective=gspo"]),
+        ("realign experiment=sft shuffle=", ["shuffle=false", "shuffle=true"]),
+        ("realign models.actor.trains=lora models.actor.trains.r", ["models.actor.trains.rank="]),
+        ("realign algorithm=rloo interfaces.actor.objective.", []),  # Reinforce has no fields
+        ("realign interfaces.actor.advantage=gae interfaces.actor.advantage.l", ["interfaces.actor.advantage.lam="]),
+        ("realign callbacks.stop=", ["callbacks.stop=early_stopping", "callbacks.stop=null"]),
+        ("realign callbacks.stop=early_stopping callbacks.stop.p", ["callbacks.stop.patience="]),
+        ("realign microbatch.n", ["microbatch.n_microbatches="]),
+        ("realign rollout=async rollout.max_s", ["rollout.max_staleness="]),
+        ("realign grad", ["grad_accum=", "grad_clip=", "gradient_accumulation_steps=", "gradient_checkpointing="]),
+        ("realign --shell-completion ", ["bash", "fish", "zsh"]),
+        ("realign --mul", ["--multirun"]),
+        ("realign chat ", []),
+        ("realign experiment=nothing_like_this interfaces.", []),
+        ("realign interfaces.actor.nothing.x", []),
+    ],
+)
+def test_candidates(line, expected):
+    assert completions(line) == expected
+
+
+def test_an_empty_word_offers_commands_keys_and_groups_but_no_options():
+    found = completions("realign ")
+    assert {"train", "check", "help", "experiment=", "interfaces.", "steps="} <= set(found)
+    assert not any(word.startswith("-") for word in found)
+
+
+def test_own_experiments_and_classes_of_the_current_folder_are_found(tmp_path, monkeypatch):
+    write_experiment(tmp_path / "conf")
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom realign.interfaces.grpo import GRPOActorInterface\n"
+        "@dataclass\nclass Mine(GRPOActorInterface):\n    my_coef: float = 0.5\n"
+    )
+    (tmp_path / "own.yaml").write_text("defaults: [/experiment/bigram]\ninterfaces: {actor: {_target_: mine.Mine}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert completions("realign --config-dir conf experiment=big") == ["experiment=bigram"]
+    line = "realign --config-dir conf ./own.yaml interfaces.actor.my"
+    assert completions(line) == ["interfaces.actor.my_coef="]
+    assert "interfaces.reward." in completions("realign --config-dir conf ./own.yaml interfaces.")
+
+
+def test_the_default_classes_are_those_of_the_config():
+    assert set(PER_ROLE) == {name for name, root in ROOTS.items() if root.per_role}
+    for name, path in DEFAULTS.items():
+        assert class_at(path) is not None, path
+        assert path == (ROOTS[name].default or ROOTS[name].kind)
+
+
+def test_completion_imports_neither_torch_nor_hydra(tmp_path):
+    line = "realign experiment=grpo interfaces.actor.kl."
+    out = printed_without({"torch", "hydra", "transformers"}, ["--complete", line], tmp_path)
+    assert "interfaces.actor.kl.coef=" in out.splitlines()
+    out = printed_without({"torch", "hydra", "transformers"}, ["--shell-completion", "bash"], tmp_path)
+    assert out.rstrip("\n") == script("bash")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("realign experiment=grpo_a", "grpo_arithmetic"),  # bash splits words at =
+        ("realign experiment=grpo interfaces.actor.kl.pl", "interfaces.actor.kl.place="),
+    ],
+)
+def test_bash_replaces_the_word_at_the_cursor(tmp_path, typed, expected):
+    (tmp_path / "realign").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m realign "$@"\n')
+    (tmp_path / "realign").chmod(0o755)
+    code = f"""\
+PATH={tmp_path}:$PATH
+eval "$(realign --shell-completion bash)"
+compopt() {{ :; }}
+COMP_LINE='{typed}'; COMP_POINT=${{#COMP_LINE}}
+_realign
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.split(), done.stderr) == ([expected], "")

@@ -1,0 +1,100 @@
+"""Test the help for keys: every field has a text, and types, defaults, ranges and choices are those of the classes."""
+
+from __future__ import annotations
+
+import pytest
+
+from realign.config.errors import ConfigError
+from realign.config.help import Entry, Section, find_keys, reference, section
+from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
+from tests.config_parts import write_experiment
+
+
+def entry(found: Section, name: str) -> Entry:
+    return next(one for one in found.entries if one.key.rpartition(".")[2] == name)
+
+
+def test_every_field_of_every_component_has_a_text_a_type_and_a_default_or_must_be_set():
+    sections = reference()
+    assert len({one.key for one in sections}) == len(sections)
+    assert sum(len(one.entries) for one in sections) > 350
+    for one in sections:
+        assert one.text, one.key
+        for field in one.entries:
+            assert field.text, f"{one.key}.{field.key} has no text: write a string below the field"
+            assert field.type, f"{one.key}.{field.key}"
+
+
+def test_the_root_lists_every_key_of_the_schema():
+    keys = [one.key for one in section("").entries]
+    assert keys == [name for name in ExperimentConfig.__dataclass_fields__ if name not in REPORT]
+    assert set(COMPONENTS) < set(keys)
+
+
+def test_a_number_has_its_type_default_range_and_what_the_experiment_sets():
+    coef = section("interfaces.actor.kl.coef", ["experiment=grpo"]).own
+    assert coef is not None
+    assert (coef.type, coef.default, coef.valid, coef.given) == ("float", "0.05", "at least 0 and finite", "0.001")
+    assert coef.text.startswith("KL coefficient, in reward (or loss) per nat")
+
+
+def test_choices_have_their_meaning():
+    kl = section("interfaces.actor.kl", ["experiment=grpo"])
+    assert [choice.word for choice in entry(kl, "place").choices] == ["none", "reward", "loss"]
+    objective = section("interfaces.actor.objective").own
+    assert objective is not None
+    texts = {choice.word: choice.text for choice in objective.choices}
+    assert texts.keys() == {"clip", "gspo", "cispo", "sapo", "gmpo", "reinforce"}
+    assert "arXiv:2507.18071" in texts["gspo"]
+
+
+def test_fields_are_those_of_the_class_that_overrides_select():
+    words = ["experiment=grpo", "interfaces.actor.objective=sapo"]
+    assert [one.key for one in section("interfaces.actor.objective", words).entries] == [
+        "interfaces.actor.objective.tau_pos",
+        "interfaces.actor.objective.tau_neg",
+    ]
+
+
+def test_a_default_is_that_of_the_component_that_contains_the_field():
+    generation = section("interfaces.actor.generation", ["experiment=grpo"])
+    assert entry(generation, "n").default == "8"  # GRPO's, not that of GenerationConfig
+    assert section("steps").own.default is None
+    assert section("microbatch.n_microbatches").own.valid == "at least 1"
+
+
+def test_without_an_experiment_the_first_one_with_the_key_is_described():
+    assert section("interfaces.actor").experiment == "grpo"
+    assert section("interfaces.critic").experiment == "ppo"
+    assert section("interfaces.actor.beta").experiment == "dpo"
+    assert section("callbacks").experiment == "grpo"
+
+
+def test_own_experiments_are_described(tmp_path):
+    conf = write_experiment(tmp_path / "conf")
+    found = section("models.actor", ["experiment=bigram"], conf)
+    assert (found.name, found.experiment) == ("Bigram", "bigram")
+    assert entry(found, "lr").default == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "message"),
+    [
+        ("stepss", [], "unknown key 'stepss'; did you mean 'steps'?"),
+        ("kl", [], "unknown key 'kl'; did you mean interfaces.actor.kl"),
+        ("interfaces.actor.klx", [], "unknown key 'interfaces.actor.klx'; did you mean 'kl'?"),
+        ("interfaces.critic", ["experiment=grpo"], "the experiment has interfaces: actor, reward"),
+        ("microbatch.x", [], "unknown key 'microbatch.x'"),
+        ("steps.x", [], "unknown key 'steps.x'"),
+        ("interfaces.actor", ["experiment=grp"], "unknown experiment 'grp'; did you mean 'grpo'?"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_an_error_that_names_the_nearest(key, words, message):
+    with pytest.raises(ConfigError) as caught:
+        section(key, words)
+    assert message in str(caught.value)
+
+
+def test_a_single_name_is_found_in_the_keys_of_the_first_experiments():
+    assert find_keys("grad_clip") == ["models.actor.optimizer.grad_clip"]
+    assert find_keys("no_such_name") == []

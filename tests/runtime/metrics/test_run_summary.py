@@ -1,0 +1,71 @@
+"""Test the summary at the end of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from realign.api.callback import EndStatus
+from realign.runtime.metrics.run_summary import Course, RunSummary, courses, duration, number
+
+HISTORY = [
+    {"step": 0, "eval/reward": 0.1, "eval/nll": 3.0, "eval/missing_rewards": 0.0},
+    {"step": 1, "reward": 0.2, "grad_norm": 1.0},
+    {"step": 2, "reward": 0.1, "grad_norm": 1.0, "eval/reward": 0.5, "eval/nll": 2.0, "eval/length": 4.0},
+    {"step": 3, "reward": 0.3, "grad_norm": 1.0, "eval/reward": 0.4, "eval/nll": math.nan, "eval/length": 5.0},
+]
+SUMMARY = RunSummary(
+    "toy", EndStatus.stopped, "callbacks.stop: [enough]", 3, 9, 72.0, courses(HISTORY, ("reward", "grad_norm")), 2,
+    {"models": "runs/größe/final", "log": "runs/größe/realign.log"}, {"chat with the model": "realign chat x"},
+)  # fmt: skip
+
+
+def test_evaluations_come_first_with_their_best_value_and_general_metrics_are_left_out():
+    found = courses(HISTORY, ("reward", "eval/reward", "grad_norm"))
+    assert [one.name for one in found] == ["eval/reward", "eval/nll", "eval/length", "reward"]
+    assert found[0] == Course("eval/reward", 0.1, 0, 0.4, 3, 0.5, 2)
+    assert (found[1].best, found[1].best_step) == (2.0, 2)
+    assert found[2].best is None  # it is unknown which lengths are better
+    assert found[3].best is None  # a single training batch is noisy
+
+
+def test_save_best_decides_the_direction():
+    by_name = {one.name: one for one in courses(HISTORY, (), {"eval/length": False, "eval/reward": False})}
+    assert (by_name["eval/length"].best, by_name["eval/reward"].best) == (4.0, 0.1)
+
+
+def test_the_panel_has_the_facts_and_markup_in_names_is_harmless():
+    out = io.StringIO()
+    Console(file=out, width=100).print(SUMMARY.panel())
+    text = out.getvalue()
+    assert "toy: stopped after 3 of 9 steps in 1 min 12 s. callbacks.stop: [enough]" in text
+    for part in ("0.5 (step 2)", "runs/größe/final", "2, see runs/größe/realign.log", "realign chat x"):
+        assert part in text, part
+    assert SUMMARY.text().splitlines()[1:-1] != []
+
+
+def test_the_file_is_json_without_nan(tmp_path):
+    SUMMARY.write(tmp_path)
+    found = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert (found["status"], found["step"]) == ("stopped", 3)
+    assert found["metrics"][1]["last"] is None
+
+
+def test_a_completed_run_has_no_status_in_its_title():
+    assert replace(SUMMARY, status=EndStatus.completed, step=9).headline() == "toy: 9 of 9 steps in 1 min 12 s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.14, "3.1 s"), (72, "1 min 12 s"), (3599.7, "1 h 0 min"), (90000, "25 h 0 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_numbers():
+    assert [number(x) for x in (0.123456, 12345.6, -2000.0)] == ["0.1235", "12,346", "-2,000"]
