@@ -1,9 +1,9 @@
-"""Dialogues in one string, as in Anthropic's HH-RLHF: turns begin with `\\n\\nHuman:` and `\\n\\nAssistant:`."""
+"""Dialogues in one string, as in Anthropic's HH-RLHF, whose turns begin with `Human:` and `Assistant:`."""
 
 from __future__ import annotations
 
-import os
 import re
+from itertools import takewhile
 
 from realign.data.messages import Message
 from realign.data.rendering import Segment
@@ -14,12 +14,13 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def common_prompt(chosen: str, rejected: str) -> str:
-    """Return the common start of two dialogues, up to and including their last common `\\n\\nAssistant:`.
+    """Return the common start of two dialogues, up to and including their last common `Assistant:`.
 
     Raises:
-        DataError: they have no common `\\n\\nAssistant:`.
+        DataError: they have no common turn of the assistant.
     """
-    common = os.path.commonprefix([chosen, rejected])
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    common = chosen[: sum(1 for _ in same)]
     end = common.rfind(ASSISTANT)
     if end < 0:
         raise DataError(
@@ -30,7 +31,7 @@ def common_prompt(chosen: str, rejected: str) -> str:
 
 
 def dialogue_segments(prompt: str, text: str) -> list[Segment]:
-    """Return a dialogue that begins with `prompt`, split into the prompt, the assistant turns after it, and the rest."""
+    """Return a dialogue, split into the prompt that it begins with, the assistant turns after it, and the rest."""
     segments = [Segment(prompt)]
     begin, trained = len(prompt), True
     for turn in _TURN.finditer(text, len(prompt)):

@@ -236,8 +236,7 @@ def check_text(text: str, what: str) -> None:
         first = found[0] if isinstance(found, list) and found else found
         if isinstance(first, Mapping) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys()):
             raise DataError(
-                f"{what} is the text of chat messages: {short(text)}. Store the messages as a list of objects instead of "
-                "text."
+                f"{what} is the text of chat messages: {short(text)}. Store the messages as a list of objects."
             )
 
 

@@ -65,7 +65,7 @@ class PreferenceData(DataSource):
 
     With kind=pairs, a row has columns `chosen` and `rejected`: strings, lists of chat messages, or lists of several of
     them. Messages may be the responses only, or whole conversations. Without a column `prompt`, the prompt is the
-    common start of both: messages, or the text up to the last common `\\n\\nAssistant:` as in HH-RLHF. A row without
+    common start of both: messages, or the text up to the last common `Assistant:` as in HH-RLHF. A row without
     `chosen` may instead have rated responses (columns `responses` and `labels`, `scores` or `ratings`; or `completions`
     with objects, as in UltraFeedback).
 
@@ -174,14 +174,14 @@ class PreferenceData(DataSource):
     def _pairs(self, row: Row, writer: Writer, prompt: Any, tools: Any, found: Mapping[str, Any]) -> RowText:
         chosen, rejected, margin = (found.get(f"{name}_column") for name in ("chosen", "rejected", "margin"))
         several = _is_several(chosen)
-        chosen, rejected = (chosen, rejected) if several else ([chosen], [rejected])
-        if not isinstance(rejected, list) or len(chosen) != len(rejected) or not chosen:
+        better, worse = (chosen, rejected) if several else ([chosen], [rejected])
+        if not isinstance(better, list) or not isinstance(worse, list) or len(better) != len(worse) or not better:
             raise DataError(
-                f"chosen and rejected must be strings, or lists of equal length; found {chosen!r} and {rejected!r}."
+                f"chosen and rejected must be strings, or lists of equal length; found {better!r} and {worse!r}."
             )
-        n = len(chosen)
+        n = len(better)
         margins = [0.0] * n if margin is None else _numbers("margins", margin if several else [margin], n)
-        both = [writer.comparison(prompt, *pair, tools) for pair in zip(chosen, rejected, strict=True)]
+        both = [writer.comparison(prompt, *pair, tools) for pair in zip(better, worse, strict=True)]
         written = [text for pair in both for text in pair]
         return RowText(row, written, [1.0, 0.0] * n, [m for m in margins for _ in range(2)], pairs=True)
 

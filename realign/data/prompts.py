@@ -49,9 +49,9 @@ class PromptData(DataSource):
         """See `FileSource`."""
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
-        if self.prompt_column is None and "prompt" not in row:
-            if found := only_one(row, CONVERSATIONS, "messages_column"):
-                return {"messages_column": found}
+        recognized = self.prompt_column is None and "prompt" not in row
+        if recognized and (found := only_one(row, CONVERSATIONS, "messages_column")):
+            return {"messages_column": found}
         return {"prompt_column": self.prompt_column or "prompt"}
 
     def text_of(self, row: Row, writer: Writer) -> RowText:

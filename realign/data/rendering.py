@@ -156,8 +156,8 @@ class ChatRenderer:
             if _stripped(whole, span) not in marked:
                 near = min(blocks, key=lambda block: abs(block[0] - span[0]), default=(0, 0))
                 raise DataError(
-                    f"message {turn} (assistant) is {_ends(whole[slice(*span)])}, but the {{% generation %}} block of the "
-                    f"chat template marks {_ends(whole[slice(*near)])}. Set assistant_masks=prefixes or "
+                    f"message {turn} (assistant) is {_ends(whole[slice(*span)])}, but the {{% generation %}} block of "
+                    f"the chat template marks {_ends(whole[slice(*near)])}. Set assistant_masks=prefixes or "
                     "generation_blocks to choose one."
                 )
         if spans.keys() == set(conversation.assistant_turns()) and len(blocks) != len(spans):
@@ -205,14 +205,14 @@ class ChatRenderer:
             within = text[slice(*spans[index])] if index in spans else text
             if isinstance(message["content"], list) and _PRINTED_PART.search(within):
                 raise DataError(
-                    f"the chat template prints the list of content parts of {_named(message, index)} as code. Store the "
-                    "content as one string."
+                    f"the chat template prints the list of content parts of {_named(message, index)} as code. "
+                    "Store the content as one string."
                 )
             for what, part in _parts(message):
                 if not _contains(within, part):
                     raise DataError(
-                        f"the chat template changes or drops the {what} of {_named(message, index)}: {short(part)}. Use "
-                        "a tokenizer whose chat template renders it, or remove it from the data."
+                        f"the chat template changes or drops the {what} of {_named(message, index)}: {short(part)}. "
+                        "Use a tokenizer whose chat template renders it, or remove it from the data."
                     )
         for tool in conversation.tools:
             if tool_name(tool) not in text:

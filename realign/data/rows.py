@@ -129,8 +129,8 @@ class LengthLimit:
             return row
         if self.too_long is TooLong.error:
             raise DataError(
-                f"a sequence has {longest} tokens, more than {self.setting}={self.tokens}. Raise {self.setting}, or set "
-                "too_long=drop or truncate_left."
+                f"a sequence has {longest} tokens, more than {self.setting}={self.tokens}. Raise {self.setting}, or "
+                "set too_long=drop or truncate_left."
             )
         excess: dict[tuple[int, ...], int] = defaultdict(int)
         for sequence in row.sequences:
@@ -203,8 +203,8 @@ class RowEncoder:
             kept = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
             if not any(kept):
                 return Dropped(EQUAL_PAIR)
-        chosen = (tuple(compress(values, kept)) for values in (sequences, text.labels, text.margins))
-        return self.limit.fit(EncodedRow(text.row, *chosen))
+        labels, margins = (tuple(compress(values, kept)) for values in (text.labels, text.margins))
+        return self.limit.fit(EncodedRow(text.row, tuple(compress(sequences, kept)), labels, margins))
 
     def _sequence(self, written: Written, parts: list[list[int]]) -> TokenSequence:
         start = [] if written.chat else self._start
@@ -230,10 +230,10 @@ class RowEncoder:
         if self.end is not None and self.end.append_eos and turn[-1:] != [eos] and not self._warned:
             self._warned = True
             warnings.warn(
-                f"The chat template ends an assistant turn with {self.tokenizer.decode(turn[-1:])!r}, but the EOS token "
-                f"of the tokenizer is {self.tokenizer.eos_token!r}. Only the last turn of a conversation gets EOS, so "
-                "the model may not stop after earlier turns. Training continues. Set the EOS token of the tokenizer to "
-                "the end-of-turn token, or set train_on_turns=each.",
+                f"The chat template ends an assistant turn with {self.tokenizer.decode(turn[-1:])!r}, but the EOS "
+                f"token of the tokenizer is {self.tokenizer.eos_token!r}. Only the last turn of a conversation gets "
+                "EOS, so the model may not stop after earlier turns. Training continues. Set the EOS token of the "
+                "tokenizer to the end-of-turn token, or set train_on_turns=each.",
                 stacklevel=2,
             )
         return turn

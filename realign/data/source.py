@@ -84,8 +84,8 @@ class DataSource(FileSource):
     prompt_column: str | None = None
     """Column with the prompt: a string or a list of chat messages. null recognizes it."""
     tools_column: str | None = None
-    """Column with the tools of a conversation: a list of JSON schemas, or its JSON text. null uses the column `tools` if
-    a row has it; "" ignores it."""
+    """Column with the tools of a conversation: a list of JSON schemas, or its JSON text. null uses the column `tools`
+    if a row has it; "" ignores it."""
     template: Template = Template.auto
     """Prompt format: auto (chat messages use the tokenizer's chat template, and strings are plain text) | plain | chat
     (a string becomes a user message)."""

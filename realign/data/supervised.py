@@ -83,10 +83,12 @@ class SupervisedData(DataSource):
 
     def text_of(self, row: Row, writer: Writer) -> RowText:
         """See `DataSource`."""
-        columns, tools = self.columns(row), self.tools(row)
-        values = [read_column(row, column) for column in columns.values()]
-        write = writer.conversation if "messages_column" in columns else writer.response
-        return RowText(row, write(*values, tools, self.train_on_turns))
+        found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
+        tools = self.tools(row)
+        if "messages_column" in found:
+            return RowText(row, writer.conversation(found["messages_column"], tools, self.train_on_turns))
+        prompt, response = found["prompt_column"], found["response_column"]
+        return RowText(row, writer.response(prompt, response, tools, self.train_on_turns))
 
     def length_limit(self) -> LengthLimit:
         """See `DataSource`."""

@@ -128,8 +128,8 @@ class Writer:
         answer = read_conversation(response)
         if answer.messages[0]["role"] != "assistant":
             raise DataError(
-                f"the response begins with a message by {answer.messages[0]['role']!r}; expected 'assistant'. For whole "
-                "conversations, use messages_column."
+                f"the response begins with a message by {answer.messages[0]['role']!r}; expected 'assistant'. For "
+                "whole conversations, use messages_column."
             )
         return self._sequences(start_messages, answer, turns)
 
