@@ -147,6 +147,8 @@ class ChatRenderer:
                 "assistant messages. Set assistant_masks=prefixes."
             )
         found = dict(zip(turns, spans, strict=True))
+        if turns and turns[-1] == len(conversation) - 1 and not whole[spans[-1][1] :].strip():
+            found[turns[-1]] = (spans[-1][0], len(whole))  # includes whitespace after the last turn, like prefixes
         return whole, {turn: found[turn] for turn in trained}
 
     def _compare(self, conversation: Conversation, whole: str, spans: Mapping[int, Span], blocks: list[Span]) -> None:
@@ -326,9 +328,9 @@ def _split(whole: str, spans: Sequence[Span]) -> Iterator[Segment]:
 
 def _turn_end(message: Message, text: str) -> int:
     """Return the end of a turn in its text: without the whitespace that the template adds, but with the content's."""
-    content = "".join(texts_of(message))
-    at = text.rfind(content)
-    return max(len(text.rstrip()), at + len(content) if at >= 0 else 0)
+    content, end = "".join(texts_of(message)), len(text.rstrip())
+    at = text.rfind(content) if content.strip() else -1
+    return end if at < 0 else max(end, at + len(content))
 
 
 def _stripped(whole: str, span: Span) -> Span:
