@@ -36,7 +36,7 @@ def row_text(sequences: Sequence[DecodedSequence], *, color: bool) -> Text:
             else:
                 body.append(shown)
         lines = body.split("\n", allow_blank=True)
-        text.append_text(Text("\n").join([Text("  | ") + line for line in lines]))
+        text.append_text(Text("\n").join([Text("  | ") + line if line else Text("  |") for line in lines]))
     if len(sequences) > SEQUENCES:
         text.append(f"\n  and {len(sequences) - SEQUENCES} more sequences")
     return text
