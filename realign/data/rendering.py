@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Span: TypeAlias = tuple[int, int]
 _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINK = re.compile(r"</?think>")
 _PRINTED_PART = re.compile(r"\{['\"]type['\"]: ?['\"]text['\"]")
 
 
@@ -67,6 +68,8 @@ class ChatRenderer:
     options: Mapping[str, Any] = field(default_factory=dict)
     masks: AssistantMasks = AssistantMasks.auto
     _verified: set[Any] = field(default_factory=set, init=False, repr=False)
+    _text_arguments: list[bool] = field(default_factory=list, init=False, repr=False)
+    """Whether arguments of tool calls are passed as JSON text; empty until the first tool call."""
 
     def prompt(self, conversation: Conversation) -> str:
         """Return the text of a prompt, up to the position where the response begins.
@@ -127,8 +130,15 @@ class ChatRenderer:
                 f"{at}, it has {alone!r} without them, and {followed!r} with them. Set train_on_turns=each to train on "
                 "every turn as generation sees it, train_on_turns=last, or use another chat template."
             )
-        end = len(whole) if last else _turn_end(conversation.messages[turn], whole[len(prompt) : len(through)])
-        return len(prompt), end if last else len(prompt) + end
+        text = through[len(prompt) :]
+        end = _turn_end(conversation.messages[turn], text)
+        eos = self.tokenizer.eos_token
+        if last and eos and (more := text[_content_end(conversation.messages[turn], text) :].partition(eos)[2]).strip():
+            raise DataError(
+                f"the chat template writes {more!r} after the EOS token of the last message. Set template_options so "
+                "that it does not, or use another chat template."
+            )
+        return len(prompt), len(whole) if last else len(prompt) + end
 
     def _marked(
         self, conversation: Conversation, trained: Sequence[int], blocks: tuple[str, list[Span]] | None
@@ -188,7 +198,7 @@ class ChatRenderer:
             )
             return texts[0], [(begin, end) for begin, end in spans[0]]
 
-        return _guarded(render, conversation)
+        return _guarded(render, self._messages(conversation))
 
     def _verify(self, conversation: Conversation, text: str, spans: Mapping[int, Span]) -> None:
         """Check that a rendered text contains everything of a conversation. Only trained assistant turns are compared.
@@ -267,38 +277,56 @@ class ChatRenderer:
             check_first_render(lambda: self._rendered(conversation, add_generation_prompt))
 
     def _rendered(self, conversation: Conversation, add_generation_prompt: bool) -> str:
-        def render(messages: list[Message]) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=_tools(conversation),
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **self.options,
-                )
-            )
+        messages = self._messages(conversation)
+        return _guarded(lambda found: self._apply(found, conversation, add_generation_prompt), messages)
 
-        return _guarded(render, conversation)
+    def _apply(self, messages: list[Message], conversation: Conversation, add_generation_prompt: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=_tools(conversation),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.options,
+            )
+        )
+
+    def _messages(self, conversation: Conversation) -> list[Message]:
+        """Return the messages as the template expects them: arguments of tool calls as objects, or as JSON text."""
+        messages = list(conversation.messages)
+        arguments = [c["function"]["arguments"] for m in messages for c in m.get("tool_calls", ())]
+        if not any(arguments):
+            return messages
+        if not self._text_arguments:
+            self._text_arguments.append(self._needs_text(conversation, messages, arguments))
+        return with_text_arguments(messages) if self._text_arguments[0] else messages
+
+    def _needs_text(self, conversation: Conversation, messages: list[Message], arguments: list[Any]) -> bool:
+        """Return whether the template fails on objects as arguments, or prints them as Python code."""
+        try:
+            text = self._apply(messages, conversation, add_generation_prompt=False)
+        except Exception:  # templates are programs: they can raise any exception
+            wrong = True
+        else:
+            wrong = any(str(found) in text and json.dumps(found) != str(found) for found in arguments)
+        try:
+            return wrong and bool(self._apply(with_text_arguments(messages), conversation, add_generation_prompt=False))
+        except Exception:  # fails either way; the caller reports the reason
+            return False
 
 
 _TOOLS_CURE = "Use a tokenizer whose chat template renders tools, or set tools_column='' to ignore them."
 
 
-def _guarded(render: Callable[[list[Message]], Any], conversation: Conversation) -> Any:
-    """Render the messages of a conversation. If this fails, pass the arguments of its tool calls as JSON text.
+def _guarded(render: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
+    """Return `render(messages)`.
 
     Raises:
-        DataError: the template fails both times.
+        DataError: the template fails.
     """
-    messages = list(conversation.messages)
     try:
         return render(messages)
     except Exception as error:  # templates are programs: they can raise any exception
-        if any("tool_calls" in message for message in messages):
-            try:
-                return render(with_text_arguments(messages))
-            except Exception:
-                pass  # the first error explains more
         raise DataError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
@@ -328,9 +356,14 @@ def _split(whole: str, spans: Sequence[Span]) -> Iterator[Segment]:
 
 def _turn_end(message: Message, text: str) -> int:
     """Return the end of a turn in its text: without the whitespace that the template adds, but with the content's."""
-    content, end = "".join(texts_of(message)), len(text.rstrip())
+    return max(len(text.rstrip()), _content_end(message, text))
+
+
+def _content_end(message: Message, text: str) -> int:
+    """Return the end of the content of a message in the text of its turn; 0 if it does not contain the content."""
+    content = "".join(texts_of(message))
     at = text.rfind(content) if content.strip() else -1
-    return end if at < 0 else max(end, at + len(content))
+    return at + len(content) if at >= 0 else 0
 
 
 def _stripped(whole: str, span: Span) -> Span:
@@ -365,9 +398,15 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _contains(text: str, part: str) -> bool:
-    """Return whether a text contains a part, without whitespace around it, as text or inside JSON."""
-    plain = part.strip()
-    return plain in text or any(json.dumps(plain, ensure_ascii=ascii_)[1:-1] in text for ascii_ in (False, True))
+    """Return whether a text contains a part, as text or inside JSON.
+
+    Whitespace around the part may differ, and around `<think>` tags in it, which a template may move to the prompt.
+    """
+
+    def found(plain: str) -> bool:
+        return plain in text or any(json.dumps(plain, ensure_ascii=ascii_)[1:-1] in text for ascii_ in (False, True))
+
+    return all(found(piece.strip()) for piece in _THINK.split(part))
 
 
 def _marker(message: Message, index: int) -> tuple[Message, dict[str, str]]:

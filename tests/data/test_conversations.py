@@ -286,6 +286,20 @@ def test_a_template_that_needs_arguments_as_text_gets_text(load):
     assert '"arguments": "{\\"a\\": 1}"' in call
 
 
+def test_arguments_that_a_template_would_print_as_python_are_passed_as_json_text(load):
+    template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments | string} | tojson")
+    (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
+    assert '"arguments": "{\\"a\\": 1}"' in call
+    assert "'a'" not in call
+
+
+def test_text_after_the_end_of_the_last_turn_is_an_error(load):
+    always = PLAIN_CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}")
+    message = r"the chat template writes '\\n<\|im_start\|>assistant\\n' after the EOS token of the last message"
+    with pytest.raises(DataError, match=message):
+        load([{"messages": TWO_TURNS[:3]}], always)
+
+
 def test_sharegpt_function_calls_are_tool_calls(load):
     turns = [
         {"from": "human", "value": "add 1"},
@@ -389,6 +403,21 @@ def test_a_template_that_removes_reasoning_from_earlier_turns_is_an_error_that_s
 def test_a_template_without_reasoning_is_an_error(load):
     with pytest.raises(DataError, match=r"drops the reasoning of message 1 \(assistant\)"):
         load([{"messages": THOUGHT}], CHATML)
+
+
+def test_a_prompt_may_begin_the_reasoning_and_a_template_may_move_its_whitespace(load):
+    opens = PLAIN_CHATML.replace("assistant\n' }}{%- endif %}", "assistant\n<think>\n' }}{%- endif %}")
+    assert opens != PLAIN_CHATML
+    ((before, answer),) = runs(load([{"messages": [user("a"), assistant("<think>\nb\n</think>\n\nc")]}], opens))
+    assert before[0].endswith("assistant\n<think>\n")
+    assert answer == ("b\n</think>\n\nc<|im_end|>", True)
+    moves = PLAIN_CHATML.replace("message['content']", "message['content'].replace('\n', '')")
+    assert trained(load([{"messages": [user("a"), assistant("<think>\nb\n</think>\n\nc")]}], moves)) == [
+        ["<think>b</think>c<|im_end|>"]
+    ]
+    drops = PLAIN_CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    with pytest.raises(DataError, match=r"changes or drops the content of message 1 \(assistant\)"):
+        load([{"messages": [user("a"), assistant("<think>\nb\n</think>\n\nc")]}], drops)
 
 
 # --- {% generation %} blocks ---
