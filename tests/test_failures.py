@@ -224,7 +224,7 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
         (b'{"prompt": null}', "line 2: the prompt is None; expected a string"),
         (
             b'{"prompt": ["a"]}',
-            "line 2: the prompt is ['a']; expected a string. Set template=chat for a list of messages.",
+            "line 2: the chat message 'a' lacks 'role' or 'content'.",
         ),
         (b'{"promt": "2+2="}', "line 2: no column 'prompt'; found ['promt']; did you mean 'promt'?"),
         (b'{"prompt": "2+2="', "line 2 is not valid JSON: Expecting ',' delimiter"),
@@ -245,7 +245,7 @@ def test_a_row_that_is_too_long_is_left_out_and_counted_or_cut_or_refused(tmp_pa
     assert "1 dropped (longer than max_prompt_tokens=10)" in caplog.text
     cut = PromptData(file, max_prompt_tokens=10, too_long=TooLong.truncate_left).load(tiny_tokenizer())
     assert (len(cut), cut.longest_sequence, cut.report.rows_truncated) == (2, 10, 1)
-    with pytest.raises(DataError, match="line 2 has 50 tokens, more than max_prompt_tokens=10"):
+    with pytest.raises(DataError, match="line 2: a sequence has 50 tokens, more than max_prompt_tokens=10"):
         PromptData(file, max_prompt_tokens=10, too_long=TooLong.error).load(tiny_tokenizer())
 
 

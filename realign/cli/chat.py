@@ -12,7 +12,8 @@ from realign.api import GenerationConfig, Model, SequenceSample, derive_seed
 from realign.config.construct import fill
 from realign.config.errors import ConfigError
 from realign.data import Template
-from realign.data.templates import Message, Writer, encode
+from realign.data.messages import Message
+from realign.data.templates import Writer, encode, start_tokens
 from realign.engines import TransformersModel
 from realign.rewards.text import visible
 from realign.runtime.models import open_sampler
@@ -63,8 +64,9 @@ class Chat:
         conversation: list[Message] = []
         for turn, line in enumerate(lines):
             conversation.append({"role": "user", "content": line})
-            text = writer.prompt(conversation if template is Template.chat else line)
-            ids = next(encode(model.tokenizer, [text], writer.start()))
+            written = writer.prompt(conversation if template is Template.chat else line)
+            start = [] if written.chat else start_tokens(model.tokenizer)
+            ids = next(encode(model.tokenizer, [written.text], start))
             if not ids:
                 continue  # an empty line, and no start token
             prompt = SequenceSample.from_sequences([str(turn)], {"prompt_ids": [[ids]]})

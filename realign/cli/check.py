@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import warnings
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,11 +23,45 @@ from realign.runtime.calls import call
 from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
 from realign.runtime.checks.launch import writable
+from realign.runtime.metrics.data_row import show_row
 from realign.runtime.metrics.samples import spoken
 
 ROWS = 2
 RESPONSES = 3  # responses shown per prompt
 GIB = 2**30
+
+
+def verdict(n: int) -> str:
+    """Return the last line of the check."""
+    if not n:
+        return "All good: nothing was trained, nothing was written."
+    found = "1 warning" if n == 1 else f"{n} warnings"
+    return f"Finished with {found} (see above): nothing was trained, nothing was written."
+
+
+@contextmanager
+def counted_warnings() -> Iterator[Counter[str]]:
+    """Count the distinct warnings that are shown, both those of `warnings` and those that are logged."""
+    shown: Counter[str] = Counter()
+    show, factory = warnings.showwarning, logging.getLogRecordFactory()
+
+    def counted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        shown[str(message)] += 1
+        show(message, category, *where, **more)
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = factory(*args, **kwargs)
+        if made.levelno >= logging.WARNING and made.name.split(".")[0] == "realign":
+            shown[made.getMessage()] += 1
+        return made
+
+    warnings.showwarning = counted
+    logging.setLogRecordFactory(record)
+    try:
+        yield shown
+    finally:
+        warnings.showwarning = show
+        logging.setLogRecordFactory(factory)
 
 
 def preflight(experiment: Experiment, console: Console) -> None:
@@ -50,7 +88,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
             restore(runtime, start.state, experiment.resume_skip)
         held_out = runtime.datasets.held_out
         kept = f", {len(held_out):,} held out for evaluation" if held_out is not None else ""
-        say(f"\nData\n  {len(runtime.dataset):,} rows{kept}")
+        say(f"\nData\n  {len(runtime.dataset):,} rows{kept}\n")
+        show_row(console, runtime.first_row())
         batch = run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")
         shown: Counter[str] = Counter()
@@ -58,7 +97,6 @@ def preflight(experiment: Experiment, console: Console) -> None:
             shown[record["id"]] += 1
             if shown[record["id"]] <= RESPONSES:
                 say(f"  {spoken(record)}: reward {record['reward']}")
-    say("\nAll good: nothing was trained, nothing was written.")
 
 
 def run_calls(runtime: LocalRuntime) -> SequenceSample:

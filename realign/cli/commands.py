@@ -247,15 +247,17 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `realign check`: everything except training."""
     from rich.console import Console
 
-    from realign.cli.check import preflight
+    from realign.cli.check import counted_warnings, preflight, verdict
     from realign.runtime.checks.launch import check_ready
 
-    experiment = _built(args, overrides)
-    check_ready(experiment)
     console = Console()
-    print_derived(experiment, console)
-    quiet_transformers()
-    preflight(experiment, console)
+    with counted_warnings() as shown:
+        experiment = _built(args, overrides)
+        check_ready(experiment)
+        print_derived(experiment, console)
+        quiet_transformers()
+        preflight(experiment, console)
+    console.print(f"\n{verdict(len(shown))}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,23 +1,29 @@
 """Datasets: read rows from a file, format them with a template, tokenize them once, and draw reproducible batches."""
 
-from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset, PackedTokens
+from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset, PackedTokens, SequenceDataset
 from realign.data.excerpt import Excerpt
 from realign.data.files import Table, read_rows
 from realign.data.order import batch_indices, epoch_order
-from realign.data.preferences import LabelKind, PreferenceData, PreferenceDataset
+from realign.data.preferences import LabelKind, PreferenceData, PreferenceDataset, RatedPairs
 from realign.data.pretraining import PromptsWithPretraining, WithPretraining
 from realign.data.prompts import PromptData, PromptDataset
-from realign.data.source import DataSource, TooLong
+from realign.data.rendering import AssistantMasks
+from realign.data.rows import Dropped, EncodedRow, RowEncoder, TooLong
+from realign.data.source import DataSource
 from realign.data.split import Split
 from realign.data.supervised import SupervisedData, SupervisedDataset
-from realign.data.templates import Template
+from realign.data.templates import Template, Turns
 from realign.data.text import Blocks, TextData
+from realign.data.unpaired import UnpairedData, UnpairedDataset
 
 __all__ = [
+    "AssistantMasks",
     "Blocks",
     "DataSource",
     "DataSpec",
     "Dataset",
+    "Dropped",
+    "EncodedRow",
     "Excerpt",
     "LabelKind",
     "LoadReport",
@@ -28,6 +34,9 @@ __all__ = [
     "PromptData",
     "PromptDataset",
     "PromptsWithPretraining",
+    "RatedPairs",
+    "RowEncoder",
+    "SequenceDataset",
     "Split",
     "SupervisedData",
     "SupervisedDataset",
@@ -35,6 +44,9 @@ __all__ = [
     "Template",
     "TextData",
     "TooLong",
+    "Turns",
+    "UnpairedData",
+    "UnpairedDataset",
     "WithPretraining",
     "batch_indices",
     "epoch_order",

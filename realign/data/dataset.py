@@ -176,6 +176,44 @@ class PackedDataset(Dataset):
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample: ...
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceDataset(PackedDataset):
+    """Base class of datasets whose rows have one or several sequences of prompt and response tokens.
+
+    A row stores the tokens of all its sequences, concatenated. `report.longest` is the length of the longest row, which
+    a micro-batch must fit.
+
+    Attributes:
+        lengths: Lengths of the sequences of each row.
+        trained: For each token, whether the model writes it and trains on it.
+        train_on_prompt: Whether the loss includes all other tokens too.
+    """
+
+    lengths: Lengths
+    trained: npt.NDArray[np.bool_]
+    train_on_prompt: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Length in tokens of the longest sequence."""
+        return int(self.lengths.flat.max(initial=0))
+
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        tokens_T, _ = self.tokens.gather(rows)
+        sequences, counts = self.lengths.sequences_of(rows)
+        lengths = Lengths(counts, self.lengths.flat[sequences])
+        first_T = np.arange(lengths.total) == np.repeat(lengths.starts[:-1], lengths.flat)
+        spans = zip(self.tokens.starts[rows], self.tokens.starts[rows + 1], strict=True)
+        trained_T = np.concatenate([self.trained[:0], *(self.trained[a:b] for a, b in spans)])
+        loss_T = (trained_T | self.train_on_prompt) & ~first_T
+        data = {
+            "input_ids": tokens_T,
+            "prompt_mask": torch.from_numpy(~trained_T),
+            "loss_mask": torch.from_numpy(loss_T),
+        }
+        return SequenceSample(ids, data, dict.fromkeys(data, lengths))
+
+
 def content_hash(dataset: Any) -> str | None:
     """Return the SHA-256 of the contents of a dataset: tokens, lengths, and rows of its file.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from realign.data.files import Row, Table
+from realign.data.columns import Row, read_column
+from realign.data.rows import Dropped
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Settings
 
@@ -40,38 +39,29 @@ class Excerpt(Settings):
             if getattr(self, name) == "":
                 raise SettingsError(f"{name}='': must be the text of a token, or null")
 
-    def apply(self, table: Table, column: str, tokenizer: PreTrainedTokenizerBase) -> Table:
-        """Return the rows that have an excerpt, with the text in `column` replaced by the excerpt.
+    def cut(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str | Dropped:
+        """Return the excerpt of a text, or why its row is dropped."""
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        tokens = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in encoded["input_ids"]]
+        found = self._stretch(tokens)
+        return Dropped(found) if isinstance(found, str) else _slice(text, encoded["offset_mapping"], found)
+
+    def replace(self, row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> Row | Dropped:
+        """Return a row with the text in `column` replaced by the excerpt, or why the row is dropped.
 
         Raises:
-            DataError: a text is not a string (names its row), no row is left, or the tokenizer does not return
-                character offsets.
+            DataError: the text is not a string, or the tokenizer does not return character offsets.
         """
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
                 f"excerpt needs a tokenizer that returns character offsets; {type(tokenizer).__name__} does not. Use a "
                 "fast tokenizer, or set excerpt=null."
             )
-        reads = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        kept: list[int] = []
-        rows: list[Row] = []
-        dropped: Counter[str] = Counter()
-        for index, text in enumerate(table.column(column)):
-            if not isinstance(text, str):
-                raise DataError(
-                    f"{table.where(index)}: excerpt needs a string in column {column!r}, found a {type(text).__name__}."
-                )
-            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            found = self._stretch([reads(token) for token in encoded["input_ids"]])
-            if isinstance(found, str):
-                dropped[found] += 1
-                continue
-            kept.append(index)
-            rows.append({**table.rows[index], column: _slice(text, encoded["offset_mapping"], found)})
-        if not rows:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-            raise DataError(f"{table.path}: excerpt dropped all {len(table)} rows ({reasons}).")
-        return Table(table.path, rows, [table.places[i] for i in kept], table.unit, dict(dropped))
+        text = read_column(row, column)
+        if not isinstance(text, str):
+            raise DataError(f"excerpt needs a string in column {column!r}, found a {type(text).__name__}.")
+        found = self.cut(text, tokenizer)
+        return found if isinstance(found, Dropped) else {**row, column: found}
 
     def _stretch(self, tokens: list[str]) -> range | str:
         """Return the indices of the tokens in the excerpt, or the reason why the row is dropped."""
@@ -90,7 +80,7 @@ class Excerpt(Settings):
         return range(first, last)
 
 
-def _slice(text: str, offsets: list[tuple[int, int]], stretch: range) -> Any:
+def _slice(text: str, offsets: list[tuple[int, int]], stretch: range) -> str:
     """Return the text of a range of tokens, including the space before the first one.
 
     The offset of a token may exclude its leading space. Therefore the text begins where the previous token ends.

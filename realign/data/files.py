@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from realign.data.columns import Row, read_column
 from realign.errors import DataError
-
-Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +44,7 @@ class Table:
         """Return the values of a column.
 
         Args:
-            name: Name of the column. `question.text` or `answers.0` selects an item of an object or list in a column.
+            name: Name of the column, or path to an item in it; see `read_column`.
 
         Raises:
             DataError: a row lacks the column; names the row, its columns and the nearest one.
@@ -53,11 +52,9 @@ class Table:
         values = []
         for index, row in enumerate(self.rows):
             try:
-                values.append(row[name] if name in row else _part(row, name))
-            except (KeyError, IndexError, TypeError, ValueError):
-                near = difflib.get_close_matches(name, row, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise DataError(f"{self.where(index)}: no column {name!r}; found {sorted(row)}{hint}") from None
+                values.append(read_column(row, name))
+            except DataError as error:
+                raise DataError(f"{self.where(index)}: {error}") from error
         return values
 
 
@@ -98,13 +95,6 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
 def _short(path: str | Path) -> str:
     text = repr(str(path))
     return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def _part(row: Row, path: str) -> Any:
-    found: Any = row
-    for name in path.split("."):
-        found = found[int(name)] if isinstance(found, list) else found[name]
-    return found
 
 
 def _near_file(file: Path) -> str:

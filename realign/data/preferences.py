@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import compress, islice
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from realign.api.lengths import IntArray, Lengths
+from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.dataset import PackedDataset, PackedTokens
-from realign.data.files import Table
-from realign.data.source import DataSource, LengthLimit, each_row
-from realign.data.templates import Ending, Writer, encode
+from realign.data.columns import Row, only_one, overlap, read_column
+from realign.data.dataset import SequenceDataset
+from realign.data.messages import short
+from realign.data.rows import Dropped, LengthLimit, RowText
+from realign.data.source import DataSource
+from realign.data.templates import Ending, Writer, Written
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+RESPONSES = ("responses", "completions")
+"""Columns with several responses."""
+LABELS = ("labels", "scores", "ratings")
+"""Columns with the labels or ratings of several responses."""
+RESPONSE_KEYS = ("response", "text", "content")
+"""Keys with the text of a response that is an object."""
+RATING_KEYS = ("overall_score", "score", "rating")
+"""Keys with the rating of a response that is an object."""
+
 
 class LabelKind(StrEnum):
-    """Format of the preference labels in a row."""
+    """Meaning of the labels of the responses to a prompt."""
 
     pairs = "pairs"
-    """Columns `chosen` and `rejected`: strings, or lists of equal length; labels are 1, 0, 1, 0, ..."""
+    """A chosen and a rejected response, or lists of both, or rated responses; labels are 1, 0, 1, 0, ..."""
     best_of_n = "best_of_n"
     """Columns `responses` and `labels`: one label is 1, all others are 0."""
     scalar_rating = "scalar_rating"
@@ -40,36 +50,49 @@ class LabelKind(StrEnum):
     """Columns `responses` and `labels`: neighbors form pairs; the difference of their labels is the rating."""
 
 
-class _Judged(NamedTuple):
-    """The prompt, responses, labels and margins of one row, as text and numbers."""
+class RatedPairs(StrEnum):
+    """Pairs that are formed from rated responses."""
 
-    prompt: str
-    responses: list[str]
-    labels: list[float]
-    margins: list[float]
+    best_worst = "best_worst"
+    """One pair: the best rated response and the worst."""
+    all = "all"
+    """All pairs with different ratings."""
 
 
 @dataclass
 class PreferenceData(DataSource):
     """A file of prompts with labeled responses (config node).
 
+    With kind=pairs, a row has columns `chosen` and `rejected`: strings, lists of chat messages, or lists of several of
+    them. Messages may be the responses only, or whole conversations. Without a column `prompt`, the prompt is the
+    common start of both: messages, or the text up to the last common `Assistant:` as in HH-RLHF. A row without
+    `chosen` may instead have rated responses (columns `responses` and `labels`, `scores` or `ratings`; or `completions`
+    with objects, as in UltraFeedback).
+
     Every response is tokenized as in `SupervisedData`, after the same prompt. A row is one prompt of a batch; its
     responses are the sequences. Pairs of equal responses are dropped. Their gradient is rounding noise, which Adam
     would scale up to full steps. Rows without any other pair are dropped and counted.
     """
 
+    prompt_column: str | None = None
+    """Column with the prompt: a string or a list of chat messages. null uses the column `prompt` if a row has it; ""
+    takes the prompt from the start of the responses (kind=pairs)."""
     kind: LabelKind = LabelKind.pairs
-    """Format of the labels: pairs | best_of_n | scalar_rating | scalar_compare."""
-    chosen_column: str = "chosen"
-    """Column with the preferred response, or a list of responses (kind=pairs)."""
-    rejected_column: str = "rejected"
-    """Column with the rejected response, or a list of responses (kind=pairs)."""
+    """Meaning of the labels: pairs | best_of_n | scalar_rating | scalar_compare."""
+    chosen_column: str | None = None
+    """Column with the preferred response, or a list of responses (kind=pairs). null uses `chosen`."""
+    rejected_column: str | None = None
+    """Column with the rejected response, or a list of responses (kind=pairs). null uses `rejected`."""
     margin_column: str | None = None
-    """Column with the preference margin of the chosen response, or a list of margins (kind=pairs); null uses 0."""
-    responses_column: str = "responses"
-    """Column with the responses, a list of strings (other kinds)."""
-    labels_column: str = "labels"
-    """Column with the labels, a list of numbers (other kinds)."""
+    """Column with the preference margin of the chosen response, or a list of margins (kind=pairs). null uses 0, or the
+    difference of ratings."""
+    responses_column: str | None = None
+    """Column with a list of responses. null recognizes it. `completions.*.response` selects an item of each element."""
+    labels_column: str | None = None
+    """Column with the labels or ratings of the responses, a list of numbers. null recognizes it."""
+    rated_pairs: RatedPairs = RatedPairs.best_worst
+    """Pairs of rated responses (kind=pairs): best_worst (the best rated and the worst) | all (with different
+    ratings)."""
     max_tokens: Count | None = None
     """Maximum length in tokens of prompt plus longest response of a row; null sets no limit. Responses are never
     truncated, and all responses of a row share the same truncated prompt."""
@@ -83,13 +106,108 @@ class PreferenceData(DataSource):
                 f"margin_column={self.margin_column!r}: requires kind=pairs, but kind={self.kind.value}. "
                 "Set kind=pairs, or margin_column=null."
             )
+        named = ("prompt_column", "chosen_column", "rejected_column", "responses_column")
+        if found := overlap({name: getattr(self, name) or None for name in named}):
+            raise SettingsError(found)
+        pair = self.chosen_column or self.rejected_column or self.margin_column
+        if pair is not None and self.responses_column is not None:
+            raise SettingsError(
+                f"responses_column={self.responses_column!r}: conflicts with chosen_column, rejected_column and "
+                "margin_column. Set either."
+            )
 
-    def column_settings(self) -> list[str]:
+    def columns(self, row: Row) -> dict[str, str]:
         """See `FileSource`."""
-        own = ["responses_column", "labels_column"]
+        rated = self._rated_columns(row) if self._is_rated(row) else None
+        prompt = self.prompt_column
+        if prompt is None:
+            implicit = self.kind is LabelKind.pairs and rated is None
+            known = ["prompt"] if rated is None else ["prompt", "instruction"]
+            prompt = next((name for name in known if name in row), "" if implicit else "prompt")
+        start = {"prompt_column": prompt} if prompt else {}
+        if rated is not None:
+            return start | rated
+        margin = {} if self.margin_column is None else {"margin_column": self.margin_column}
+        pair = {
+            "chosen_column": self.chosen_column or "chosen",
+            "rejected_column": self.rejected_column or "rejected",
+        }
+        return start | pair | margin
+
+    def _is_rated(self, row: Row) -> bool:
+        """Return whether a row has responses with labels, instead of chosen and rejected ones."""
+        if self.kind is not LabelKind.pairs or self.responses_column is not None:
+            return True
+        pair = (self.chosen_column, self.rejected_column, self.margin_column) != (None, None, None)
+        return not pair and "chosen" not in row and any(name in row for name in RESPONSES)
+
+    def _rated_columns(self, row: Row) -> dict[str, str]:
+        responses = self.responses_column or only_one(row, RESPONSES, "responses_column") or "responses"
+        labels = self.labels_column
+        items = row.get(responses)
+        if isinstance(items, list) and items and isinstance(items[0], Mapping) and "role" not in items[0]:
+            if labels is None and (rating := only_one(items[0], RATING_KEYS, "labels_column")):
+                labels = f"{responses}.*.{rating}"
+            if text := only_one(items[0], RESPONSE_KEYS, "responses_column"):
+                responses = f"{responses}.*.{text}"
+        labels = labels or only_one(row, LABELS, "labels_column") or "labels"
+        return {"responses_column": responses, "labels_column": labels}
+
+    def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
+        """See `DataSource`."""
+        found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
+        prompt, tools = found.get("prompt_column"), self.tools(row)
+        if "chosen_column" in found:
+            return self._pairs(row, writer, prompt, tools, found)
+        if prompt is None:
+            raise DataError("prompt_column='': responses with labels need a prompt. Set prompt_column.")
+        responses, labels = found["responses_column"], found["labels_column"]
+        if not isinstance(responses, list) or not responses:
+            raise DataError(f"the responses are {short(responses)}; expected a list of strings or chat messages.")
+        numbers = _numbers("labels", labels, len(responses))
+        written = [writer.response(prompt, response, tools)[0] for response in responses]
         if self.kind is LabelKind.pairs:
-            own = ["chosen_column", "rejected_column", *(["margin_column"] if self.margin_column is not None else [])]
-        return [*super().column_settings(), *own]
+            return self._rated(row, written, numbers)
+        _check_labels(self.kind, numbers, labels)
+        return RowText(row, written, numbers, [0.0] * len(numbers))
+
+    def _pairs(self, row: Row, writer: Writer, prompt: Any, tools: Any, found: Mapping[str, Any]) -> RowText:
+        chosen, rejected, margin = (found.get(f"{name}_column") for name in ("chosen", "rejected", "margin"))
+        several = _is_several(chosen)
+        better, worse = (chosen, rejected) if several else ([chosen], [rejected])
+        if not isinstance(better, list) or not isinstance(worse, list) or len(better) != len(worse) or not better:
+            raise DataError(
+                f"chosen and rejected must be strings, or lists of equal length; found {better!r} and {worse!r}."
+            )
+        n = len(better)
+        margins = [0.0] * n if margin is None else _numbers("margins", margin if several else [margin], n)
+        both = [writer.comparison(prompt, *pair, tools) for pair in zip(better, worse, strict=True)]
+        written = [text for pair in both for text in pair]
+        return RowText(row, written, [1.0, 0.0] * n, [m for m in margins for _ in range(2)], pairs=True)
+
+    def _rated(self, row: Row, written: list[Written], ratings: list[float]) -> RowText | Dropped:
+        """Return pairs of rated responses, with the difference of their ratings as the margin."""
+        order = sorted(range(len(ratings)), key=lambda i: -ratings[i])
+        pairs = [(order[0], order[-1])] if self.rated_pairs is RatedPairs.best_worst else combinations(order, 2)
+        kept = [(best, worst) for best, worst in pairs if ratings[best] > ratings[worst]]
+        if not kept:
+            return Dropped("all responses have the same rating")
+        margins = [ratings[best] - ratings[worst] for best, worst in kept]
+        return RowText(
+            row,
+            [written[i] for pair in kept for i in pair],
+            [1.0, 0.0] * len(kept),
+            [margin for margin in margins for _ in range(2)],
+            pairs=True,
+        )
+
+    def length_limit(self) -> LengthLimit:
+        """See `DataSource`."""
+        return LengthLimit("max_tokens", self.max_tokens, self.too_long)
+
+    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
+        """See `DataSource`."""
+        return Ending(tokenizer, self.append_eos)
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         """Read the file and tokenize it.
@@ -98,99 +216,20 @@ class PreferenceData(DataSource):
             DataError: a row is invalid (names its file and line), or no row is left.
             ConfigError: the tokenizer does not support a setting.
         """
-        end, writer = Ending(tokenizer, self.append_eos), self.writer(tokenizer)
-        start = writer.start()
-        limit = LengthLimit("max_tokens", self.max_tokens, self.too_long, len(start))
-        table = self.read(tokenizer)
-        judged = self._judged(table, writer)
-        counts, prompt_lengths, lengths = array("q"), array("q"), array("q")
-        labels, margins = array("f"), array("f")
-        undecided = 0
-
-        def kept() -> Iterator[list[int]]:
-            nonlocal undecided
-            prompts = encode(tokenizer, [row.prompt for row in judged], start)
-            encoded = encode(tokenizer, [response for row in judged for response in row.responses])
-            for index, (row, prompt) in enumerate(zip(judged, prompts, strict=True)):
-                responses = [end(ids) for ids in islice(encoded, len(row.responses))]
-                shortest = min(map(len, responses))
-                if not shortest or len(prompt) + shortest < 2:
-                    raise DataError(f"{table.where(index)}: a response has no token to train on.")
-                says = self._says_something(responses)
-                if not any(says):
-                    undecided += 1
-                    continue
-                responses = list(compress(responses, says))
-                fitting = limit.fit(prompt, table.where(index), max(map(len, responses)))
-                if fitting is not None:
-                    counts.append(len(responses))
-                    prompt_lengths.append(len(fitting))
-                    lengths.extend(len(fitting) + len(ids) for ids in responses)
-                    labels.extend(compress(row.labels, says))
-                    margins.extend(compress(row.margins, says))
-                    yield [token for ids in responses for token in (*fitting, *ids)]
-
-        tokens = PackedTokens.pack(kept())
-        return PreferenceDataset(
-            tokens,
-            limit.report(table, tokens, {"chosen equals rejected": undecided} if undecided else {}),
-            Lengths(np.array(counts, dtype=np.int64), np.array(lengths, dtype=np.int64)),
-            np.array(prompt_lengths, dtype=np.int64),
-            np.array(labels, dtype=np.float32),
-            np.array(margins, dtype=np.float32),
-        )
-
-    def _says_something(self, responses: list[list[int]]) -> list[bool]:
-        """Return for each response whether to keep it: with kind=pairs, whether the responses of its pair differ."""
-        if self.kind is not LabelKind.pairs:
-            return [True] * len(responses)
-        both = zip(responses[::2], responses[1::2], strict=True)
-        return [chosen != rejected for chosen, rejected in both for _ in range(2)]
-
-    def _judged(self, table: Table, writer: Writer) -> list[_Judged]:
-        """Return the rows as text, each validated against `kind`."""
-        prompts = table.column(self.prompt_column)
-        if self.kind is LabelKind.pairs:
-            chosen, rejected = table.column(self.chosen_column), table.column(self.rejected_column)
-            margins = table.column(self.margin_column) if self.margin_column is not None else [None] * len(table)
-
-            def read(i: int) -> tuple[list[Any], list[float], list[float]]:
-                return _pairs(chosen[i], rejected[i], margins[i])
-        else:
-            responses, labels = table.column(self.responses_column), table.column(self.labels_column)
-
-            def read(i: int) -> tuple[list[Any], list[float], list[float]]:
-                return _labelled(self.kind, responses[i], labels[i])
-
-        def write(i: int) -> _Judged:
-            found, row_labels, row_margins = read(i)
-            texts = [writer.pair(prompts[i], response) for response in found]
-            return _Judged(texts[0][0], [response for _, response in texts], row_labels, row_margins)
-
-        return each_row(table, write)
+        found, report = self.collect(tokenizer)
+        return PreferenceDataset(found.tokens, report, found.lengths, found.trained, found.labels, found.margins)
 
 
-def _pairs(chosen: Any, rejected: Any, margin: Any) -> tuple[list[Any], list[float], list[float]]:
-    several = isinstance(chosen, list)
-    chosen, rejected = (chosen, rejected) if several else ([chosen], [rejected])
-    if not isinstance(rejected, list) or len(chosen) != len(rejected) or not chosen:
-        raise DataError(
-            f"chosen and rejected must be strings, or lists of equal length; found {chosen!r} and {rejected!r}."
-        )
-    given = [0.0] * len(chosen) if margin is None else _numbers("margins", margin if several else [margin], len(chosen))
-    responses = [response for pair in zip(chosen, rejected, strict=True) for response in pair]
-    return responses, [1.0, 0.0] * len(chosen), [m for m in given for _ in range(2)]
+def _is_several(chosen: Any) -> bool:
+    """Return whether a value is a list of responses, instead of one response (a string or a list of messages)."""
+    return isinstance(chosen, list) and not (chosen and isinstance(chosen[0], Mapping))
 
 
-def _labelled(kind: LabelKind, responses: Any, labels: Any) -> tuple[list[Any], list[float], list[float]]:
-    if not isinstance(responses, list) or not responses:
-        raise DataError(f"the responses are {responses!r}; expected a list of strings.")
-    numbers = _numbers("labels", labels, len(responses))
+def _check_labels(kind: LabelKind, numbers: list[float], labels: Any) -> None:
     if kind is LabelKind.best_of_n and (sorted(numbers) != [0.0] * (len(numbers) - 1) + [1.0] or len(numbers) < 2):
         raise DataError(f"the labels are {labels!r}; kind=best_of_n needs one label 1, and 0 for all others.")
     if kind is LabelKind.scalar_compare and len(numbers) % 2:
         raise DataError(f"kind=scalar_compare needs an even number of responses, found {len(numbers)}.")
-    return responses, numbers, [0.0] * len(numbers)
 
 
 def _numbers(name: str, values: Any, n: int) -> list[float]:
@@ -201,38 +240,18 @@ def _numbers(name: str, values: Any, n: int) -> list[float]:
 
 
 @dataclass(frozen=True, eq=False)
-class PreferenceDataset(PackedDataset):
+class PreferenceDataset(SequenceDataset):
     """Labeled responses in memory.
 
-    Keys per token are `input_ids`, `prompt_mask` and `loss_mask`; keys per sequence are `labels` and `margins`. A row
-    stores the tokens of all its sequences, concatenated. `report.longest` is the length of the longest row, which a
-    micro-batch must fit.
+    Keys per token are `input_ids`, `prompt_mask` and `loss_mask`; keys per sequence are `labels` and `margins`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask", "labels", "margins")
 
-    lengths: Lengths
-    prompt_lengths: IntArray
     labels: npt.NDArray[np.float32]
     margins: npt.NDArray[np.float32]
 
-    @property
-    def longest_sequence(self) -> int:
-        """Length in tokens of the longest sequence (prompt plus response)."""
-        return int(self.lengths.flat.max(initial=0))
-
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
-        tokens_T, _ = self.tokens.gather(rows)
-        sequences, counts = self.lengths.sequences_of(rows)
-        lengths = Lengths(counts, self.lengths.flat[sequences])
-        position_T = np.arange(lengths.total) - np.repeat(lengths.starts[:-1], lengths.flat)
-        prompt_S = np.repeat(self.prompt_lengths[rows], counts)
-        prompt_T = torch.from_numpy(position_T < np.repeat(prompt_S, lengths.flat))
-        data = {
-            "input_ids": tokens_T,
-            "prompt_mask": prompt_T,
-            "loss_mask": ~prompt_T & torch.from_numpy(position_T > 0),
-        }
-        return SequenceSample(ids, data, dict.fromkeys(data, lengths)).with_sequences(
-            labels=torch.from_numpy(self.labels[sequences]), margins=torch.from_numpy(self.margins[sequences])
-        )
+        sequences, _ = self.lengths.sequences_of(rows)
+        labels, margins = (torch.from_numpy(values[sequences]) for values in (self.labels, self.margins))
+        return super()._sample(rows, ids).with_sequences(labels=labels, margins=margins)

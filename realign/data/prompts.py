@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.dataset import PackedDataset, PackedTokens
-from realign.data.files import Row
-from realign.data.source import DataSource, LengthLimit, each_row
-from realign.data.templates import encode
-from realign.errors import DataError
+from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
+from realign.data.dataset import PackedDataset
+from realign.data.messages import read_conversation
+from realign.data.rows import LengthLimit, RowText
+from realign.data.source import DataSource
+from realign.data.templates import Writer
+from realign.errors import DataError, SettingsError
 from realign.settings import Count
 
 if TYPE_CHECKING:
@@ -21,10 +23,65 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptData(DataSource):
-    """A file of prompts (config node). Samples also contain the whole row, for the reward function."""
+    """A file of prompts (config node). Samples also contain the whole row, for the reward function.
 
+    Without column settings, the prompt is the column `prompt`. If a row has none, it is the column `messages` (or
+    `conversations`, `conversation`), a conversation that ends with a user or tool message.
+    """
+
+    messages_column: str | None = None
+    """Column with conversations, a list of chat messages. null recognizes it."""
+    drop_final_answer: bool = False
+    """Remove the assistant messages at the end of a conversation, so that it ends with the last user or tool message.
+    false: such a conversation is an error. The row still contains them, for the reward function."""
     max_prompt_tokens: Count | None = None
     """Maximum length of a prompt in tokens, including start tokens; null sets no limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.messages_column is not None and self.prompt_column is not None:
+            raise SettingsError(
+                f"prompt_column={self.prompt_column!r}: conflicts with messages_column={self.messages_column!r}. Set "
+                "one of them."
+            )
+
+    def columns(self, row: Row) -> dict[str, str]:
+        """See `FileSource`."""
+        if self.messages_column is not None:
+            return {"messages_column": self.messages_column}
+        recognized = self.prompt_column is None and "prompt" not in row
+        if recognized and (found := only_one(row, CONVERSATIONS, "messages_column")):
+            return {"messages_column": found}
+        return {"prompt_column": self.prompt_column or "prompt"}
+
+    def text_of(self, row: Row, writer: Writer) -> RowText:
+        """See `DataSource`."""
+        ((setting, column),) = self.columns(row).items()
+        value = read_column(row, column)
+        if setting == "messages_column" and not isinstance(value, list):
+            raise DataError(f"column {column!r} contains a {type(value).__name__}; expected a list of chat messages.")
+        return RowText(row, [writer.prompt(self._unanswered(value), self.tools(row))])
+
+    def _unanswered(self, value: Any) -> Any:
+        """Return a prompt without the assistant messages at its end.
+
+        Raises:
+            DataError: it ends with an assistant message, and `drop_final_answer` is false.
+        """
+        if not isinstance(value, list) or not value:
+            return value
+        messages = read_conversation(value).messages
+        end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
+        if end < len(messages) and not self.drop_final_answer:
+            raise DataError(
+                "the conversation ends with an assistant message, but a prompt ends with a user or tool message. Set "
+                "drop_final_answer=true to remove the assistant messages at the end."
+            )
+        return value[:end]
+
+    def length_limit(self) -> LengthLimit:
+        """See `DataSource`."""
+        return LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long)
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
         """Read the file and tokenize its prompts.
@@ -33,25 +90,8 @@ class PromptData(DataSource):
             DataError: a row is invalid (names its file and line), or no row is left.
             ConfigError: the tokenizer does not support a setting.
         """
-        writer = self.writer(tokenizer)
-        start = writer.start()
-        limit = LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long, len(start))
-        table = self.read(tokenizer)
-        values = table.column(self.prompt_column)
-        texts = each_row(table, lambda i: writer.prompt(values[i]))
-        rows: list[Row] = []
-
-        def kept() -> Iterator[list[int]]:
-            for index, ids in enumerate(encode(tokenizer, texts, start)):
-                if not ids:
-                    raise DataError(f"{table.where(index)}: the prompt has no tokens.")
-                fitting = limit.fit(ids, table.where(index))
-                if fitting is not None:
-                    rows.append(table.rows[index])
-                    yield fitting
-
-        tokens = PackedTokens.pack(kept())
-        return PromptDataset(tokens, limit.report(table, tokens), tuple(rows))
+        found, report = self.collect(tokenizer, keep_rows=True)
+        return PromptDataset(found.tokens, report, found.rows)
 
 
 @dataclass(frozen=True, eq=False)

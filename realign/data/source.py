@@ -1,35 +1,28 @@
-"""Base classes of dataset configs: file, template and length limit."""
+"""Base classes of dataset configs: file, columns, template and length limit."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from realign.data.dataset import DataSpec, LoadReport, PackedTokens
+from realign.data.collect import Collected, collect_table
+from realign.data.columns import Row, read_column
+from realign.data.dataset import DataSpec, LoadReport
 from realign.data.excerpt import Excerpt
 from realign.data.files import Table, read_rows
+from realign.data.rendering import AssistantMasks
+from realign.data.rows import Dropped, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.split import Split
-from realign.data.templates import Template, Writer
+from realign.data.templates import Ending, Template, Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 _Text = TypeVar("_Text")
-
-
-class TooLong(StrEnum):
-    """What to do with a row over the length limit: drop it, truncate its prompt on the left, or raise an error."""
-
-    drop = "drop"
-    truncate_left = "truncate_left"
-    error = "error"
 
 
 @dataclass
@@ -56,15 +49,23 @@ class FileSource(DataSpec):
             first = read_rows(self.path, 1)
         except DataError as error:
             raise DataError(f"{where}.path: {error}") from error
-        for setting in self.column_settings():
+        try:
+            columns = self.columns(first.rows[0])
+        except DataError as error:
+            raise DataError(f"{where}: {first.where(0)}: {error}") from error
+        for setting, column in columns.items():
             try:
-                first.column(getattr(self, setting))
+                first.column(column)
             except DataError as error:
                 raise DataError(f"{where}.{setting}: {error}") from error
 
-    def column_settings(self) -> list[str]:
-        """Return the names of the fields that contain the name of a required column."""
-        return []
+    @abstractmethod
+    def columns(self, row: Row) -> dict[str, str]:
+        """Return the required columns of a row by the settings that name them. Recognizes those that are not set.
+
+        Raises:
+            DataError: several columns or none fit.
+        """
 
     def table(self) -> Table:
         """Return the rows of the file, after applying the limit and the split."""
@@ -74,19 +75,26 @@ class FileSource(DataSpec):
 
 @dataclass
 class DataSource(FileSource):
-    """A file of rows, and the format of a prompt (config node)."""
+    """A file of rows, and the format of a prompt (config node).
 
-    prompt_column: str = "prompt"
-    """Column with the prompt: a string, or with template=chat also a list of messages with role and content.
-    `question.text` selects an item of a column."""
-    template: Template = Template.plain
-    """Prompt format: plain (text) or chat (the tokenizer's chat template)."""
+    A prompt is a string, or a list of chat messages with role and content (also in the ShareGPT format, with from and
+    value). `question.text` selects an item of a column.
+    """
+
+    prompt_column: str | None = None
+    """Column with the prompt: a string or a list of chat messages. null recognizes it."""
+    tools_column: str | None = None
+    """Column with the tools of a conversation: a list of JSON schemas, or its JSON text. null uses the column `tools`
+    if a row has it; "" ignores it."""
+    template: Template = Template.auto
+    """Prompt format: auto (chat messages use the tokenizer's chat template, and strings are plain text) | plain | chat
+    (a string becomes a user message)."""
     prefix: str = ""
-    """Text before the prompt."""
+    """Text before a prompt that is a string."""
     suffix: str = ""
-    """Text after the prompt."""
+    """Text after a prompt that is a string."""
     system: str = ""
-    """Text of a system message before the prompt (template=chat); empty adds no message."""
+    """Text of a system message before the chat messages; empty adds no message."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
     too_long: TooLong = TooLong.drop
@@ -101,18 +109,62 @@ class DataSource(FileSource):
             if self.template is Template.plain and (value := getattr(self, name)):
                 raise SettingsError(f"{name}={value!r}: requires template=chat, but template=plain. Set template=chat.")
 
-    def column_settings(self) -> list[str]:
-        """See `FileSource`."""
-        return ["prompt_column"]
+    @abstractmethod
+    def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
+        """Return a row as text, or why it is dropped.
 
-    def read(self, tokenizer: PreTrainedTokenizerBase) -> Table:
-        """Return the rows of `table()`, after applying `excerpt`, which counts tokens of `tokenizer`."""
-        table = self.table()
-        return table if self.excerpt is None else self.excerpt.apply(table, self.prompt_column, tokenizer)
+        Raises:
+            DataError: the row is invalid.
+        """
 
-    def writer(self, tokenizer: PreTrainedTokenizerBase) -> Writer:
-        """Return the writer of prompts for this config."""
-        return Writer(tokenizer, self.template, self.prefix, self.suffix, self.system, self.template_options)
+    @abstractmethod
+    def length_limit(self) -> LengthLimit:
+        """Return the length limit of the sequences of a row."""
+
+    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending | None:
+        """Return the ending of responses; None if the rows are prompts."""
+        return None
+
+    def masks(self) -> AssistantMasks:
+        """Return how the tokens of assistant turns are found."""
+        return AssistantMasks.auto
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
+        """Return the conversion of rows to tokens, which does not depend on how rows are read.
+
+        Raises:
+            ConfigError: the tokenizer does not support a setting.
+        """
+        writer = Writer(
+            tokenizer, self.template, self.prefix, self.suffix, self.system, self.template_options, self.masks()
+        )
+
+        def write(row: Row) -> RowText | Dropped:
+            if self.excerpt is None:
+                return self.text_of(row, writer)
+            column = self.columns(row).get("prompt_column")
+            if column is None:
+                raise DataError("excerpt needs a prompt column with strings. Set excerpt=null, or set prompt_column.")
+            cut = self.excerpt.replace(row, column, tokenizer)
+            return cut if isinstance(cut, Dropped) else self.text_of(cut, writer)
+
+        return RowEncoder(tokenizer, write, self.length_limit(), self.ending(tokenizer))
+
+    def collect(self, tokenizer: PreTrainedTokenizerBase, *, keep_rows: bool = False) -> tuple[Collected, LoadReport]:
+        """Read the file, and return its rows as tokens in packed arrays, with the report on them.
+
+        Raises:
+            DataError: a row is invalid (names its file and line), or no row is left.
+            ConfigError: the tokenizer does not support a setting.
+        """
+        encoder = self.encoder(tokenizer)
+        return collect_table(self.table(), encoder, keep_rows=keep_rows)
+
+    def tools(self, row: Row) -> Any:
+        """Return the tools of a row, or None."""
+        if self.tools_column is None:
+            return row.get("tools")
+        return read_column(row, self.tools_column) if self.tools_column else None
 
 
 def each_row(table: Table, write: Callable[[int], _Text]) -> list[_Text]:
@@ -124,78 +176,3 @@ def each_row(table: Table, write: Callable[[int], _Text]) -> list[_Text]:
         except DataError as error:
             raise DataError(f"{table.where(index)}: {error}") from error
     return written
-
-
-@dataclass
-class LengthLimit:
-    """Length limit that is applied row by row, with counts of dropped and truncated rows.
-
-    Attributes:
-        setting: Name of the config field, for messages.
-        tokens: Maximum length of a text in tokens; None sets no limit.
-        too_long: Handling of longer texts.
-        start: Number of start tokens, which truncation keeps.
-        dropped: Number of dropped rows.
-        truncated: Number of truncated rows.
-    """
-
-    setting: str
-    tokens: int | None
-    too_long: TooLong
-    start: int
-    dropped: int = 0
-    truncated: int = 0
-
-    def fit(self, prompt: list[int], where: str, response_tokens: int = 0) -> list[int] | None:
-        """Return the prompt, truncated so that it fits together with its response; None to drop the row.
-
-        Raises:
-            DataError: the text exceeds the limit, and `too_long` is error.
-        """
-        length = len(prompt) + response_tokens
-        if self.tokens is None or length <= self.tokens:
-            return prompt
-        if self.too_long is TooLong.error:
-            raise DataError(
-                f"{where} has {length} tokens, more than {self.setting}={self.tokens}. Raise {self.setting}, or set "
-                "too_long=drop or truncate_left."
-            )
-        keep = self.tokens - response_tokens - self.start
-        if self.too_long is TooLong.drop or keep < 1:
-            self.dropped += 1
-            return None
-        self.truncated += 1
-        return prompt[: self.start] + prompt[len(prompt) - keep :]
-
-    def report(self, table: Table, tokens: PackedTokens, dropped: Mapping[str, int] | None = None) -> LoadReport:
-        """Return the report on the rows of `table`; `dropped` counts further dropped rows by reason (`load_report`)."""
-        too_long = {f"longer than {self.setting}={self.tokens}": self.dropped} if self.dropped else {}
-        return load_report(table, tokens, {**table.dropped, **(dropped or {}), **too_long}, self.truncated)
-
-
-def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], truncated: int = 0) -> LoadReport:
-    """Return the report on the rows of `table`, and log it if any row was dropped or truncated.
-
-    Args:
-        table: The rows of the file.
-        tokens: The rows of the resulting dataset.
-        dropped: Number of dropped rows by reason.
-        truncated: Number of rows truncated on the left.
-
-    Raises:
-        DataError: no row is left.
-    """
-    report = LoadReport(
-        path=str(table.path),
-        rows_read=len(table) + sum(table.dropped.values()),
-        rows_kept=len(tokens),
-        rows_dropped=dropped,
-        rows_truncated=truncated,
-        tokens=len(tokens.ids),
-        longest=int((tokens.starts[1:] - tokens.starts[:-1]).max(initial=0)),
-    )
-    if not len(tokens):
-        raise DataError(f"no row is left of {report}")
-    if dropped or truncated:
-        logger.warning("%s", report)
-    return report

@@ -1,21 +1,17 @@
-"""Supervised data: prompts with target responses."""
+"""Supervised data: conversations, or prompts with target responses."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-import torch
-
-from realign.api.lengths import IntArray
-from realign.api.sample import SequenceSample
-from realign.data.dataset import PackedDataset, PackedTokens
-from realign.data.source import DataSource, LengthLimit, each_row
-from realign.data.templates import Ending, encode
-from realign.errors import DataError
+from realign.data.columns import CONVERSATIONS, RESPONSES, Row, only_one, overlap, read_column
+from realign.data.dataset import SequenceDataset
+from realign.data.rendering import AssistantMasks
+from realign.data.rows import LengthLimit, RowText
+from realign.data.source import DataSource
+from realign.data.templates import Ending, Turns, Writer
+from realign.errors import DataError, SettingsError
 from realign.settings import Count
 
 if TYPE_CHECKING:
@@ -24,24 +20,87 @@ if TYPE_CHECKING:
 
 @dataclass
 class SupervisedData(DataSource):
-    """A file of prompts and responses (config node).
+    """A file of conversations, or of prompts and responses (config node).
 
-    Prompt and response are tokenized separately and concatenated as ids, as in generation. No token spans both.
+    Without column settings, the columns of a row decide: `messages` (or `conversations`, `conversation`) is a whole
+    conversation, and `prompt` with `completion` or `response` is a prompt with its response. Rows that fit both are an
+    error. The loss includes assistant turns and the tokens that end them.
+
+    The text before an assistant turn and the turn are tokenized separately, as in generation. No token spans both.
     """
 
-    response_column: str = "response"
-    """Column with the response, a string."""
+    messages_column: str | None = None
+    """Column with whole conversations, a list of chat messages. null recognizes it."""
+    response_column: str | None = None
+    """Column with the response: a string, or a list of chat messages by the assistant (and tools). null recognizes
+    it."""
+    train_on_turns: Turns = Turns.all
+    """Assistant turns in the loss: all | last | each (all, each in a separate sequence that ends with it). `each` also
+    trains with chat templates that shorten earlier turns, such as their reasoning."""
+    assistant_masks: AssistantMasks = AssistantMasks.auto
+    """How assistant turns are found: auto (token prefixes, compared with `{% generation %}` blocks if the template has
+    them) | prefixes | generation_blocks."""
     max_tokens: Count | None = None
-    """Maximum length of prompt plus response in tokens; null sets no limit. Responses are never truncated. A row is
-    dropped if its response leaves no room for a prompt token."""
+    """Maximum length of a sequence in tokens; null sets no limit. Only the text before the first trained token is
+    truncated. A row is dropped if no token of this text would remain."""
     append_eos: bool = True
     """Append the tokenizer's EOS token to each response that does not already end with it."""
     train_on_prompt: bool = False
     """Whether the loss includes prompt tokens. It never includes the first token of a sequence."""
 
-    def column_settings(self) -> list[str]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pair = {"prompt_column": self.prompt_column, "response_column": self.response_column}
+        for setting, column in pair.items():
+            if self.messages_column is not None and column is not None:
+                raise SettingsError(
+                    f"{setting}={column!r}: conflicts with messages_column={self.messages_column!r}. Set one of them."
+                )
+        if found := overlap(pair):
+            raise SettingsError(f"{found} For whole conversations, set only messages_column.")
+
+    def columns(self, row: Row) -> dict[str, str]:
         """See `FileSource`."""
-        return [*super().column_settings(), "response_column"]
+        if self.messages_column is not None:
+            return {"messages_column": self.messages_column}
+        response = self.response_column or only_one(row, RESPONSES, "response_column")
+        if self.prompt_column is None and self.response_column is None:
+            conversation = only_one(row, CONVERSATIONS, "messages_column")
+            pair = "prompt" in row and response is not None
+            if conversation is not None and pair:
+                raise DataError(
+                    f"the columns {conversation!r} and 'prompt' with {response!r} both fit. Set "
+                    f"messages_column={conversation}, or prompt_column=prompt."
+                )
+            if conversation is not None:
+                return {"messages_column": conversation}
+        if response is None:
+            raise DataError(
+                f"the columns {sorted(row)} fit neither 'messages' nor 'prompt' with 'completion' or 'response'. Set "
+                "messages_column, or prompt_column and response_column."
+            )
+        return {"prompt_column": self.prompt_column or "prompt", "response_column": response}
+
+    def text_of(self, row: Row, writer: Writer) -> RowText:
+        """See `DataSource`."""
+        found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
+        tools = self.tools(row)
+        if "messages_column" in found:
+            return RowText(row, writer.conversation(found["messages_column"], tools, self.train_on_turns))
+        prompt, response = found["prompt_column"], found["response_column"]
+        return RowText(row, writer.response(prompt, response, tools, self.train_on_turns))
+
+    def length_limit(self) -> LengthLimit:
+        """See `DataSource`."""
+        return LengthLimit("max_tokens", self.max_tokens, self.too_long)
+
+    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
+        """See `DataSource`."""
+        return Ending(tokenizer, self.append_eos)
+
+    def masks(self) -> AssistantMasks:
+        """See `DataSource`."""
+        return self.assistant_masks
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
         """Read the file and tokenize it.
@@ -50,52 +109,18 @@ class SupervisedData(DataSource):
             DataError: a row is invalid (names its file and line), or no row is left.
             ConfigError: the tokenizer does not support a setting.
         """
-        end = Ending(tokenizer, self.append_eos)
-        writer = self.writer(tokenizer)
-        start = writer.start()
-        limit = LengthLimit("max_tokens", self.max_tokens, self.too_long, len(start))
-        table = self.read(tokenizer)
-        prompts, responses = table.column(self.prompt_column), table.column(self.response_column)
-        pairs = each_row(table, lambda i: writer.pair(prompts[i], responses[i]))
-        prompt_lengths = array("q")
-
-        def kept() -> Iterator[list[int]]:
-            encoded = zip(
-                encode(tokenizer, [prompt for prompt, _ in pairs], start),
-                encode(tokenizer, [response for _, response in pairs]),
-                strict=True,
-            )
-            for index, (prompt, unended) in enumerate(encoded):
-                response = end(unended)
-                if len(prompt) + len(response) < 2 or not response:
-                    raise DataError(f"{table.where(index)}: the response has no token to train on.")
-                fitting = limit.fit(prompt, table.where(index), len(response))
-                if fitting is not None:
-                    prompt_lengths.append(len(fitting))
-                    yield fitting + response
-
-        tokens = PackedTokens.pack(kept())
-        report = limit.report(table, tokens)
-        return SupervisedDataset(tokens, report, np.array(prompt_lengths, dtype=np.int64), self.train_on_prompt)
+        found, report = self.collect(tokenizer)
+        return SupervisedDataset(
+            found.tokens, report, found.lengths, found.trained, train_on_prompt=self.train_on_prompt
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class SupervisedDataset(PackedDataset):
-    """Prompts with responses in memory: keys `input_ids`, `prompt_mask` and `loss_mask`."""
+class SupervisedDataset(SequenceDataset):
+    """Prompts with responses in memory: keys `input_ids`, `prompt_mask` and `loss_mask`.
+
+    `prompt_mask` marks all tokens that are given: the prompt, and in conversations also the turns between trained
+    turns.
+    """
 
     keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask")
-
-    prompt_lengths: IntArray
-    train_on_prompt: bool
-
-    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
-        tokens_T, lengths = self.tokens.gather(rows)
-        position_T = np.arange(lengths.total) - np.repeat(lengths.starts[:-1], lengths.flat)
-        prompt_T = torch.from_numpy(position_T < np.repeat(self.prompt_lengths[rows], lengths.flat))
-        trains_T = torch.ones_like(prompt_T) if self.train_on_prompt else ~prompt_T
-        data = {
-            "input_ids": tokens_T,
-            "prompt_mask": prompt_T,
-            "loss_mask": trains_T & torch.from_numpy(position_T > 0),
-        }
-        return SequenceSample(ids, data, dict.fromkeys(data, lengths))

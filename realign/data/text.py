@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from realign.api.lengths import Lengths
+from realign.data.collect import load_report
+from realign.data.columns import Row
 from realign.data.dataset import PackedTokens
-from realign.data.source import FileSource, each_row, load_report
+from realign.data.source import FileSource, each_row
 from realign.data.supervised import SupervisedDataset
 from realign.data.templates import Ending, encode, start_tokens
 from realign.errors import DataError
@@ -47,9 +50,9 @@ class TextData(FileSource):
     append_eos: bool = True
     """Append the tokenizer's EOS token to each text that does not already end with it."""
 
-    def column_settings(self) -> list[str]:
+    def columns(self, row: Row) -> dict[str, str]:
         """See `FileSource`."""
-        return ["text_column"]
+        return {"text_column": self.text_column}
 
     def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
         """Read the file and tokenize it.
@@ -77,7 +80,8 @@ class TextData(FileSource):
         shortest = self.block_tokens if self.blocks is Blocks.joined else 2
         dropped = {f"blocks shorter than {shortest} tokens": left_over} if left_over else {}
         report = load_report(table, tokens, table.dropped | dropped)
-        return SupervisedDataset(tokens, report, np.zeros(len(tokens), dtype=np.int64), train_on_prompt=True)
+        lengths = Lengths(np.ones(len(tokens), dtype=np.int64), np.diff(tokens.starts))
+        return SupervisedDataset(tokens, report, lengths, np.ones(len(tokens.ids), dtype=np.bool_))
 
 
 def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[int]]:

@@ -20,6 +20,7 @@ from realign.runtime.checkpoint.resume import Start, find_start
 from realign.runtime.checkpoint.state import seed_random
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult, Training
+from realign.runtime.metrics.data_row import show_row
 from realign.runtime.metrics.live_display import Tracker
 from realign.runtime.metrics.report import RunReport
 from realign.runtime.output_folder import check_output_folder
@@ -133,6 +134,8 @@ def _opened(
         runtime = open_runtime(experiment)
     stack.callback(runtime.close)
     runtime.watch = watch
+    if console is not None:
+        show_row(console, runtime.first_row())
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)

@@ -25,6 +25,7 @@ from realign.api import (
 from realign.api.sampler import Sampler
 from realign.data import Dataset
 from realign.data.dataset import content_hash
+from realign.data.decoded import DecodedSequence, decoded_row
 from realign.runtime.calls import call, is_stale
 from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
 from realign.runtime.checks.ratio import check_ratio
@@ -250,6 +251,10 @@ class LocalRuntime:
                 target=target,
             )
         return values | {"time/calibration_s": time.perf_counter() - started}
+
+    def first_row(self) -> list[DecodedSequence]:
+        """Return the first row of the first batch as text, with the trained tokens marked."""
+        return decoded_row(self.batch(1), self.models[lead_role(self.experiment)].tokenizer.decode)
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
         """Return the first prompts of a batch with responses and rewards as text, see `samples.readable`."""

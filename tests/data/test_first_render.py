@@ -66,7 +66,7 @@ def recorded_forks(monkeypatch) -> list[int]:
 def test_only_the_first_row_is_rendered_twice_and_errors_are_those_of_the_row(monkeypatch):
     forks = recorded_forks(monkeypatch)
     writer = Writer(make_tokenizer(chat_template="{{ messages[0].content }}"), Template.chat)
-    assert [writer.prompt(text) for text in ("a", "b", "c")] == ["a", "b", "c"]
+    assert [writer.prompt(text).text for text in ("a", "b", "c")] == ["a", "b", "c"]
     assert len(forks) == 1
     failing = Writer(make_tokenizer(chat_template="{{ raise_exception('no') }}"), Template.chat)
     with pytest.raises(DataError, match="the chat template failed: TemplateError: no"):

@@ -96,14 +96,14 @@ def test_all_responses_of_a_row_keep_the_same_part_of_the_prompt(write):
     cut = PreferenceData(path, max_tokens=5, too_long=TooLong.truncate_left).load(tokenizer)
     assert [len(cut), cut.report.rows_truncated] == [2, 1]
     assert [x.tolist() for x in cut.sample([(0, 0)]).sequences()] == [[*characters(t), EOS] for t in ("456", "4578")]
-    with pytest.raises(DataError, match="line 1 has 8 tokens, more than max_tokens=5"):
+    with pytest.raises(DataError, match="line 1: a sequence has 8 tokens, more than max_tokens=5"):
         PreferenceData(path, max_tokens=5, too_long=TooLong.error).load(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        ("pairs", pair(rejected=["3", "4"]), r"the response is \['3', '4'\]; expected a string"),
+        ("pairs", pair(rejected=["3", "4"]), r"chosen is '2' and rejected is \['3', '4'\]; expected two strings"),
         (
             "pairs",
             pair(chosen=["2"], rejected=["3", "4"]),
@@ -134,7 +134,7 @@ def test_bad_margins_and_settings_are_refused(write):
         PreferenceData(write(pair(m="a")), margin_column="m").load(make_tokenizer())
     with pytest.raises(SettingsError, match="margin_column='m': requires kind=pairs, but kind=best_of_n"):
         PreferenceData("x", margin_column="m", kind=LabelKind.best_of_n)
-    with pytest.raises(DataError, match="line 1: a response has no token to train on"):
+    with pytest.raises(DataError, match="line 1: the response has no token to train on"):
         PreferenceData(write(pair("1", "2", "")), append_eos=False).load(make_tokenizer())
     with pytest.raises(DataError, match="no column 'worse'"):
         PreferenceData(write(pair()), rejected_column="worse").load(make_tokenizer())

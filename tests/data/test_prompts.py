@@ -105,7 +105,7 @@ def test_trap_a13_truncation_keeps_the_start_token_and_the_end_of_the_prompt(pat
 
 
 def test_an_overlong_row_can_be_an_error(path):
-    with pytest.raises(DataError, match=r"rows.jsonl, line 4 has 4 tokens, more than max_prompt_tokens=3"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 4: a sequence has 4 tokens, more than max_prompt_tokens=3"):
         PromptData(path, max_prompt_tokens=3, too_long=TooLong.error).load(make_tokenizer())
 
 
@@ -149,11 +149,12 @@ def test_rows_outside_and_twice_are_refused(path):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"template": "caht"}, r"template='caht': unknown choice \(valid: plain, chat\)"),
+        ({"template": "caht"}, r"template='caht': unknown choice \(valid: auto, plain, chat\)"),
         ({"too_long": "cut"}, "too_long='cut': unknown choice"),
         ({"limit": 0}, "limit=0: must be at least 1, or null"),
-        ({"system": "x"}, "system='x': requires template=chat"),
-        ({"template_options": {"a": 1}}, "template_options=.*: requires template=chat"),
+        ({"template": "plain", "system": "x"}, "system='x': requires template=chat"),
+        ({"template": "plain", "template_options": {"a": 1}}, "template_options=.*: requires template=chat"),
+        ({"prompt_column": "a", "messages_column": "b"}, "prompt_column='a': conflicts with messages_column='b'"),
     ],
 )
 def test_bad_settings_are_named(bad, message):

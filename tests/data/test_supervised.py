@@ -101,7 +101,7 @@ def test_length_limits_never_cut_a_response(write):
     assert one(cut)[0] == [BOS, *characters("456"), EOS]
     assert one(cut)[1] == [True, True, True, False, False]
     assert [len(cut), cut.report.rows_truncated, cut.report.rows_dropped] == [2, 1, {"longer than max_tokens=5": 1}]
-    with pytest.raises(DataError, match=r"line 1 has 8 tokens, more than max_tokens=5"):
+    with pytest.raises(DataError, match=r"line 1: a sequence has 8 tokens, more than max_tokens=5"):
         SupervisedData(path, max_tokens=5, too_long=TooLong.error).load(tokenizer)
 
 

@@ -20,7 +20,14 @@ from tests.data.text_tokenizer import (
 
 
 def ids_of(writer, value):
-    return next(encode(writer.tokenizer, [writer.prompt(value)], writer.start()))
+    written = writer.prompt(value)
+    return next(encode(writer.tokenizer, [written.text], [] if written.chat else start_tokens(writer.tokenizer)))
+
+
+def pair_of(writer, *values):
+    (written,) = writer.response(*values)
+    assert [segment.trained for segment in written.segments] == [False, True]
+    return tuple(segment.text for segment in written.segments)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_a_string_becomes_one_user_message_after_the_system_message():
     writer = Writer(
         make_tokenizer(chat_template=TURNS), Template.chat, prefix="what is ", suffix="?", system="be brief"
     )
-    assert writer.prompt("1") == "<|system|>be brief<|end|>\n<|user|>what is 1?<|end|>\n<|assistant|>"
+    assert writer.prompt("1").text == "<|system|>be brief<|end|>\n<|user|>what is 1?<|end|>\n<|assistant|>"
     assert ids_of(writer, "1")[0] == SYSTEM
 
 
@@ -72,22 +79,22 @@ def test_template_options_reach_the_template():
     tokenizer = make_tokenizer(chat_template=THINKING)
     on = Writer(tokenizer, Template.chat, options={"enable_thinking": True})
     off = Writer(tokenizer, Template.chat, options={"enable_thinking": False})
-    assert on.prompt("1") == "<|user|>1<|end|><|assistant|>"
-    assert off.prompt("1") == "<|user|>1<|end|><|assistant|>think "
+    assert on.prompt("1").text == "<|user|>1<|end|><|assistant|>"
+    assert off.prompt("1").text == "<|user|>1<|end|><|assistant|>think "
 
 
 def test_pair_gives_the_prompt_as_generation_sees_it_and_the_rest_apart():
     chat = Writer(make_tokenizer(chat_template=WITH_BOS), Template.chat)
-    assert chat.pair("1+2", "3") == ("<s><|user|>1+2<|end|>\n<|assistant|>", "3<|end|>\n")
+    assert pair_of(chat, "1+2", "3") == ("<s><|user|>1+2<|end|>\n<|assistant|>", "3<|end|>\n")
     plain = Writer(make_tokenizer(), prefix="q ", suffix=" =")
-    assert plain.pair("1", " 2") == ("q 1 =", " 2")
+    assert pair_of(plain, "1", " 2") == ("q 1 =", " 2")
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused():
     tokenizer = make_tokenizer(chat_template=THINKING)
     with pytest.raises(DataError, match=r"when a response follows. At character 26, .*'think '.*'3<|end|>'"):
-        Writer(tokenizer, Template.chat, options={"enable_thinking": False}).pair("1", "3")
-    assert Writer(tokenizer, Template.chat, options={"enable_thinking": True}).pair("1", "3")[1] == "3<|end|>"
+        Writer(tokenizer, Template.chat, options={"enable_thinking": False}).response("1", "3")
+    assert pair_of(Writer(tokenizer, Template.chat, options={"enable_thinking": True}), "1", "3")[1] == "3<|end|>"
 
 
 def test_the_length_of_a_text_is_never_cut_or_padded_by_the_tokenizer():
@@ -109,7 +116,7 @@ def test_many_texts_come_back_in_order():
     [
         ("plain", None, "the prompt is None; expected a string"),
         ("plain", 3, "the prompt is 3; expected a string"),
-        ("plain", [{"role": "user", "content": "x"}], "Set template=chat for a list of messages"),
+        ("plain", [{"role": "user", "content": "x"}], "Set template=auto for a list of messages"),
         ("chat", 3, "expected a string or a list of chat messages"),
         ("chat", [], "expected a string or a list of chat messages"),
         ("chat", ["x"], "lacks 'role' or 'content'"),
@@ -128,7 +135,7 @@ def test_other_mistakes_are_named():
     with pytest.raises(DataError, match="prefix and suffix need a prompt that is a string"):
         Writer(make_tokenizer(chat_template=TURNS), Template.chat, suffix="?").prompt([{"role": "user", "content": ""}])
     with pytest.raises(DataError, match="the response is 3; expected a string"):
-        Writer(make_tokenizer()).pair("1", 3)
+        Writer(make_tokenizer()).response("1", 3)
     refusing = make_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match=r"the chat template failed: TemplateError: roles must alternate"):
         Writer(refusing, Template.chat).prompt("1")

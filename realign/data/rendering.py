@@ -1,0 +1,430 @@
+"""Render conversations with a chat template, find the text of each assistant turn, and verify the rendering.
+
+A chat template is a program that can drop or rewrite parts of a conversation. Training on such a rendering would
+silently train on other data, so every difference that matters is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from realign.data.first_render import check_first_render
+from realign.data.messages import (
+    REASONING,
+    ROLES,
+    Conversation,
+    Message,
+    short,
+    texts_of,
+    tool_name,
+    with_text_arguments,
+)
+from realign.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span: TypeAlias = tuple[int, int]
+_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINK = re.compile(r"</?think>")
+_PRINTED_PART = re.compile(r"\{['\"]type['\"]: ?['\"]text['\"]")
+
+
+class AssistantMasks(StrEnum):
+    """How the tokens of assistant turns are found in a rendered conversation."""
+
+    auto = "auto"
+    """From prefixes. If the chat template has `{% generation %}` blocks, they must mark the same text."""
+    prefixes = "prefixes"
+    """From the renderings up to each turn, which must be prefixes of the whole. Blocks are ignored."""
+    generation_blocks = "generation_blocks"
+    """From the `{% generation %}` blocks of the chat template. Prefixes are not compared."""
+
+
+class Segment(NamedTuple):
+    """Part of a text that is tokenized separately."""
+
+    text: str
+    trained: bool = False
+    """Whether the model writes this text, so that the loss includes it."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChatRenderer:
+    """Renders conversations with the chat template of a tokenizer, and verifies the result.
+
+    Attributes:
+        tokenizer: Tokenizer with a chat template.
+        options: Additional arguments of the chat template.
+        masks: How the tokens of assistant turns are found.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    options: Mapping[str, Any] = field(default_factory=dict)
+    masks: AssistantMasks = AssistantMasks.auto
+    _verified: set[Any] = field(default_factory=set, init=False, repr=False)
+    _text_arguments: list[bool] = field(default_factory=list, init=False, repr=False)
+    """Whether arguments of tool calls are passed as JSON text; empty until the first tool call."""
+
+    def prompt(self, conversation: Conversation) -> str:
+        """Return the text of a prompt, up to the position where the response begins.
+
+        Raises:
+            DataError: the template fails, or drops or changes a part of the conversation.
+        """
+        text = self._render(conversation, add_generation_prompt=True)
+        self._verify(conversation, text, {})
+        return text
+
+    def segments(self, conversation: Conversation, trained: Sequence[int]) -> list[Segment]:
+        """Return the text of a conversation, split into assistant turns to train on and the text between them.
+
+        The concatenated segments are the rendered conversation. A turn ends with its end-of-turn token. Whitespace
+        after it is not trained, except after the last message.
+
+        Args:
+            conversation: The messages.
+            trained: Indices of the assistant messages to train on, in increasing order.
+
+        Raises:
+            DataError: the template fails, drops or changes a part of the conversation, or renders a turn differently
+                than in generation.
+        """
+        blocks = self._blocks(conversation)
+        if self.masks is AssistantMasks.generation_blocks:
+            whole, spans = self._marked(conversation, trained, blocks)
+        else:
+            whole = self._render(conversation, add_generation_prompt=False)
+            spans = {turn: self._turn(conversation, turn, whole) for turn in trained}
+            if blocks is not None:
+                self._compare(conversation, whole, spans, blocks[1])
+        self._verify(conversation, whole, spans)
+        return list(_split(whole, [spans[turn] for turn in trained]))
+
+    def _turn(self, conversation: Conversation, turn: int, whole: str) -> Span:
+        """Return the span of an assistant turn in the rendered conversation, from prefixes."""
+        if not turn:
+            raise DataError(
+                "the conversation begins with an assistant message, which follows no prompt. Put a system or user "
+                "message before it, or exclude it from the loss with weight: 0."
+            )
+        prompt = self._render(conversation.up_to(turn), add_generation_prompt=True)
+        last = turn == len(conversation) - 1
+        through = whole if last else self._render(conversation.up_to(turn + 1), add_generation_prompt=False)
+        if not through.startswith(prompt):
+            at, alone, followed = _difference(prompt, through)
+            raise DataError(
+                "the chat template formats the prompt differently when a response follows. At character "
+                f"{at}, the prompt alone has {alone!r}, and the prompt with a response has {followed!r}. Set "
+                "template_options so that both are equal, use another chat template, or set template=plain."
+            )
+        if not whole.startswith(through):
+            at, alone, followed = _difference(through, whole)
+            raise DataError(
+                f"the chat template rewrites message {turn} (assistant) when other messages follow it. At character "
+                f"{at}, it has {alone!r} without them, and {followed!r} with them. Set train_on_turns=each to train on "
+                "every turn as generation sees it, train_on_turns=last, or use another chat template."
+            )
+        text = through[len(prompt) :]
+        end = _turn_end(conversation.messages[turn], text)
+        eos = self.tokenizer.eos_token
+        if last and eos and (more := text[_content_end(conversation.messages[turn], text) :].partition(eos)[2]).strip():
+            raise DataError(
+                f"the chat template writes {more!r} after the EOS token of the last message. Set template_options so "
+                "that it does not, or use another chat template."
+            )
+        return len(prompt), len(whole) if last else len(prompt) + end
+
+    def _marked(
+        self, conversation: Conversation, trained: Sequence[int], blocks: tuple[str, list[Span]] | None
+    ) -> tuple[str, dict[int, Span]]:
+        """Return the rendered conversation, and the span of each trained turn from `{% generation %}` blocks."""
+        if blocks is None:
+            raise ConfigError(
+                "assistant_masks=generation_blocks: the chat template has no {% generation %} block. Set "
+                "assistant_masks=auto."
+            )
+        whole, spans = blocks
+        turns = conversation.assistant_turns()
+        if len(spans) != len(turns):
+            raise DataError(
+                f"the chat template marks {len(spans)} {{% generation %}} blocks in a conversation with {len(turns)} "
+                "assistant messages. Set assistant_masks=prefixes."
+            )
+        found = dict(zip(turns, spans, strict=True))
+        if turns and turns[-1] == len(conversation) - 1 and not whole[spans[-1][1] :].strip():
+            found[turns[-1]] = (spans[-1][0], len(whole))  # includes whitespace after the last turn, like prefixes
+        return whole, {turn: found[turn] for turn in trained}
+
+    def _compare(self, conversation: Conversation, whole: str, spans: Mapping[int, Span], blocks: list[Span]) -> None:
+        """Check that the `{% generation %}` blocks mark the same text as the prefixes, except whitespace around it."""
+        marked = {_stripped(whole, span) for span in blocks}
+        for turn, span in spans.items():
+            if _stripped(whole, span) not in marked:
+                near = min(blocks, key=lambda block: abs(block[0] - span[0]), default=(0, 0))
+                raise DataError(
+                    f"message {turn} (assistant) is {_ends(whole[slice(*span)])}, but the {{% generation %}} block of "
+                    f"the chat template marks {_ends(whole[slice(*near)])}. Set assistant_masks=prefixes or "
+                    "generation_blocks to choose one."
+                )
+        if spans.keys() == set(conversation.assistant_turns()) and len(blocks) != len(spans):
+            raise DataError(
+                f"the chat template marks {len(blocks)} {{% generation %}} blocks in a conversation with {len(spans)} "
+                "assistant messages. Set assistant_masks=prefixes."
+            )
+
+    def _blocks(self, conversation: Conversation) -> tuple[str, list[Span]] | None:
+        """Return the rendered conversation with the spans of its `{% generation %}` blocks; None without blocks."""
+        source = self._source(conversation)
+        if self.masks is AssistantMasks.prefixes or not _BLOCK.search(source):
+            return None
+        self._check_first(conversation, add_generation_prompt=False)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {**self.tokenizer.special_tokens_map, **self.options, "chat_template": source}
+
+        def render(messages: list[Message]) -> tuple[str, list[Span]]:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                tools=_tools(conversation),
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                **options,
+            )
+            return texts[0], [(begin, end) for begin, end in spans[0]]
+
+        return _guarded(render, self._messages(conversation))
+
+    def _verify(self, conversation: Conversation, text: str, spans: Mapping[int, Span]) -> None:
+        """Check that a rendered text contains everything of a conversation. Only trained assistant turns are compared.
+
+        Templates shorten earlier assistant turns in prompts on purpose, such as their reasoning.
+        """
+        source = self._source(conversation)
+        for message in conversation.messages:
+            role = message["role"]
+            if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+                raise DataError(f"unknown role {role!r} (valid: {', '.join(ROLES)}, or a role of the chat template).")
+        self._verify_shape(conversation, spans)
+        for index, message in enumerate(conversation.messages):
+            if message["role"] == "assistant" and index not in spans:
+                continue
+            within = text[slice(*spans[index])] if index in spans else text
+            if isinstance(message["content"], list) and _PRINTED_PART.search(within):
+                raise DataError(
+                    f"the chat template prints the list of content parts of {_named(message, index)} as code. "
+                    "Store the content as one string."
+                )
+            for what, part in _parts(message):
+                if not _contains(within, part):
+                    raise DataError(
+                        f"the chat template changes or drops the {what} of {_named(message, index)}: {short(part)}. "
+                        "Use a tokenizer whose chat template renders it, or remove it from the data."
+                    )
+        for tool in conversation.tools:
+            if tool_name(tool) not in text:
+                raise DataError(f"the chat template drops the tool {tool_name(tool)!r}. {_TOOLS_CURE}")
+
+    def _verify_shape(self, conversation: Conversation, spans: Mapping[int, Span]) -> None:
+        """Check once for each sequence of roles that the template renders every part, by texts that occur only once."""
+        shape = (
+            tuple((m["role"], *(key for key in ("tool_calls", *REASONING) if key in m)) for m in conversation.messages),
+            tuple(spans),
+            bool(conversation.tools),
+        )
+        if shape in self._verified:
+            return
+        prompt_only = not spans
+        if conversation.tools:
+            without = Conversation(conversation.messages)
+            both = (self._render(c, add_generation_prompt=prompt_only) for c in (conversation, without))
+            if len(set(both)) == 1:
+                raise DataError(f"the chat template ignores the tools. {_TOOLS_CURE}")
+        marked = [_marker(message, index) for index, message in enumerate(conversation.messages)]
+        probe = Conversation(tuple(message for message, _ in marked), conversation.tools)
+        try:
+            text = self._render(probe, add_generation_prompt=prompt_only)
+        except DataError:  # the template depends on the content; `_verify` compares the content itself
+            text = None
+        for index, (message, parts) in enumerate(marked if text is not None else []):
+            for what, part in parts.items():
+                earlier = message["role"] == "assistant" and index not in spans
+                if part not in (text or "") and not (earlier and what == "reasoning"):
+                    raise DataError(
+                        f"the chat template drops the {what} of {_named(message, index)}. Use a tokenizer whose chat "
+                        "template renders it, or remove it from the data."
+                    )
+        self._verified.add(shape)
+
+    def _source(self, conversation: Conversation) -> str:
+        """Return the source of the template that renders a conversation."""
+        return str(self.tokenizer.get_chat_template(self.options.get("chat_template"), _tools(conversation)))
+
+    def _render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
+        self._check_first(conversation, add_generation_prompt=add_generation_prompt)
+        return self._rendered(conversation, add_generation_prompt)
+
+    def _check_first(self, conversation: Conversation, *, add_generation_prompt: bool) -> None:
+        """Render the first conversation with limits on time and memory."""
+        if "first" not in self._verified:
+            self._verified.add("first")
+            import_renderer()
+            check_first_render(lambda: self._rendered(conversation, add_generation_prompt))
+
+    def _rendered(self, conversation: Conversation, add_generation_prompt: bool) -> str:
+        messages = self._messages(conversation)
+        return _guarded(lambda found: self._apply(found, conversation, add_generation_prompt), messages)
+
+    def _apply(self, messages: list[Message], conversation: Conversation, add_generation_prompt: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=_tools(conversation),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.options,
+            )
+        )
+
+    def _messages(self, conversation: Conversation) -> list[Message]:
+        """Return the messages as the template expects them: arguments of tool calls as objects, or as JSON text."""
+        messages = list(conversation.messages)
+        arguments = [c["function"]["arguments"] for m in messages for c in m.get("tool_calls", ())]
+        if not any(arguments):
+            return messages
+        if not self._text_arguments:
+            self._text_arguments.append(self._needs_text(conversation, messages, arguments))
+        return with_text_arguments(messages) if self._text_arguments[0] else messages
+
+    def _needs_text(self, conversation: Conversation, messages: list[Message], arguments: list[Any]) -> bool:
+        """Return whether the template fails on objects as arguments, or prints them as Python code."""
+        try:
+            text = self._apply(messages, conversation, add_generation_prompt=False)
+        except Exception:  # templates are programs: they can raise any exception
+            wrong = True
+        else:
+            wrong = any(str(found) in text and json.dumps(found) != str(found) for found in arguments)
+        try:
+            return wrong and bool(self._apply(with_text_arguments(messages), conversation, add_generation_prompt=False))
+        except Exception:  # fails either way; the caller reports the reason
+            return False
+
+
+_TOOLS_CURE = "Use a tokenizer whose chat template renders tools, or set tools_column='' to ignore them."
+
+
+def _guarded(render: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
+    """Return `render(messages)`.
+
+    Raises:
+        DataError: the template fails.
+    """
+    try:
+        return render(messages)
+    except Exception as error:  # templates are programs: they can raise any exception
+        raise DataError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def import_renderer() -> None:
+    """Import what rendering needs, because a forked process should not import.
+
+    This does not compile a template: its constants, such as `'x' * 10**10`, are computed when it is compiled.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render_jinja_template(conversations=[], chat_template="")
+
+
+def _tools(conversation: Conversation) -> list[dict[str, Any]] | None:
+    return list(conversation.tools) or None
+
+
+def _split(whole: str, spans: Sequence[Span]) -> Iterator[Segment]:
+    done = 0
+    for begin, end in spans:
+        yield Segment(whole[done:begin])
+        yield Segment(whole[begin:end], trained=True)
+        done = end
+    if done < len(whole):
+        yield Segment(whole[done:])
+
+
+def _turn_end(message: Message, text: str) -> int:
+    """Return the end of a turn in its text: without the whitespace that the template adds, but with the content's."""
+    return max(len(text.rstrip()), _content_end(message, text))
+
+
+def _content_end(message: Message, text: str) -> int:
+    """Return the end of the content of a message in the text of its turn; 0 if it does not contain the content."""
+    content = "".join(texts_of(message))
+    at = text.rfind(content) if content.strip() else -1
+    return at + len(content) if at >= 0 else 0
+
+
+def _stripped(whole: str, span: Span) -> Span:
+    """Return a span without whitespace at its ends."""
+    text = whole[slice(*span)]
+    begin = span[0] + len(text) - len(text.lstrip())
+    return begin, max(begin, span[0] + len(text.rstrip()))
+
+
+def _difference(one: str, other: str) -> tuple[int, str, str]:
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return at, one[at : at + 40], other[at : at + 40]
+
+
+def _ends(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:30]!r} ... {text[-30:]!r}"
+
+
+def _named(message: Message, index: int) -> str:
+    return f"message {index} ({message['role']})"
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str]]:
+    """Yield the name and text of each part of a message that a rendering must contain."""
+    for text in texts_of(message):
+        yield "content", text
+    for call in message.get("tool_calls", ()):
+        yield "tool call", call["function"]["name"]
+    for key in REASONING:
+        if isinstance(message.get(key), str):
+            yield "reasoning", message[key]
+
+
+def _contains(text: str, part: str) -> bool:
+    """Return whether a text contains a part, as text or inside JSON.
+
+    Whitespace around the part may differ, and around `<think>` tags in it, which a template may move to the prompt.
+    """
+
+    def found(plain: str) -> bool:
+        return plain in text or any(json.dumps(plain, ensure_ascii=ascii_)[1:-1] in text for ascii_ in (False, True))
+
+    return all(found(piece.strip()) for piece in _THINK.split(part))
+
+
+def _marker(message: Message, index: int) -> tuple[Message, dict[str, str]]:
+    """Return a message with each part replaced by a text that occurs only once, and these texts by their names."""
+    mark = f"mark{index}x"
+    parts: dict[str, str] = {}
+    replaced = dict(message)
+    if any(text.strip() for text in texts_of(message)):
+        parts["content"] = f"{mark}content"
+        listed = isinstance(message["content"], list)
+        replaced["content"] = [{"type": "text", "text": parts["content"]}] if listed else parts["content"]
+    if "tool_calls" in message:
+        parts |= {"name of a tool call": f"{mark}name", "arguments of a tool call": f"{mark}value"}
+        call = message["tool_calls"][0]
+        replaced["tool_calls"] = [
+            {**call, "function": {"name": f"{mark}name", "arguments": {f"{mark}key": f"{mark}value"}}}
+        ]
+    for key in REASONING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            parts["reasoning"] = replaced[key] = f"{mark}reasoning"
+    return replaced, parts

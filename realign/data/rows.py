@@ -1,0 +1,247 @@
+"""Convert a row of data to token sequences. The conversion depends on the row only, not on where it was read."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import compress, islice
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+
+from realign.data.columns import Row
+from realign.data.templates import Ending, Written, encode, start_tokens, started
+from realign.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Number of rows that are tokenized together.
+_CHUNK = 512
+_Result = TypeVar("_Result")
+
+EQUAL_PAIR = "chosen equals rejected"
+
+
+class TooLong(StrEnum):
+    """What to do with a row over the length limit: drop it, truncate its prompt on the left, or raise an error."""
+
+    drop = "drop"
+    truncate_left = "truncate_left"
+    error = "error"
+
+
+class Dropped(NamedTuple):
+    """A row that is left out of the dataset."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class RowText:
+    """A row as text.
+
+    Attributes:
+        row: The row. An excerpt replaces the text of its prompt.
+        sequences: The text of each sequence.
+        labels: One label per sequence; empty without labels.
+        margins: One preference margin per sequence; empty without margins.
+        pairs: Whether consecutive sequences are pairs. Pairs with equal tokens are dropped.
+    """
+
+    row: Row
+    sequences: Sequence[Written]
+    labels: Sequence[float] = ()
+    margins: Sequence[float] = ()
+    pairs: bool = False
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """The tokens of one sequence.
+
+    Attributes:
+        ids: Token ids.
+        trained: For each token, 1 if the model writes it and trains on it, otherwise 0.
+        prompt: Number of tokens before the first trained one.
+        start: Number of start tokens, which truncation keeps.
+    """
+
+    ids: list[int]
+    trained: bytes
+    prompt: int
+    start: int
+
+    def shortened(self, n: int) -> TokenSequence:
+        """Return the sequence without the first `n` prompt tokens after the start tokens."""
+        if not n:
+            return self
+        ids = self.ids[: self.start] + self.ids[self.start + n :]
+        return replace(self, ids=ids, trained=self.trained[n:], prompt=self.prompt - n)
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row as token sequences.
+
+    Attributes:
+        row: The row.
+        sequences: Its sequences.
+        labels: One label per sequence; empty without labels.
+        margins: One preference margin per sequence; empty without margins.
+        truncated: Whether the prompt was truncated on the left.
+    """
+
+    row: Row
+    sequences: Sequence[TokenSequence]
+    labels: Sequence[float] = ()
+    margins: Sequence[float] = ()
+    truncated: bool = False
+
+
+Encoded: TypeAlias = EncodedRow | Dropped
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """Length limit of the sequences of a row.
+
+    Attributes:
+        setting: Name of the config field, for messages.
+        tokens: Maximum length of a sequence in tokens; None sets no limit.
+        too_long: Handling of rows with longer sequences.
+    """
+
+    setting: str
+    tokens: int | None
+    too_long: TooLong
+
+    def fit(self, row: EncodedRow) -> Encoded:
+        """Return the row with its prompts truncated to fit. Sequences with the same prompt keep the same part of it.
+
+        Raises:
+            DataError: a sequence exceeds the limit, and `too_long` is error.
+        """
+        longest = max(len(sequence.ids) for sequence in row.sequences)
+        if self.tokens is None or longest <= self.tokens:
+            return row
+        if self.too_long is TooLong.error:
+            raise DataError(
+                f"a sequence has {longest} tokens, more than {self.setting}={self.tokens}. Raise {self.setting}, or "
+                "set too_long=drop or truncate_left."
+            )
+        excess: dict[tuple[int, ...], int] = defaultdict(int)
+        for sequence in row.sequences:
+            prompt = tuple(sequence.ids[: sequence.prompt])
+            excess[prompt] = max(excess[prompt], len(sequence.ids) - self.tokens)
+        cuts = [excess[tuple(sequence.ids[: sequence.prompt])] for sequence in row.sequences]
+        too_short = any(s.prompt - s.start <= cut for s, cut in zip(row.sequences, cuts, strict=True) if cut)
+        if self.too_long is TooLong.drop or too_short:
+            return Dropped(f"longer than {self.setting}={self.tokens}")
+        shortened = [s.shortened(cut) for s, cut in zip(row.sequences, cuts, strict=True)]
+        return replace(row, sequences=shortened, truncated=True)
+
+
+@dataclass
+class RowEncoder:
+    """Converts rows to token sequences.
+
+    Attributes:
+        tokenizer: Tokenizer of the rows.
+        write: Returns a row as text, or why it is dropped.
+        limit: Length limit of the sequences.
+        end: Ending of responses; None if the rows are prompts.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    write: Callable[[Row], RowText | Dropped]
+    limit: LengthLimit
+    end: Ending | None = None
+    _warned: bool = field(default=False, init=False, repr=False)
+
+    @cached_property
+    def _start(self) -> list[int]:
+        return start_tokens(self.tokenizer)
+
+    def __call__(self, row: Row) -> Encoded:
+        """Return one row as token sequences.
+
+        Raises:
+            DataError: the row is invalid.
+        """
+        return next(self.encode([("row", row)]))
+
+    def encode(self, rows: Iterable[tuple[str, Row]]) -> Iterator[Encoded]:
+        """Yield rows as token sequences, in order. Reads only a few hundred rows ahead.
+
+        Args:
+            rows: The place (file and line) of each row, for messages, and the row.
+
+        Raises:
+            DataError: a row is invalid; names its place.
+        """
+        source = iter(rows)
+        while chunk := list(islice(source, _CHUNK)):
+            written = [_placed(place, lambda row=row: self.write(row)) for place, row in chunk]  # type: ignore[misc]
+            texts = [
+                s.text for found in written if isinstance(found, RowText) for w in found.sequences for s in w.segments
+            ]
+            ids = encode(self.tokenizer, texts)
+            for (place, _), found in zip(chunk, written, strict=True):
+                if isinstance(found, Dropped):
+                    yield found
+                    continue
+                parts = [list(islice(ids, len(sequence.segments))) for sequence in found.sequences]
+                yield _placed(place, lambda found=found, parts=parts: self._encoded(found, parts))  # type: ignore[misc]
+
+    def _encoded(self, text: RowText, parts: list[list[list[int]]]) -> Encoded:
+        sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, parts, strict=True)]
+        kept = [True] * len(sequences)
+        if text.pairs:
+            kept = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
+            if not any(kept):
+                return Dropped(EQUAL_PAIR)
+        labels, margins = (tuple(compress(values, kept)) for values in (text.labels, text.margins))
+        return self.limit.fit(EncodedRow(text.row, tuple(compress(sequences, kept)), labels, margins))
+
+    def _sequence(self, written: Written, parts: list[list[int]]) -> TokenSequence:
+        start = [] if written.chat else self._start
+        ids: list[int] = []
+        trained = bytearray()
+        for place, (segment, part) in enumerate(zip(written.segments, parts, strict=True)):
+            if not place:
+                part = started(part, start)
+            if segment.trained and self.end is not None:
+                part = self.end(part) if place == len(parts) - 1 else self._ended(part)
+            ids += part
+            trained += bytes([segment.trained]) * len(part)
+        if self.end is None and not ids:
+            raise DataError("the prompt has no tokens.")
+        if self.end is not None and 1 not in trained[1:]:
+            raise DataError("the response has no token to train on.")
+        prompt = trained.find(1)
+        return TokenSequence(ids, bytes(trained), len(ids) if prompt < 0 else prompt, len(start))
+
+    def _ended(self, turn: list[int]) -> list[int]:
+        """Warn once if a turn before the last one does not end with EOS, at which generation stops."""
+        eos = self.tokenizer.eos_token_id
+        if self.end is not None and self.end.append_eos and turn[-1:] != [eos] and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The chat template ends an assistant turn with {self.tokenizer.decode(turn[-1:])!r}, but the EOS "
+                f"token of the tokenizer is {self.tokenizer.eos_token!r}. Only the last turn of a conversation gets "
+                "EOS, so the model may not stop after earlier turns. Training continues. Set the EOS token of the "
+                "tokenizer to the end-of-turn token, or set train_on_turns=each.",
+                stacklevel=2,
+            )
+        return turn
+
+
+def _placed(place: str, convert: Callable[[], _Result]) -> _Result:
+    """Return `convert()`, and add the place of the row to its `DataError`s."""
+    try:
+        return convert()
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error

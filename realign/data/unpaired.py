@@ -1,0 +1,99 @@
+"""Unpaired preference data: prompts with one response each, and whether it is desirable, as KTO uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from realign.api.lengths import IntArray
+from realign.api.sample import SequenceSample
+from realign.data.columns import RESPONSES, Row, only_one, overlap, read_column
+from realign.data.dataset import SequenceDataset
+from realign.data.messages import short
+from realign.data.rows import LengthLimit, RowText
+from realign.data.source import DataSource
+from realign.data.templates import Ending, Writer
+from realign.errors import DataError, SettingsError
+from realign.settings import Count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class UnpairedData(DataSource):
+    """A file of prompts, each with one response and whether it is desirable (config node).
+
+    Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `label`. Responses are
+    tokenized as in `SupervisedData`.
+    """
+
+    response_column: str | None = None
+    """Column with the response: a string or a list of chat messages. null recognizes `completion` or `response`."""
+    label_column: str = "label"
+    """Column with the label: true or 1 (desirable), false or 0 (undesirable)."""
+    max_tokens: Count | None = None
+    """Maximum length in tokens of prompt plus response; null sets no limit. Responses are never truncated."""
+    append_eos: bool = True
+    """Append the tokenizer's EOS token to each response that does not already end with it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if found := overlap({"prompt_column": self.prompt_column, "response_column": self.response_column}):
+            raise SettingsError(found)
+
+    def columns(self, row: Row) -> dict[str, str]:
+        """See `FileSource`."""
+        response = self.response_column or only_one(row, RESPONSES, "response_column") or "completion"
+        return {
+            "prompt_column": self.prompt_column or "prompt",
+            "response_column": response,
+            "label_column": self.label_column,
+        }
+
+    def text_of(self, row: Row, writer: Writer) -> RowText:
+        """See `DataSource`."""
+        prompt, response, label = (read_column(row, column) for column in self.columns(row).values())
+        if label not in (0, 1):
+            raise DataError(f"the label is {short(label)}; expected true or false.")
+        return RowText(row, writer.response(prompt, response, self.tools(row)), [float(label)])
+
+    def length_limit(self) -> LengthLimit:
+        """See `DataSource`."""
+        return LengthLimit("max_tokens", self.max_tokens, self.too_long)
+
+    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
+        """See `DataSource`."""
+        return Ending(tokenizer, self.append_eos)
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> UnpairedDataset:
+        """Read the file and tokenize it.
+
+        Raises:
+            DataError: a row is invalid (names its file and line), or no row is left.
+            ConfigError: the tokenizer does not support a setting.
+        """
+        found, report = self.collect(tokenizer)
+        return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class UnpairedDataset(SequenceDataset):
+    """Labeled responses in memory, one per prompt.
+
+    Keys per token are `input_ids`, `prompt_mask` and `loss_mask`; the key per sequence is `labels` [S] (fp32), 1 for a
+    desirable and 0 for an undesirable response.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask", "labels")
+
+    labels: npt.NDArray[np.float32]
+
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        sequences, _ = self.lengths.sequences_of(rows)
+        return super()._sample(rows, ids).with_sequences(labels=torch.from_numpy(self.labels[sequences]))

@@ -1,0 +1,52 @@
+"""Show a row of the data as the model gets it, with the trained tokens highlighted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from realign.data.decoded import DecodedSequence
+from realign.rewards.text import shortened, visible
+
+LONGEST = 1000
+"""Maximum number of characters of a run of tokens; its middle is omitted."""
+SEQUENCES = 4
+"""Maximum number of sequences of a row."""
+STYLE = "bold green"
+
+
+def row_text(sequences: Sequence[DecodedSequence], *, color: bool) -> Text:
+    """Return a row as text, with the trained tokens in color, or otherwise in brackets.
+
+    Control characters in the text are escaped.
+    """
+    trains = any(segment.trained for sequence in sequences for segment in sequence.segments)
+    marked = (f"trained tokens in {STYLE.split()[-1]}" if color else "trained tokens in [[brackets]]") if trains else ""
+    text = Text(f"First row of the data{': ' if marked else ''}")
+    text.append(marked, style=STYLE if color and marked else "")
+    for sequence in sequences[:SEQUENCES]:
+        text.append("\n" if sequence.label is None else f"\n  label {sequence.label:g}\n")
+        body = Text()
+        for segment in sequence.segments:
+            shown = visible(shortened(segment.text, LONGEST))
+            if segment.trained:
+                body.append(shown if color else f"[[{shown}]]", style=STYLE if color else "")
+            else:
+                body.append(shown)
+        lines = body.split("\n", allow_blank=True)
+        text.append_text(Text("\n").join([Text("  | ") + line if line else Text("  |") for line in lines]))
+    if len(sequences) > SEQUENCES:
+        text.append(f"\n  and {len(sequences) - SEQUENCES} more sequences")
+    return text
+
+
+def show_row(console: Console, sequences: Sequence[DecodedSequence]) -> None:
+    """Print a row; nothing if it has no sequences."""
+    if sequences:
+        color = console.color_system is not None and not console.no_color
+        console.print(row_text(sequences, color=color), soft_wrap=True)
+
+
+__all__ = ["row_text", "show_row"]

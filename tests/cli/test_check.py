@@ -1,0 +1,105 @@
+import json
+import logging
+import warnings
+
+import pytest
+
+from realign.cli import commands as cli
+from realign.cli.check import counted_warnings, verdict
+from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
+from tests.tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("n", "line"),
+    [
+        (0, "All good: nothing was trained, nothing was written."),
+        (1, "Finished with 1 warning (see above): nothing was trained, nothing was written."),
+        (3, "Finished with 3 warnings (see above): nothing was trained, nothing was written."),
+    ],
+)
+def test_the_last_line_counts_warnings(n, line):
+    assert verdict(n) == line
+
+
+def test_distinct_warnings_are_counted_and_still_shown(caplog):
+    with warnings.catch_warnings(record=True) as warned, counted_warnings() as shown:
+        warnings.simplefilter("always")
+        for text in ("one", "two", "one"):
+            warnings.warn(text, stacklevel=1)
+        logging.getLogger("realign.data.collect").warning("three %d", 3)
+        logging.getLogger("realign.data.collect").info("no warning")
+        logging.getLogger("elsewhere").warning("of another package")
+    assert set(shown) == {"one", "two", "three 3"}
+    assert [str(w.message) for w in warned] == ["one", "two", "one"]
+    assert "three 3" in caplog.text
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Enter a folder with a chat model, and files of conversations, preferences and prompts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    tokenizer = chat_tokenizer(CHATML)
+    tiny_model("llama", attention="eager", vocab_size=len(tokenizer)).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    turns = [user("hello"), assistant("hi"), user("1+1=")]
+    rows = {
+        "messages": [{"messages": [*turns, assistant("2")]}] * 4,
+        "pairs": [{"chosen": [*turns, assistant("2")], "rejected": [*turns, assistant("3")]}] * 4,
+        "prompts": [{"messages": turns, "answer": "2"}] * 4,
+    }
+    for name, found in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return tmp_path
+
+
+START = "  | <|im_start|>user\n  | hello<|im_end|>\n  | <|im_start|>assistant\n"
+NEXT = "  | <|im_start|>user\n  | 1+1=<|im_end|>\n  | <|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["experiment=sft", "data.path=messages.jsonl"],
+            f"trained tokens in [[brackets]]\n{START}  | [[hi<|im_end|>]]\n{NEXT}  | [[2<|im_end|>]]\n",
+        ),
+        (
+            ["experiment=dpo", "data.path=pairs.jsonl"],
+            f"\n  label 1\n{START}  | hi<|im_end|>\n{NEXT}  | [[2<|im_end|>]]\n"
+            f"  label 0\n{START}  | hi<|im_end|>\n{NEXT}  | [[3<|im_end|>]]\n",
+        ),
+        (
+            [
+                "experiment=grpo",
+                "data.path=prompts.jsonl",
+                "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+                "interfaces.actor.generation.max_new_tokens=2",
+            ],
+            f"First row of the data\n{START}  | hi<|im_end|>\n{NEXT}",
+        ),
+    ],
+    ids=["sft", "dpo", "grpo"],
+)
+def test_check_shows_one_row_with_its_trained_tokens(here, capsys, words, shown):
+    assert cli.main(["check", "models.actor.path=model", "batch_prompts=4", *words]) == 0
+    out = capsys.readouterr().out
+    assert shown in out
+    assert out.endswith("All good: nothing was trained, nothing was written.\n")
+
+
+def test_check_does_not_say_all_good_after_a_warning(here, capsys):
+    with (here / "messages.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": [user("a" * 200), assistant("b")]}) + "\n")
+    words = ["experiment=sft", "models.actor.path=model", "data.path=messages.jsonl", "batch_prompts=4"]
+    assert cli.main(["check", *words, "data.max_tokens=64"]) == 0
+    out = capsys.readouterr().out
+    assert "All good" not in out
+    assert out.endswith("Finished with 1 warning (see above): nothing was trained, nothing was written.\n")
+
+
+def test_the_launch_shows_the_same_row(here, capsys):
+    words = ["experiment=sft", "models.actor.path=model", "data.path=messages.jsonl", "batch_prompts=4", "steps=1"]
+    assert cli.main([*words, "save_every_steps=null"]) == 0
+    assert f"{START}  | [[hi<|im_end|>]]\n" in capsys.readouterr().out

@@ -1,0 +1,609 @@
+"""Conversations as supervised data: which text is trained, and which chat templates are refused."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import SequenceSample
+from realign.data import AssistantMasks, PromptData, SupervisedData, Template, TooLong, Turns
+from realign.data.decoded import decoded_row
+from realign.data.templates import Ending, Writer
+from realign.errors import ConfigError, DataError, SettingsError
+from tests.data.chat_templates import (
+    CHATML,
+    GENERATION,
+    LLAMA3,
+    PLAIN_CHATML,
+    REASONING,
+    assistant,
+    chat_tokenizer,
+    system,
+    tool,
+    user,
+)
+from tests.data.text_tokenizer import ASSISTANT, BOS, END, USER, WITH_BOS, characters, make_tokenizer
+
+TWO_TURNS = [system("be brief"), user("hello"), assistant("hi"), user("1+1="), assistant("2")]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
+}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLS = [
+    user("add 1"),
+    {"role": "assistant", "tool_calls": [CALL, CALL]},
+    tool("1"),
+    tool("one"),
+    assistant("It is 1."),
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
+def load(write):
+    def load(rows, chat_template=CHATML, eos="<|im_end|>", **fields):
+        return SupervisedData(write(*rows), **fields).load(chat_tokenizer(chat_template, eos))
+
+    return load
+
+
+def runs(dataset, row=0):
+    """Return the (text, trained) runs of each sequence of a row."""
+    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None).decode)
+    return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
+
+
+def trained(dataset, row=0):
+    return [[text for text, on in sequence if on] for sequence in runs(dataset, row)]
+
+
+def test_every_assistant_turn_is_trained_with_the_token_that_ends_it(load):
+    assert runs(load([{"messages": TWO_TURNS}])) == [
+        [
+            (
+                "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n",
+                False,
+            ),
+            ("hi<|im_end|>", True),
+            ("\n<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", False),
+            ("2<|im_end|>", True),
+        ]
+    ]
+
+
+def test_only_the_last_turn_can_be_trained(load):
+    ((before, answer),) = runs(load([{"messages": TWO_TURNS}], train_on_turns=Turns.last))
+    assert answer == ("2<|im_end|>", True)
+    assert before == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "hi<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n",
+        False,
+    )
+
+
+def test_each_turn_can_be_a_sequence_that_ends_with_it(load):
+    dataset = load([{"messages": TWO_TURNS}], train_on_turns=Turns.each)
+    assert trained(dataset) == [["hi<|im_end|>"], ["2<|im_end|>"]]
+    assert dataset.sample([(0, 0)]).lengths["input_ids"].counts.tolist() == [2]
+    assert dataset.longest_sequence < dataset.longest_row
+
+
+def test_a_turn_with_weight_0_is_not_trained(load):
+    first = [user("a"), {**assistant("b"), "weight": 0}, user("c"), {**assistant("d"), "weight": 1}]
+    assert trained(load([{"messages": first}])) == [["d<|im_end|>"]]
+    assert trained(load([{"messages": first}], train_on_turns=Turns.each)) == [["d<|im_end|>"]]
+    with pytest.raises(DataError, match=r"line 1: message 1: weight=0\.5 must be 0"):
+        load([{"messages": [user("a"), {**assistant("b"), "weight": 0.5}]}])
+    with pytest.raises(DataError, match="no assistant message to train on"):
+        load([{"messages": [user("a"), {**assistant("b"), "weight": 0}]}])
+
+
+def test_the_token_masks_by_hand(write):
+    tokenizer = make_tokenizer(before=("<s>",), eos="<|end|>", chat_template=WITH_BOS)
+    messages = [user("ab"), assistant(" c "), user("d"), assistant("e")]
+    sample = SupervisedData(write({"messages": messages})).load(tokenizer).sample([(0, 0)])
+    line = characters("\n")
+    parts = [
+        ([BOS, USER, *characters("ab"), END, *line, ASSISTANT], False),
+        ([*characters(" c "), END], True),
+        ([*line, USER, *characters("d"), END, *line, ASSISTANT], False),
+        ([*characters("e"), END], True),
+    ]
+    assert sample["input_ids"].tolist() == [i for part, _ in parts for i in part]
+    assert sample["loss_mask"].tolist() == [on for part, on in parts for _ in part]
+    assert (sample["prompt_mask"] == ~sample["loss_mask"]).all()
+
+
+def test_whitespace_that_a_template_trims_is_no_error(load):
+    (found,) = runs(load([{"messages": [user(" a\n"), assistant(" b ")]}], LLAMA3, "<|eot_id|>"))
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    before = f"<|begin_of_text|>{header.format('user')}a<|eot_id|>{header.format('assistant')}"
+    assert found == [(before, False), ("b<|eot_id|>", True)]
+
+
+def test_training_on_the_prompt_covers_everything_but_the_first_token(load):
+    sample = load([{"messages": TWO_TURNS}], train_on_prompt=True).sample([(0, 0)])
+    assert sample["loss_mask"].tolist() == [False] + [True] * (len(sample["loss_mask"]) - 1)
+
+
+def test_the_prompt_of_training_is_that_of_generation(write):
+    tokenizer = chat_tokenizer(CHATML)
+    sample = SupervisedData(write({"messages": CALLS, "tools": [ADD]})).load(tokenizer).sample([(0, 0)])
+    prompt = PromptData(write({"messages": CALLS[:1], "tools": [ADD]})).load(tokenizer).sample([(0, 0)])["prompt_ids"]
+    assert sample["input_ids"][: len(prompt)].tolist() == prompt.tolist()
+    assert not sample["loss_mask"][: len(prompt)].any()
+    assert sample["loss_mask"][len(prompt)]
+
+
+# --- layouts ---
+
+SHAREGPT = [
+    {"from": "system", "value": "be brief"},
+    {"from": "human", "value": "hello"},
+    {"from": "gpt", "value": "hi"},
+    {"from": "human", "value": "1+1="},
+    {"from": "gpt", "value": "2"},
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHAREGPT},
+        {"conversation": TWO_TURNS},
+        {"messages": TWO_TURNS, "prompt": "hello", "prompt_id": 3},
+    ],
+)
+def test_conversations_are_recognized_by_their_columns(load, row):
+    assert runs(load([row])) == runs(load([{"messages": TWO_TURNS}]))
+
+
+@pytest.mark.parametrize("name", ["completion", "response"])
+def test_prompt_and_response_are_strings_or_message_lists(load, name):
+    plain = load([{"prompt": "1+1=", name: "2"}])
+    assert runs(plain) == [[("1+1=", False), ("2<|im_end|>", True)]]
+    chat = [("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", False), ("2<|im_end|>", True)]
+    for prompt, response in (
+        ([user("1+1=")], "2"),
+        ([user("1+1=")], [assistant("2")]),
+        ("1+1=", [assistant("2")]),
+    ):
+        assert runs(load([{"prompt": prompt, name: response}])) == [chat]
+    assert runs(load([{"prompt": "1+1=", name: "2"}], template=Template.chat)) == [chat]
+
+
+def test_a_response_of_several_messages_trains_its_assistant_turns_and_no_turn_of_the_prompt(load):
+    row = {"prompt": [user("a"), assistant("b"), user("add 1")], "completion": CALLS[1:], "tools": [ADD]}
+    assert [len(found) for found in trained(load([row]))] == [2]
+    assert trained(load([row], train_on_turns=Turns.last)) == [["It is 1.<|im_end|>"]]
+
+
+def test_an_explicit_column_wins(load):
+    row = {"messages": TWO_TURNS, "prompt": "x", "response": "y", "question": "q", "answer": "a", "chat": SHAREGPT}
+    assert trained(load([row], messages_column="chat")) == [["hi<|im_end|>", "2<|im_end|>"]]
+    assert trained(load([row], prompt_column="prompt")) == [["y<|im_end|>"]]
+    assert runs(load([row], prompt_column="question", response_column="answer"))[0][0] == ("q", False)
+    assert trained(load([row], response_column="answer")) == [["a<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"messages": TWO_TURNS, "prompt": "a", "response": "b"},
+            "'messages' and 'prompt' with 'response' both fit. Set messages_column=messages, or prompt_column=prompt",
+        ),
+        (
+            {"messages": TWO_TURNS, "conversations": SHAREGPT},
+            r"found the columns \['messages', 'conversations'\]. Set messages_column",
+        ),
+        (
+            {"prompt": "a", "response": "b", "completion": "c"},
+            r"found the columns \['completion', 'response'\]. Set response_column",
+        ),
+        ({"question": "a", "answer": "b"}, r"the columns \['answer', 'question'\] fit neither 'messages' nor 'prompt'"),
+    ],
+)
+def test_columns_that_fit_several_layouts_or_none_are_an_error(write, row, message):
+    data = SupervisedData(write(row))
+    with pytest.raises(DataError, match=rf"line 1: .*{message}"):
+        data.load(chat_tokenizer(CHATML))
+    with pytest.raises(DataError, match=rf"^data: .*line 1: .*{message}"):
+        data.check("data")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_column": "messages", "response_column": "messages.1.content"}, "part of prompt_column='messages'"),
+        ({"prompt_column": "a", "response_column": "a"}, "part of"),
+        ({"messages_column": "a", "response_column": "b"}, "conflicts with messages_column='a'"),
+    ],
+)
+def test_column_settings_that_contradict_each_other_are_refused(fields, message):
+    with pytest.raises(SettingsError, match=message):
+        SupervisedData("rows.jsonl", **fields)
+
+
+@pytest.mark.parametrize("written", [json.dumps(TWO_TURNS), repr(TWO_TURNS), json.dumps(SHAREGPT), repr(TWO_TURNS[1])])
+def test_a_string_that_prints_messages_is_an_error(load, written):
+    for row in ({"prompt": written, "response": "b"}, {"prompt": "a", "response": written}, {"messages": written}):
+        with pytest.raises(DataError, match=r"is the text of chat messages: .*Store the messages as a list"):
+            load([row])
+
+
+def test_json_that_is_no_message_stays_text(load):
+    text = '[{"role": "admin"}]'
+    assert runs(load([{"prompt": text, "response": "{role}"}])) == [[(text, False), ("{role}<|im_end|>", True)]]
+
+
+# --- tools ---
+
+
+def test_tools_tool_calls_and_results_are_rendered(load):
+    ((before, call, between, answer),) = runs(load([{"messages": CALLS, "tools": [ADD]}]))
+    assert json.dumps(ADD) in before[0]
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert call == (f"{written}{written}<|im_end|>", True)
+    assert between[0] == (
+        "\n<|im_start|>user\n<tool_response>1</tool_response>\n<tool_response>one</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert answer == ("It is 1.<|im_end|>", True)
+
+
+def test_tools_and_arguments_may_be_json_text(load):
+    as_text = [
+        CALLS[0],
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}] * 2},
+    ]
+    as_text += CALLS[2:]
+    expected = runs(load([{"messages": CALLS, "tools": [ADD]}]))
+    assert runs(load([{"messages": as_text, "tools": json.dumps([ADD])}])) == expected
+    nulls = json.loads(json.dumps(ADD)) | {"strict": None}
+    assert runs(load([{"messages": CALLS, "tools": [nulls]}])) == expected
+    assert runs(load([{"messages": CALLS, "functions": [ADD]}], tools_column="functions")) == expected
+
+
+def test_a_template_that_needs_arguments_as_text_gets_text(load):
+    template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments + ''} | tojson")
+    (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
+    assert '"arguments": "{\\"a\\": 1}"' in call
+
+
+def test_arguments_that_a_template_would_print_as_python_are_passed_as_json_text(load):
+    template = CHATML.replace("call.function.arguments} | tojson", "call.function.arguments | string} | tojson")
+    (call, _) = trained(load([{"messages": CALLS, "tools": [ADD]}], template))[0]
+    assert '"arguments": "{\\"a\\": 1}"' in call
+    assert "'a'" not in call
+
+
+def test_text_after_the_end_of_the_last_turn_is_an_error(load):
+    always = PLAIN_CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}")
+    message = r"the chat template writes '\\n<\|im_start\|>assistant\\n' after the EOS token of the last message"
+    with pytest.raises(DataError, match=message):
+        load([{"messages": TWO_TURNS[:3]}], always)
+
+
+def test_sharegpt_function_calls_are_tool_calls(load):
+    turns = [
+        {"from": "human", "value": "add 1"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "1"},
+        {"from": "gpt", "value": "It is 1."},
+    ]
+    expected = [CALLS[0], {"role": "assistant", "tool_calls": [CALL]}, tool("1"), CALLS[-1]]
+    assert runs(load([{"conversations": turns}])) == runs(load([{"messages": expected}]))
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"messages": TWO_TURNS, "tools": [ADD]}, PLAIN_CHATML, "ignores the tools. .*or set tools_column=''"),
+        ({"messages": CALLS}, PLAIN_CHATML, r"drops the name of a tool call of message 1 \(assistant\)"),
+        (
+            {"messages": [*CALLS[:2], tool("1"), assistant("It is 1.")]},
+            CHATML.replace("message.role == 'tool'", "message.role == 'ipython'"),
+            r"drops the content of message 2 \(tool\)",
+        ),
+        ({"messages": [{"role": "human", "content": "a"}, assistant("b")]}, PLAIN_CHATML, "unknown role 'human'"),
+        ({"messages": [user("a"), assistant("b"), {"role": "developer", "content": "c"}]}, CHATML, "developer"),
+        (
+            {"messages": [user([{"type": "text", "text": "a"}][:1]), assistant("b")]},
+            PLAIN_CHATML.replace("message['content']", "message['content'] | string"),
+            r"prints the list of content parts of message 0 \(user\) as code",
+        ),
+        (
+            {"messages": [user("a\nb"), assistant("c")]},
+            CHATML.replace("message.content", "message.content.split()[0]"),
+            "user",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, assistant("b")]}, CHATML, "Only text is supp"),
+        ({"messages": [assistant("b")]}, PLAIN_CHATML, "begins with an assistant message"),
+        ({"messages": [user("b")]}, CHATML, "no assistant message to train on"),
+        ({"messages": []}, CHATML, "expected a list of chat messages"),
+        ({"messages": [{"from": "bot", "value": "a"}]}, CHATML, r"unknown role 'from': 'bot' \(valid: human,"),
+        ({"messages": [user("a"), assistant("", function_call={"name": "f"})]}, CHATML, "outdated key 'function_call'"),
+        (
+            {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": {"a": 1, "b": None}}])]},
+            CHATML,
+            "arguments of the tool call 'f' contain null",
+        ),
+        ({"messages": [user("a"), assistant("", tool_calls=[{"id": 3}])]}, CHATML, "lacks 'name'"),
+        ({"messages": TWO_TURNS, "tools": {"a": 1}}, CHATML, "expected a list of JSON schemas"),
+        ({"prompt": "a", "response": "b", "tools": [ADD]}, CHATML, "tools_column applies only to chat messages"),
+        ({"prompt": TWO_TURNS, "response": "b"}, CHATML, "the prompt ends with an assistant message"),
+        ({"prompt": [user("a")], "response": [user("b"), assistant("c")]}, CHATML, "begins with a message by 'user'"),
+        ({"messages": TWO_TURNS}, None, "the tokenizer has no chat template"),
+    ],
+)
+def test_what_a_template_does_not_render_faithfully_is_an_error(load, row, template, message):
+    with pytest.raises(DataError, match=rf"line 1: .*{message}"):
+        load([row], template)
+
+
+def test_tools_are_ignored_on_request(load):
+    rows = [{"messages": TWO_TURNS, "tools": [ADD]}]
+    assert runs(load(rows, PLAIN_CHATML, tools_column="")) == runs(load([{"messages": TWO_TURNS}], PLAIN_CHATML))
+
+
+def test_content_parts_are_rendered_by_templates_that_know_them(load):
+    parts = "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    parts += "{% for part in message['content'] %}{{ part.text }}{% endfor %}{% endif %}"
+    template = PLAIN_CHATML.replace(
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}",
+        "{{ '<|im_start|>' + message['role'] + '\n' }}" + parts + "{{ '<|im_end|>\n' }}",
+    )
+    listed = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = runs(load([{"messages": [user(listed), assistant(listed)]}], template))
+    assert found == runs(load([{"messages": [user("ab"), assistant("ab")]}], template))
+
+
+# --- reasoning, and templates that rewrite earlier turns ---
+
+THOUGHT = [
+    user("1+1="),
+    assistant("2", reasoning_content="one and one"),
+    user("2+2="),
+    assistant("4", reasoning_content="two and two"),
+]
+THINKS = "<think>\n{}\n</think>\n\n{}<|im_end|>"
+
+
+def test_a_template_that_removes_reasoning_from_earlier_turns_is_an_error_that_says_what_helps(load):
+    message = r"line 1: the chat template rewrites message 1 \(assistant\) when other messages follow it. At character"
+    with pytest.raises(DataError, match=rf"{message}.*'<think>.*Set train_on_turns=each"):
+        load([{"messages": THOUGHT}], REASONING)
+    assert trained(load([{"messages": THOUGHT}], REASONING, train_on_turns=Turns.last)) == [
+        [THINKS.format("two and two", "4")]
+    ]
+    dataset = load([{"messages": THOUGHT}], REASONING, train_on_turns=Turns.each)
+    assert trained(dataset) == [[THINKS.format("one and one", "2")], [THINKS.format("two and two", "4")]]
+    assert "one and one" not in runs(dataset)[1][0][0]
+    inside = [user("a"), assistant("<think>\nb\n</think>\n\nc"), user("d"), assistant("e")]
+    with pytest.raises(DataError, match=r"rewrites message 1 \(assistant\)"):
+        load([{"messages": inside}], REASONING)
+
+
+def test_a_template_without_reasoning_is_an_error(load):
+    with pytest.raises(DataError, match=r"drops the reasoning of message 1 \(assistant\)"):
+        load([{"messages": THOUGHT}], CHATML)
+
+
+def test_a_prompt_may_begin_the_reasoning_and_a_template_may_move_its_whitespace(load):
+    opens = PLAIN_CHATML.replace("assistant\n' }}{%- endif %}", "assistant\n<think>\n' }}{%- endif %}")
+    assert opens != PLAIN_CHATML
+    ((before, answer),) = runs(load([{"messages": [user("a"), assistant("<think>\nb\n</think>\n\nc")]}], opens))
+    assert before[0].endswith("assistant\n<think>\n")
+    assert answer == ("b\n</think>\n\nc<|im_end|>", True)
+    moves = PLAIN_CHATML.replace("message['content']", "message['content'].replace('\n', '')")
+    assert trained(load([{"messages": [user("a"), assistant("<think>\nb\n</think>\n\nc")]}], moves)) == [
+        ["<think>b</think>c<|im_end|>"]
+    ]
+    drops = PLAIN_CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    with pytest.raises(DataError, match=r"changes or drops the content of message 1 \(assistant\)"):
+        load([{"messages": [user("a"), assistant("<think>\nb\n</think>\n\nc")]}], drops)
+
+
+# --- {% generation %} blocks ---
+
+
+def test_blocks_and_prefixes_give_the_same_masks(load):
+    rows = [{"messages": TWO_TURNS}]
+    expected = runs(load(rows, PLAIN_CHATML))
+    for masks in AssistantMasks:
+        assert runs(load(rows, GENERATION, assistant_masks=masks)) == expected
+    last = {"assistant_masks": AssistantMasks.generation_blocks, "train_on_turns": Turns.last}
+    assert trained(load(rows, GENERATION, **last)) == [["2<|im_end|>"]]
+
+
+def test_blocks_that_mark_something_else_are_an_error(load):
+    rows = [{"messages": TWO_TURNS}]
+    without_end = GENERATION.replace(
+        " + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}"
+    )
+    with pytest.raises(
+        DataError, match=r"message 2 \(assistant\) is 'hi<\|im_end\|>.*block of the chat template marks 'hi'"
+    ):
+        load(rows, without_end)
+    assert trained(load(rows, without_end, assistant_masks="prefixes")) == [["hi<|im_end|>", "2<|im_end|>"]]
+    with pytest.warns(UserWarning, match="Only the last turn of a conversation gets EOS"):
+        chosen = load(rows, without_end, assistant_masks="generation_blocks")
+    assert trained(chosen) == [["hi", "2"]]
+    extra = GENERATION.replace(
+        "{{- '<|im_start|>' +", "{% generation %}{{- '<|im_start|>' }}{% endgeneration %}{{- ''+"
+    )
+    with pytest.raises(DataError, match=r"marks 5 .* blocks in a conversation with 2 assistant messages"):
+        load(rows, extra)
+
+
+def test_masks_from_blocks_need_blocks(load):
+    with pytest.raises(ConfigError, match=r"the chat template has no {% generation %} block. Set assistant_masks=auto"):
+        load([{"messages": TWO_TURNS}], CHATML, assistant_masks="generation_blocks")
+
+
+# --- ends, limits, settings ---
+
+
+def test_an_end_of_turn_that_is_not_eos_is_warned_of_once(load):
+    with pytest.warns(UserWarning, match=r"ends an assistant turn with '<\|im_end\|>', but the EOS token") as warned:
+        dataset = load([{"messages": TWO_TURNS}] * 2, eos="<|endoftext|>")
+    assert len(warned) == 1
+    assert trained(dataset) == [["hi<|im_end|>", "2<|im_end|>\n<|endoftext|>"]]
+
+
+def test_messages_after_the_last_answer_stay_and_are_not_trained(load):
+    (found,) = runs(load([{"messages": [user("a"), assistant("b"), user("c")]}]))
+    assert found[1:] == [("b<|im_end|>", True), ("\n<|im_start|>user\nc<|im_end|>\n", False)]
+
+
+def test_only_the_text_before_the_first_answer_is_truncated(load):
+    rows = [{"messages": [user("abcdefghij"), assistant("k"), user("l"), assistant("m")]}]
+    whole = load(rows)
+    length = len(whole.tokens.ids)
+    cut = load(rows, max_tokens=length - 3, too_long=TooLong.truncate_left)
+    assert cut.tokens.ids.tolist() == whole.tokens.ids[3:].tolist()
+    assert trained(cut) == trained(whole)
+    with pytest.raises(DataError, match=r"no row is left of .*longer than max_tokens=5"):
+        load(rows, max_tokens=5, too_long=TooLong.truncate_left)
+
+
+def test_settings_of_the_template_apply_to_messages(load):
+    row = {"messages": TWO_TURNS[1:]}
+    assert runs(load([row], system="be brief")) == runs(load([{"messages": TWO_TURNS}]))
+    with pytest.raises(DataError, match=r"the row already has a system message. Remove it, or set system=''"):
+        load([{"messages": TWO_TURNS}], system="be brief")
+    with pytest.raises(DataError, match="prefix and suffix need a prompt that is a string"):
+        load([row], prefix="a")
+    with pytest.raises(DataError, match="system applies only to chat messages, and the prompt is plain text"):
+        load([{"prompt": "a", "response": "b"}], system="be brief")
+    with pytest.raises(DataError, match=r"template=plain: chat messages need a chat template. Set template=auto"):
+        load([row], template=Template.plain)
+
+
+# --- prompts of RL ---
+
+
+def prompts(write, rows, template=CHATML, **fields):
+    dataset = PromptData(write(*rows), **fields).load(chat_tokenizer(template))
+    return [
+        decoded_row(dataset.sample([(0, i)]), chat_tokenizer(None).decode)[0].segments[0].text for i in range(len(rows))
+    ]
+
+
+def test_messages_are_prompts_up_to_the_last_user_or_tool_message(write):
+    rendered = "<|im_start|>user\nadd 1<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        prompts(write, [{"messages": CALLS[:1]}, {"messages": [{"from": "human", "value": "add 1"}]}]) == [rendered] * 2
+    )
+    assert prompts(write, [{"prompt": CALLS[:1], "messages": TWO_TURNS}]) == [rendered]
+    assert prompts(write, [{"prompt": "add 1", "messages": TWO_TURNS}]) == ["add 1"]
+    (called,) = prompts(write, [{"messages": CALLS[:4], "tools": [ADD]}])
+    assert called.endswith("<tool_response>one</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert '"description": "Add numbers."' in called
+
+
+def test_an_answer_at_the_end_of_a_prompt_is_an_error_or_removed_on_request(write):
+    row = {"messages": TWO_TURNS}
+    with pytest.raises(
+        DataError, match=r"line 1: the conversation ends with an assistant message.*drop_final_answer=true"
+    ):
+        prompts(write, [row])
+    (text,) = prompts(write, [row], drop_final_answer=True)
+    assert text.endswith("hi<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n")
+    dataset = PromptData(write(row), drop_final_answer=True).load(chat_tokenizer(CHATML))
+    assert dataset.rows[0]["messages"][-1] == assistant("2")
+
+
+def test_a_prompt_is_verified_like_a_conversation(write):
+    with pytest.raises(DataError, match="ignores the tools"):
+        prompts(write, [{"messages": CALLS[:1], "tools": [ADD]}], PLAIN_CHATML)
+    with pytest.raises(DataError, match="column 'messages' contains a str; expected a list"):
+        prompts(write, [{"messages": "hello"}])
+    thought = prompts(write, [{"messages": THOUGHT[:3]}], REASONING)
+    assert "one and one" not in thought[0]  # as the template shows earlier turns to the policy
+
+
+# --- properties ---
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>|\r"), min_size=1, max_size=12).filter(
+    lambda text: text.strip() == text
+)
+
+
+@st.composite
+def conversations(draw):
+    messages = [system(draw(TEXT))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages += [user(draw(TEXT)), assistant(draw(TEXT))]
+    return messages
+
+
+@settings(deadline=None, max_examples=60)
+@given(conversations(), st.sampled_from([CHATML, PLAIN_CHATML, LLAMA3, GENERATION]))
+def test_segments_are_the_rendered_conversation_and_train_the_answers(messages, template):
+    tokenizer = chat_tokenizer(template, "<|eot_id|>" if template is LLAMA3 else "<|im_end|>")
+    writer = Writer(tokenizer)
+    (written,) = writer.conversation(messages)
+    assert written.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    encoder = SupervisedData("rows.jsonl").encoder(tokenizer)
+    (sequence,) = encoder({"messages": messages}).sequences
+    decoded = tokenizer.decode(sequence.ids)
+    assert decoded == written.text.rstrip("\n")
+    parts, current = [], []
+    for token, on in zip([*sequence.ids, 0], [*sequence.trained, 0], strict=True):
+        if on:
+            current.append(token)
+        elif current:
+            parts.append(tokenizer.decode(current))
+            current = []
+    assert parts == [m["content"] + tokenizer.eos_token for m in messages if m["role"] == "assistant"]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(conversations(), min_size=1, max_size=4), st.data())
+def test_packing_changes_nothing(rows, data):
+    tokenizer = chat_tokenizer(CHATML)
+    spec = SupervisedData("rows.jsonl")
+    encoder = spec.encoder(tokenizer)
+    from realign.data.collect import collect
+    from realign.data.dataset import LoadReport
+    from realign.data.supervised import SupervisedDataset
+
+    encoded = [encoder({"messages": row}) for row in rows]
+    found = collect(encoder.encode((str(i), {"messages": row}) for i, row in enumerate(rows)))
+    report = LoadReport("rows.jsonl", len(rows), len(rows), {}, 0, len(found.tokens.ids), 0)
+    dataset = SupervisedDataset(found.tokens, report, found.lengths, found.trained)
+    order = data.draw(st.permutations(range(len(rows))))
+    sample = dataset.sample([(0, i) for i in order])
+    assert [s.tolist() for s in sample.sequences("input_ids")] == [encoded[i].sequences[0].ids for i in order]
+    assert [bytes(s.tolist()) for s in sample.sequences("loss_mask")] == [
+        encoded[i].sequences[0].trained for i in order
+    ]
+
+
+def test_an_ending_is_only_added_to_the_last_turn():
+    tokenizer = chat_tokenizer(CHATML)
+    eos = tokenizer.eos_token_id
+    assert Ending(tokenizer)([5]) == [5, eos]
+    assert Ending(tokenizer)([5, eos]) == [5, eos]
+
+
+def test_a_sample_without_tokens_decodes_to_nothing():
+    sample = SequenceSample.from_sequences(["a"], {"values": [[[1.0, 2.0]]]})
+    assert decoded_row(sample, str) == []
