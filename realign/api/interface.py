@@ -37,6 +37,8 @@ class Keys:
     """Keys that the method reads if the graph provides them."""
     writes: frozenset[str] | None = None
     """Keys that the method returns; None: not declared."""
+    reports: frozenset[str] = frozenset()
+    """Further keys that the method returns, for metrics and samples. A graph may omit them from an RPC's outputs."""
 
 
 class Weights(StrEnum):
@@ -80,6 +82,8 @@ class Plan:
     """Whether the sampling distribution is the model's softmax at `temperature`, as probability ratios assume."""
     corrects_staleness: bool = False
     """Whether the loss corrects for tokens sampled by an older policy version."""
+    whole_batch: bool = False
+    """Whether `inference` relates the responses to different prompts, so that it needs the whole batch in one call."""
     weights: Weights = Weights.any
 
     @property

@@ -104,6 +104,10 @@ class Converter:
             return self.convert(raw, members[0], where, default)
         if type(raw) in members:
             return raw
+        if isinstance(raw, Mapping):  # fields of the first class, or `_target_` of a class that is the last one
+            classes = [member for member in members if dataclasses.is_dataclass(member)]
+            if classes:
+                return self.convert(raw, classes[-1 if words.TARGET in raw else 0], where, default)
         for member in members:
             try:
                 return self.convert(raw, member, where, default)

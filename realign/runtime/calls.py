@@ -30,6 +30,8 @@ def call(
     if rpc.method == "train_step":
         model.advance()
         return batch, stat_values(result)
+    declared = {*rpc.outputs, *(ours for ours, theirs in rpc.rename.items() if theirs in rpc.outputs)}
+    result = result.select(result.keys - (interface.keys(rpc.method).reports - declared))
     result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
     if result.keys != set(rpc.outputs):
         raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")

@@ -189,10 +189,13 @@ class RewardPool:
         """Stop the workers immediately, even during a call. A later `score` starts new workers."""
         if self._processes is not None:
             self._processes.close()
-        with self._alone:
-            if self._runner is not None:
-                self._runner.close()
-                self._runner = None
+        if self._alone.acquire(blocking=False):  # else a call in this process still uses the event loop
+            try:
+                if self._runner is not None:
+                    self._runner.close()
+                    self._runner = None
+            finally:
+                self._alone.release()
 
     def score(
         self,

@@ -16,7 +16,7 @@ from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError
 from realign.runtime.checks.located import located
 from realign.runtime.checks.roles import check_responses, check_roles
-from realign.runtime.checks.rollout import check_rollout
+from realign.runtime.checks.rollout import check_rollout, check_whole_batches
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import check_optimizers
 from realign.runtime.processes.placement import check_runtime
@@ -71,6 +71,7 @@ def open_interfaces(experiment: Experiment) -> None:
                 interface.open()
             else:
                 ranks.lead(interface.open)
+    check_whole_batches(experiment)
 
 
 def writable(output_dir: Path) -> Path:

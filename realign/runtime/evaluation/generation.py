@@ -21,7 +21,8 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.rewards import total_rewards
+from realign.api.rewards import named_rewards, total_rewards
+from realign.api.stats import masked_std
 from realign.engines.distributed.ranks import current
 from realign.errors import SettingsError
 from realign.functional import segment_sum
@@ -141,6 +142,7 @@ def sequence_stats(batch: SequenceSample) -> Stats:
     """Return metrics of sampled sequences, for the keys that the batch contains; each is a mean over its sequences.
 
     - `reward`: total reward, over the responses with a reward
+    - `rewards/<name>/mean`, `rewards/<name>/std`: mean and population standard deviation of a named reward
     - `missing_rewards`: fraction of responses without a reward
     - `response_tokens`: tokens outside the prompt mask, also of responses without a reward
     - `truncated_fraction`: fraction of truncated responses
@@ -152,6 +154,10 @@ def sequence_stats(batch: SequenceSample) -> Stats:
         present_S = rewards_S.isfinite()
         stats["reward"] = masked_mean(rewards_S, present_S)
         stats["missing_rewards"] = _mean((~present_S).float())
+    if "input_ids" in batch:
+        for key, named_S in named_rewards(batch).items():
+            stats[f"{key}/mean"] = masked_mean(named_S, named_S.isfinite())
+            stats[f"{key}/std"] = masked_std(named_S, named_S.isfinite())
     if "prompt_mask" in batch:
         tokens_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
         stats["response_tokens"] = _mean(tokens_S)

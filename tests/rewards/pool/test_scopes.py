@@ -37,7 +37,9 @@ def test_every_scope_gives_the_rewards_of_single_calls(name, workers):
 def test_the_names_of_the_arguments_declare_the_scope():
     names = {"length": Scope.response, "lengths_of_a_group": Scope.group, "awaited_batch": Scope.batch}
     assert {name: pool(name).scope for name in names} == names
-    with pytest.raises(ConfigError, match=r"takes \(prompt, responses, rows\).*\(prompt, responses, row\) for one group"):
+    with pytest.raises(
+        ConfigError, match=r"takes \(prompt, responses, rows\).*\(prompt, responses, row\) for one group"
+    ):
         pool("mixed_names")
 
 
