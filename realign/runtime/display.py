@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from realign.api import DataflowGraph, ModelInterface, Panel
+from realign.api.rewards import NAMED
 
 GENERAL = (
     "response_tokens",
@@ -24,13 +25,19 @@ HELD_OUT = "held out"
 def headline(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> tuple[str, ...]:
     """Return the metrics of the progress line, most important first, each followed by its held-out value.
 
-    The order is: metrics of the leading role, metrics of other trained roles with their prefix, general metrics.
-    Empty if no trained role declares any metric.
+    The order is: metrics of the leading role, metrics of other trained roles with their prefix, named rewards, general
+    metrics. Empty if no trained role declares any metric.
     """
     names = [f"{prefix}{name}" for prefix, own in _trained(graph, interfaces, lead) for name in own.headline()]
     if not names:
         return ()
+    names += named_means(graph)
     return tuple(dict.fromkeys(shown for name in (*names, *GENERAL) for shown in (name, f"{EVALUATION}{name}")))
+
+
+def named_means(graph: DataflowGraph) -> list[str]:
+    """Return the metrics of the named rewards (`rewards/<name>/mean`) that the RPCs of a graph write."""
+    return sorted(f"{key}/mean" for key in graph.producers if key.startswith(NAMED))
 
 
 def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
@@ -49,6 +56,9 @@ def panels(
     """
     undeclared = [name for name in reported if not name.startswith(EVALUATION) and name not in GENERAL]
     declared = [Panel("reward per response", {"reward": "training batch (sampled)"})]
+    if means := named_means(graph):
+        labels = {name: name.removeprefix(NAMED).removesuffix("/mean") for name in means}
+        declared.append(Panel("reward of each function", labels))
     for prefix, interface in _trained(graph, interfaces, lead):
         names = interface.headline() or (() if prefix else first_metrics(undeclared, most=6))
         own = interface.panels() or tuple(Panel(name, {name: "training batch"}) for name in names)
