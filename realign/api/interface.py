@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
@@ -76,6 +77,8 @@ class Plan:
     """Temperature of all log-probs of the role; None if other roles' log-probs are not compared with them."""
     temperature_setting: str = "generation.temperature"
     """Field of the interface that determines `temperature`."""
+    generation: GenerationConfig | None = None
+    """Sampling settings of `generate`, from which evaluations take their defaults; None if the role does not sample."""
     sampler: str | None = None
     """One-line description of the sampling distribution; None if the role does not sample."""
     exact_sampling: bool = True

@@ -48,8 +48,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
         if start is not None:
             check_frozen(start.state["frozen"], frozen_weights(runtime))
             restore(runtime, start.state, experiment.resume_skip)
-        held_out = runtime.datasets.held_out
-        kept = f", {len(held_out):,} held out for evaluation" if held_out is not None else ""
+        held_out = sum(map(len, runtime.datasets.held_out.values()))
+        kept = f", {held_out:,} held out for evaluation" if held_out else ""
         say(f"\nData\n  {len(runtime.dataset):,} rows{kept}")
         batch = run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")

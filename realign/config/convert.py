@@ -17,7 +17,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode
 from omegaconf.errors import ValidationError
 
 from realign.config import words
-from realign.config.errors import ConfigError, listed, one_line, suggest
+from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off
 from realign.settings import choices_of
 
 LEAVES: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
@@ -78,7 +78,7 @@ class Converter:
             return self._plain(raw, where)
         if raw is None and annotation is not type(None):
             valid = listed(found) if len(found := words.choices(annotation)) > 1 else ""
-            raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}")
+            raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
         if origin is Literal:
             return _choice(raw, {str(a): a for a in arguments}, where)
         if inspect.isclass(annotation) and issubclass(annotation, Enum):

@@ -120,6 +120,7 @@ class EnvironmentInterface(ModelInterface):
             longest_response=self.max_episode_tokens,
             length_setting="max_episode_tokens",
             temperature=self.generation.temperature,
+            generation=self.generation,
             sampler=self.generation.describe(),
             exact_sampling=not self.generation.distorted(),
             weights=Weights.live,

@@ -198,6 +198,7 @@ def selection_plan(generation: GenerationConfig, epochs: int, n_minibatches: int
         at_most=True,
         responses_per_prompt=generation.n,
         longest_response=generation.max_new_tokens,
+        generation=generation,
         sampler=generation.describe(),
         exact_sampling=not generation.distorted(),
     )

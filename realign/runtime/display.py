@@ -22,8 +22,12 @@ EVALUATION = "eval/"
 HELD_OUT = "held out"
 
 
-def headline(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> tuple[str, ...]:
-    """Return the metrics of the progress line, most important first, each followed by its held-out value.
+def headline(
+    graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str, sets: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the metrics of the progress line, most important first, each followed by its held-out values.
+
+    `sets` are the names of the evaluations (`Experiment.evaluations`).
 
     The order is: metrics of the leading role, metrics of other trained roles with their prefix, named rewards, general
     metrics. Empty if no trained role declares any metric.
@@ -32,7 +36,8 @@ def headline(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lea
     if not names:
         return ()
     names += named_means(graph)
-    return tuple(dict.fromkeys(shown for name in (*names, *GENERAL) for shown in (name, f"{EVALUATION}{name}")))
+    prefixes = ["", EVALUATION, *(f"{EVALUATION}{name}/" for name in sets)]
+    return tuple(dict.fromkeys(f"{prefix}{name}" for name in (*names, *GENERAL) for prefix in prefixes))
 
 
 def named_means(graph: DataflowGraph) -> list[str]:
@@ -90,13 +95,23 @@ def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Pan
     for panel in charts:
         metrics = dict(panel.metrics)
         for name, label in panel.metrics.items():
-            held_out = f"{EVALUATION}{name}"
-            if held_out in names and held_out not in shown:
-                metrics[held_out] = HELD_OUT if len(panel.metrics) == 1 else f"{label}, {HELD_OUT}"
+            for held_out in names:
+                found_in = _set_of(held_out, name)
+                if found_in is not None and held_out not in shown:
+                    where = f"{HELD_OUT}: {found_in}" if found_in else HELD_OUT
+                    metrics[held_out] = where if len(panel.metrics) == 1 else f"{label}, {where}"
         found.append(Panel(panel.title, metrics))
     shown |= {name for panel in found for name in panel.metrics}
     others = {name: name.removeprefix(EVALUATION) for name in names if name not in shown}
     return (*found, Panel("other held-out metrics", others)) if others else tuple(found)
+
+
+def _set_of(held_out: str, name: str) -> str | None:
+    """Return the evaluation set of which `held_out` is the metric `name` ("" if unnamed); None for another metric."""
+    if not held_out.endswith(f"/{name}"):
+        return None
+    found = held_out.removeprefix(EVALUATION).removesuffix(name).removesuffix("/")
+    return None if "/" in found else found
 
 
 def _trained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +105,7 @@ class Training:
             yield tracker
         if self.console is not None:
             e = self.experiment
-            shown = headline(e.graph, e.interfaces, lead_role(e))
+            shown = headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations))
             display = LiveDisplay(self.console, e.name, e.steps, shown)
             yield Forgiving("display", stack.enter_context(display))
 
@@ -143,8 +143,8 @@ class Training:
         values, batch = self.runtime.step(step)
         values |= self.checkpoints.metrics()
         try:
-            if last or self.runtime.evaluation_due(step):
-                values |= self._evaluate(step)
+            if due := self.runtime.evaluations_due(step):
+                values |= self._evaluate(step, due)
             if last:
                 values |= self._calibrate_after()
             values = self.ranks.broadcast(values)  # timings differ between ranks, and `save_best` may use one
@@ -161,8 +161,8 @@ class Training:
         for receiver in self.receivers:
             receiver.log(step, values)
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        measured, self.result.samples = self.runtime.evaluate()
+    def _evaluate(self, step: int, due: Sequence[str] | None = None) -> dict[str, float]:
+        measured, self.result.samples = self.runtime.evaluate(due)
         for record in self.result.samples:
             self.records.eval_samples.write({"step": step, **record})
         return measured

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from realign.api import (
     RPC,
@@ -34,6 +34,8 @@ from realign.runtime.evaluation.base import Evaluator, LoadedRun
 @dataclass
 class LossEvaluation(Evaluator):
     """Loss and training metrics of `role` on held-out rows of the same format as its training data (config node)."""
+
+    reads_prompts: ClassVar[bool] = False
 
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
         """See `Evaluator`; also checks that the graph trains `role` with exactly one RPC."""
@@ -65,7 +67,7 @@ class LossEvaluation(Evaluator):
         if len(found) != 1:
             trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))
             raise ConfigError(
-                f"evaluation.role={self.role}: {len(found)} RPCs of the graph train this role, but the loss needs "
+                f"role={self.role}: {len(found)} RPCs of the graph train this role, but the loss needs "
                 f"exactly one. Trained roles: {trained or 'none'}."
             )
         return found[0]
