@@ -86,7 +86,7 @@ class Plan:
     corrects_staleness: bool = False
     """Whether the loss corrects for tokens sampled by an older policy version."""
     whole_batch: bool = False
-    """Whether `inference` relates the responses to different prompts, so that it needs the whole batch in one call."""
+    """Whether scoring relates the responses to different prompts, so that it needs the whole batch in one call."""
     weights: Weights = Weights.any
 
     @property

@@ -68,7 +68,7 @@ def run_calls(runtime: LocalRuntime) -> SequenceSample:
     for rpc in runtime.experiment.graph.order:
         if rpc.method != "train_step":
             model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
-            batch, _ = call(rpc, model, interface, batch, runtime.experiment.microbatch)
+            batch, _ = call(rpc, model, interface, batch, runtime.experiment.microbatch, runtime.graph)
     return batch
 
 

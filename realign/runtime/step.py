@@ -94,7 +94,7 @@ class LocalRuntime:
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Execute an RPC ahead of its step; can be called from any thread."""
-        return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)[0]
+        return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch, self.graph)[0]
 
     def _load_models(self) -> dict[str, Model]:
         """Load the model of every role; a runtime with remote models returns proxies."""
@@ -196,7 +196,7 @@ class LocalRuntime:
         if draw:
             model = replace(model, seed=derive_seed(model.seed, "draw", draw))
         with self.watch.doing(f"call {rpc.name!r}", batch, limited=True):
-            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)
+            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch, self.graph)
         return Made(batch, stats, time.perf_counter() - started)
 
     def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:

@@ -292,9 +292,9 @@ class RewardPool:
                 places = members[index]
                 answered += len(places)
                 if not isinstance(found, Problem):
-                    listed = isinstance(found, list) and items[index].expected.of == "response"
+                    of_responses = found if self.scope is not Scope.response and isinstance(found, list) else None
                     for number, place in enumerate(places):
-                        values[place] = found[number] if listed else found
+                        values[place] = found if of_responses is None else of_responses[number]
                     continue
                 message = found.message + self._withheld(found.message)
                 failures += [Failure(place, found.kind, message) for place in places]

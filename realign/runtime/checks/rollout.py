@@ -23,7 +23,7 @@ def check_whole_batches(experiment: Experiment) -> None:
     if not isinstance(rollout, Async) or rollout.max_staleness == 0:
         return
     for rpc in experiment.graph.leading_to("rewards"):
-        if rpc.method == "inference" and experiment.interfaces[rpc.model].plan().whole_batch:
+        if experiment.interfaces[rpc.model].plan().whole_batch:
             raise ConfigError(
                 f"interfaces.{rpc.model}: a reward function takes the whole batch, but rollout=async scores each "
                 "prompt as soon as its responses are finished. Set rollout=sync, or let the function take one group "

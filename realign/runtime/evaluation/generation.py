@@ -187,7 +187,8 @@ class Evaluation(Evaluator):
         sampling, scoring = _scoring(runtime.graph)
         batch = answered.rename({ours: theirs for ours, theirs in sampling.rename.items() if ours in answered})
         for rpc in scoring:
-            batch, _ = call(rpc, runtime.models[rpc.model], runtime.interfaces[rpc.model], batch, runtime.microbatch)
+            model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
+            batch, _ = call(rpc, model, interface, batch, runtime.microbatch, runtime.graph)
         return batch.rename({theirs: ours for ours, theirs in sampling.rename.items() if theirs in batch}), stats
 
     def _group_stats(self, judged: SequenceSample, n: int) -> Stats:

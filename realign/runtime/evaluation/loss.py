@@ -52,7 +52,7 @@ class LossEvaluation(Evaluator):
                 interface = runtime.interfaces[rpc.model]
                 if rpc.method == "credit":  # a copy, because shaping updates running reward statistics
                     interface = copy.deepcopy(interface)
-                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.microbatch)
+                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.microbatch, runtime.graph)
             first = first or batch
             stats.append(self._loss(training, runtime, batch))
         assert first is not None
