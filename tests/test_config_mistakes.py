@@ -26,7 +26,10 @@ SFT = ["experiment=sft", "models.actor.path=m", "data.path=demonstrations.jsonl"
 DPO = ["experiment=dpo", "models.actor.path=m", "data.path=pairs.jsonl"]
 PROMPTS = "{_target_: realign.data.PromptData, path: prompts.jsonl}"
 REFERENCE = "realign.interfaces.reference.ReferenceInterface"
-JUDGE = "{_target_: realign.interfaces.rule_reward.RuleRewardInterface}"
+JUDGE = (
+    "{_target_: realign.interfaces.rule_reward.RuleRewardInterface, "
+    'function: "realign.rewards.arithmetic:exact_answer"}'
+)
 EVALUATION = [f"evaluation.data={PROMPTS}", f"evaluation.reward={JUDGE}"]
 SHORT = ["interfaces.actor.generation.max_new_tokens=8", "models.actor.device=cpu"]
 

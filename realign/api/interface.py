@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
@@ -37,6 +38,8 @@ class Keys:
     """Keys that the method reads if the graph provides them."""
     writes: frozenset[str] | None = None
     """Keys that the method returns; None: not declared."""
+    reports: frozenset[str] = frozenset()
+    """Further keys that the method returns, for metrics and samples. A graph may omit them from an RPC's outputs."""
 
 
 class Weights(StrEnum):
@@ -74,12 +77,16 @@ class Plan:
     """Temperature of all log-probs of the role; None if other roles' log-probs are not compared with them."""
     temperature_setting: str = "generation.temperature"
     """Field of the interface that determines `temperature`."""
+    generation: GenerationConfig | None = None
+    """Sampling settings of `generate`, from which evaluations take their defaults; None if the role does not sample."""
     sampler: str | None = None
     """One-line description of the sampling distribution; None if the role does not sample."""
     exact_sampling: bool = True
     """Whether the sampling distribution is the model's softmax at `temperature`, as probability ratios assume."""
     corrects_staleness: bool = False
     """Whether the loss corrects for tokens sampled by an older policy version."""
+    whole_batch: bool = False
+    """Whether scoring relates the responses to different prompts, so that it needs the whole batch in one call."""
     weights: Weights = Weights.any
 
     @property

@@ -1,4 +1,4 @@
-"""Total reward of each response, from sequence-level and token-level rewards."""
+"""Total reward of each response, from sequence-level and token-level rewards, and the named rewards it consists of."""
 
 from __future__ import annotations
 
@@ -22,4 +22,14 @@ def total_rewards(data: SequenceSample) -> Tensor:
     return data["rewards"] + segment_sum(dense_T, data.cu_seqlens())
 
 
-__all__ = ["total_rewards"]
+NAMED = "rewards/"
+"""Prefix of the keys [S] of named rewards, such as `rewards/accuracy`. A run reports each of them."""
+
+
+def named_rewards(data: SequenceSample) -> dict[str, Tensor]:
+    """Return the named rewards [S] of a batch by their keys, such as `rewards/accuracy`, in alphabetical order."""
+    names = sorted(key for key in data.data if key.startswith(NAMED))
+    return {key: data[key] for key in names if len(data[key]) == data.n_sequences}
+
+
+__all__ = ["NAMED", "named_rewards", "total_rewards"]

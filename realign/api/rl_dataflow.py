@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from realign.api.dataflow import RPC, DataflowGraph, nearest
 from realign.api.interface import ModelInterface, implements
+from realign.api.rewards import NAMED
 from realign.errors import GraphError
 
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
@@ -27,7 +28,8 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     | `ptx_...` | the dataset provides pretraining text |
 
     A role other than `actor` whose `generate` writes `rewards` (a conversation with an environment) replaces the
-    actor's sampling and the role `reward`. The graph uses `dense_rewards` if the rewarding role writes them.
+    actor's sampling and the role `reward`. The graph uses `dense_rewards` if the rewarding role writes them, and
+    contains its named rewards (`rewards/<name>`) as results.
 
     Raises:
         GraphError: there is no actor, or it needs a greedy baseline although a role rewards whole conversations.
@@ -41,6 +43,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     if "advantages" in needs:  # then `credit` is a separate call with its own needs
         needs = {**interfaces["actor"].keys("credit").needs, **needs}
     rpcs, rewards = _sampling_calls(interfaces)
+    named = [key for rpc in rpcs for key in rpc.outputs if key.startswith(NAMED)]
     scored = ("input_ids", "loss_mask")
     keys = [*scored, "logprobs", "truncated", *rewards]
     if "baseline_rewards" in needs:
@@ -71,7 +74,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     training = [*training, *text, *(key for key in ("versions",) if key in train.uses)]
     rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
     read = {key for rpc in rpcs for key in rpc.inputs}
-    results = dict.fromkeys(["versions", "truncated", *(key for key in rpcs[0].outputs if key not in read)])
+    results = dict.fromkeys(["versions", "truncated", *(key for key in (*rpcs[0].outputs, *named) if key not in read)])
     return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row", *text), results=tuple(results))
 
 
@@ -81,15 +84,21 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC]
         samples = role != "actor" and implements(type(interface), "generate")
         written = interface.keys("generate").writes or frozenset() if samples else frozenset()
         if "rewards" in written:
-            outputs = (*SAMPLED, *sorted(written - set(SAMPLED)))
+            outputs = (*SAMPLED, *sorted(written - set(SAMPLED)), *reported(interface, "generate"))
             rewards: list[str] = [key for key in ("rewards", "dense_rewards") if key in written]
             return [RPC(f"{role}_gen", role, "generate", ("prompt_ids", "row"), outputs)], rewards
     dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
     scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
+    named = reported(interfaces["reward"], "inference") if "reward" in interfaces else ()
     return [
         RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),
-        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=tuple(scores)),
+        RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=(*scores, *named)),
     ], scores
+
+
+def reported(interface: ModelInterface, method: str) -> tuple[str, ...]:
+    """Return the named rewards that a method also writes (`Keys.reports`), as further outputs of its RPC."""
+    return tuple(sorted(interface.keys(method).reports))
 
 
 def _baseline_calls() -> list[RPC]:
@@ -101,4 +110,4 @@ def _baseline_calls() -> list[RPC]:
     ]
 
 
-__all__ = ["SAMPLED", "rl_graph"]
+__all__ = ["SAMPLED", "reported", "rl_graph"]

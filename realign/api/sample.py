@@ -26,6 +26,14 @@ from realign.api.validation import check_packed, checked_ids, checked_indices, c
 TOKENS = "input_ids"
 
 
+class MissingKeyError(ValueError):
+    """Raised when a batch lacks a packed key; `key` is its name."""
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class SequenceSample:
     """An immutable batch of prompts with packed tensors of any lengths, validated on construction.
@@ -176,7 +184,7 @@ class SequenceSample:
         if key not in self.data:
             near = difflib.get_close_matches(key, self.data, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"no packed key {key!r}{hint} (keys: {', '.join(sorted(self.data)) or 'none'})")
+            raise MissingKeyError(f"no packed key {key!r}{hint} (keys: {', '.join(sorted(self.data)) or 'none'})", key)
         return key
 
     def __len__(self) -> int:

@@ -47,6 +47,14 @@ class Variance(NamedTuple):
     xx: Tensor
 
 
+class Std(NamedTuple):
+    """A population standard deviation, stored and merged like `Variance`."""
+
+    n: Tensor
+    x: Tensor
+    xx: Tensor
+
+
 class Correlation(NamedTuple):
     """A Pearson correlation of x and y, stored as six sums (float64, 0-d) and merged by adding them."""
 
@@ -77,7 +85,7 @@ class Trace(NamedTuple):
     """[traced sequences] index of the response among the responses to its prompt."""
 
 
-Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Correlation | Trace
+Stat: TypeAlias = Mean | Max | Min | Sum | Variance | Std | Correlation | Trace
 Stats: TypeAlias = dict[str, Stat]
 LossStats: TypeAlias = Mapping[str, Stat | TokenValues | tuple[Tensor, Tensor]]
 """Metrics of a micro-batch as a loss returns them. A plain (total, weight) is a `Mean`."""
@@ -98,6 +106,11 @@ def masked_variance(x: Tensor, mask: Tensor) -> Variance:
     """Return the `Variance` of `x` [N] where `mask` [N] bool is True; not reported if it is never True."""
     x = torch.where(mask, x.detach().double(), 0)
     return Variance(mask.sum().double(), x.sum(), (x * x).sum())
+
+
+def masked_std(x: Tensor, mask: Tensor) -> Std:
+    """Return the `Std` of `x` [N] where `mask` [N] bool is True; not reported if it is never True."""
+    return Std(*masked_variance(x, mask))
 
 
 def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Correlation:
@@ -151,9 +164,10 @@ def _value(stat: Stat, fields: list[float]) -> float | None:
     if isinstance(stat, Mean):
         total, weight = fields
         return total / weight if weight != 0 else None
-    if isinstance(stat, Variance):
+    if isinstance(stat, Variance | Std):
         n, x, xx = fields
-        return max(0.0, xx / n - (x / n) ** 2) if n else None
+        variance = max(0.0, xx / n - (x / n) ** 2) if n else None
+        return variance if variance is None or isinstance(stat, Variance) else math.sqrt(variance)
     if isinstance(stat, Correlation):
         return _pearson(*fields)
     of_nothing = -math.inf if isinstance(stat, Max) else math.inf if isinstance(stat, Min) else None
@@ -174,7 +188,7 @@ def _as_stat(name: str, raw: Stat | tuple[Tensor, Tensor]) -> Stat:
     kind = type(raw) if isinstance(raw, Stat) else Mean
     if not isinstance(raw, tuple) or len(raw) != len(kind._fields):
         raise ValueError(
-            f"metric {name!r} must be Mean, Max, Min, Sum, Variance, Correlation or (total, weight), "
+            f"metric {name!r} must be Mean, Max, Min, Sum, Variance, Std, Correlation or (total, weight), "
             f"found {type(raw).__name__}"
         )
     fields = [torch.as_tensor(x).detach() for x in raw]
@@ -204,6 +218,8 @@ def _merge(name: str, a: Stat, b: Stat) -> Stat:
         return Sum(a.value + b.value)
     if isinstance(a, Variance) and isinstance(b, Variance):
         return Variance(a.n + b.n, a.x + b.x, a.xx + b.xx)
+    if isinstance(a, Std) and isinstance(b, Std):
+        return Std(a.n + b.n, a.x + b.x, a.xx + b.xx)
     if isinstance(a, Trace) and isinstance(b, Trace):
         return Trace(*(torch.cat([p, q]) for p, q in zip(a, b, strict=True)))
     if isinstance(a, Correlation) and isinstance(b, Correlation):

@@ -86,8 +86,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
         if start is not None:
             check_frozen(start.state["frozen"], frozen_weights(runtime))
             restore(runtime, start.state, experiment.resume_skip)
-        held_out = runtime.datasets.held_out
-        kept = f", {len(held_out):,} held out for evaluation" if held_out is not None else ""
+        held_out = sum(map(len, runtime.datasets.held_out.values()))
+        kept = f", {held_out:,} held out for evaluation" if held_out else ""
         say(f"\nData\n  {len(runtime.dataset):,} rows{kept}\n")
         show_row(console, runtime.first_row())
         batch = run_calls(runtime)
@@ -106,7 +106,7 @@ def run_calls(runtime: LocalRuntime) -> SequenceSample:
     for rpc in runtime.experiment.graph.order:
         if rpc.method != "train_step":
             model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
-            batch, _ = call(rpc, model, interface, batch, runtime.experiment.microbatch)
+            batch, _ = call(rpc, model, interface, batch, runtime.experiment.microbatch, runtime.graph)
     return batch
 
 

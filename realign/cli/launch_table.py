@@ -39,8 +39,9 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     rows["tokens per micro-batch"] = "no limit" if limit is None else f"at most {limit:,}"
     if found := e.temperatures:
         rows["temperature"] = f"{next(iter(found.values())):g} ({', '.join(found)})"
-    if e.evaluation is not None:
-        rows["evaluation"] = f"every {e.evaluation.every_steps} steps, before and after; {e.evaluation.describe()}"
+    for where, evaluation in e.all_evaluations.items():
+        name = where.replace("evaluations.", "evaluation ")
+        rows[name] = f"every {evaluation.every_steps} steps, before and after; {evaluation.describe()}"
     rows["checkpoints"] = "none" if e.checkpoint is None else e.checkpoint.describe()
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()

@@ -23,6 +23,9 @@ from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.shell_words import prepare
 
+SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
+"""Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
+latter is set."""
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
 
 
@@ -102,6 +105,7 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
         ConfigError: a value is missing or invalid; names the key.
     """
     try:
+        _clear_shorthands(composed)
         unresolved = OmegaConf.to_container(composed, resolve=False)
         _check_roles(unresolved)
         # OmegaConf's search for missing values does not find interpolations of a missing value
@@ -114,6 +118,17 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
         raise ConfigError(explain(error)) from error
     assert isinstance(plain, dict)
     return config_of({str(key): value for key, value in plain.items()})
+
+
+def _clear_shorthands(node: Any) -> None:
+    """Set missing values of `SHORTHANDS` to null where the other field is set."""
+    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
+        return
+    for key in list(node):
+        if SHORTHANDS.get(str(key)) in node and OmegaConf.is_missing(node, str(key)) and node[SHORTHANDS[str(key)]]:
+            node[key] = None
+        elif not OmegaConf.is_missing(node, str(key)):
+            _clear_shorthands(node._get_node(key))
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

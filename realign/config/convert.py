@@ -17,7 +17,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode
 from omegaconf.errors import ValidationError
 
 from realign.config import words
-from realign.config.errors import ConfigError, listed, one_line, suggest
+from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off
 from realign.settings import choices_of
 
 LEAVES: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
@@ -78,7 +78,7 @@ class Converter:
             return self._plain(raw, where)
         if raw is None and annotation is not type(None):
             valid = listed(found) if len(found := words.choices(annotation)) > 1 else ""
-            raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}")
+            raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
         if origin is Literal:
             return _choice(raw, {str(a): a for a in arguments}, where)
         if inspect.isclass(annotation) and issubclass(annotation, Enum):
@@ -104,6 +104,10 @@ class Converter:
             return self.convert(raw, members[0], where, default)
         if type(raw) in members:
             return raw
+        if isinstance(raw, Mapping):  # fields of the first class, or `_target_` of a class that is the last one
+            classes = [member for member in members if dataclasses.is_dataclass(member)]
+            if classes:
+                return self.convert(raw, classes[-1 if words.TARGET in raw else 0], where, default)
         for member in members:
             try:
                 return self.convert(raw, member, where, default)

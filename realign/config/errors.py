@@ -19,6 +19,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "data": "data.path=FILE",
         "dynamic_sampling": "dynamic_sampling.max_batches=5",
         "evaluation": "evaluation.every_steps=20",
+        "evaluations": "evaluations.NAME.data.path=FILE",
         "calibration": "calibration.samples=512",
         "trackers": "trackers.board._target_=realign.runtime.TensorBoard",
         "callbacks": "callbacks.stop=early_stopping",
@@ -53,6 +54,12 @@ def listed(names: Iterable[object]) -> str:
 def one_line(text: object) -> str:
     """Return `text` with each run of whitespace replaced by one space."""
     return " ".join(str(text).split())
+
+
+def switched_off(key: str) -> str:
+    """Return how to disable the optional component that contains a key, for the end of a message; empty for others."""
+    root = key.split(".")[0]
+    return f"; {root}=null disables the {root.replace('_', ' ')}" if root in OPTIONAL else ""
 
 
 def not_a_component(key: str, found: str) -> str:

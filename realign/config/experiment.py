@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from realign.config.construct import INTERFACES, build, build_graph, convert
-from realign.config.errors import ConfigError, suggest, unknown_key
+from realign.config.errors import ConfigError, not_a_component, suggest, unknown_key
+from realign.config.evaluation import Training, build_evaluation
 from realign.config.layers import OWNS
 from realign.config.places import ROOTS
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
@@ -53,11 +54,15 @@ def _build(config: ExperimentConfig) -> Experiment:
     dynamic_sampling: DynamicSampling | None = None
     if config.dynamic_sampling:
         dynamic_sampling = _one(config, DynamicSampling, "dynamic_sampling")
+    training = Training(graph, interfaces, data)
     evaluation: Evaluator | None = None
     if config.evaluation:
-        evaluation = _one(config, Evaluator, "evaluation")
-        if evaluation.role not in models:
-            raise ConfigError(f"evaluation.role: no model plays {evaluation.role!r}{suggest(evaluation.role, models)}")
+        evaluation = build_evaluation(config.evaluation, "evaluation", training, models)
+    evaluations = {
+        name: build_evaluation(_node(node, f"evaluations.{name}"), f"evaluations.{name}", training, models)
+        for name, node in config.evaluations.items()
+        if node is not None
+    }
     calibration: RewardCalibration | None = None
     if config.calibration:
         calibration = _one(config, RewardCalibration, "calibration")
@@ -83,6 +88,7 @@ def _build(config: ExperimentConfig) -> Experiment:
         shuffle=config.shuffle,
         dynamic_sampling=dynamic_sampling,
         evaluation=evaluation,
+        evaluations=evaluations,
         calibration=calibration,
         save_every_steps=config.save_every_steps,
         keep_saves=config.keep_saves,
@@ -115,7 +121,8 @@ def _check_names(config: ExperimentConfig) -> None:
                 f"interfaces.{role}.{TARGET} is missing: no role is called {role!r}{suggest(role, complete)}"
             )
     played = set(config.interfaces)
-    for part, key, default in ((config.evaluation, "role", "actor"), (config.calibration, "policy", "policy")):
+    evaluated = [config.evaluation, *(node for node in config.evaluations.values() if isinstance(node, Mapping))]
+    for part, key, default in (*((e, "role", "actor") for e in evaluated), (config.calibration, "policy", "policy")):
         played |= {str(part.get(key, default))} if part else set()
     for role in config.models:
         # An unused model with another name is allowed; the run summary lists it as never read.
@@ -136,6 +143,7 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
         "data": as_node(experiment.data),
         "dynamic_sampling": as_node(experiment.dynamic_sampling),
         "evaluation": as_node(experiment.evaluation),
+        "evaluations": {name: as_node(evaluation) for name, evaluation in experiment.evaluations.items()},
         "calibration": as_node(experiment.calibration),
         "runtime": as_node(experiment.runtime),
         "rollout": as_node(experiment.rollout),
@@ -188,6 +196,12 @@ def _callbacks(config: ExperimentConfig) -> dict[str, Callback]:
         component = isinstance(node, Mapping)
         found[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
     return {name: callback for name, callback in found.items() if callback is not None}
+
+
+def _node(node: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(node, Mapping):
+        raise ConfigError(not_a_component(where, repr(node)))
+    return node
 
 
 def _one(config: ExperimentConfig, kind: Any, root: str) -> Any:

@@ -39,6 +39,7 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "data": Root("realign.data.DataSpec"),
         "dynamic_sampling": Root("realign.runtime.DynamicSampling", "realign.runtime.DynamicSampling"),
         "evaluation": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation"),
+        "evaluations": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation", per_role=True),
         "calibration": Root("realign.runtime.RewardCalibration", "realign.runtime.RewardCalibration"),
         "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
         "callbacks": Root("realign.api.callback.Callback", per_role=True),

@@ -20,6 +20,7 @@ COMPONENTS = (
     "data",
     "dynamic_sampling",
     "evaluation",
+    "evaluations",
     "calibration",
     "trackers",
     "callbacks",
@@ -99,8 +100,10 @@ class ExperimentConfig:
     """Dynamic sampling: sample until enough prompts have passed a filter. `_target_` defaults to
     realign.runtime.DynamicSampling; empty or null disables it."""
     evaluation: dict[str, Any] | None = field(default_factory=dict)
-    """Periodic evaluation on held-out prompts. `_target_` defaults to realign.runtime.Evaluation; LossEvaluation
-    computes the loss on held-out rows. Empty or null disables it."""
+    """Periodic evaluation on held-out rows. Settings that the node lacks follow from the training settings, so
+    evaluation.data.path=FILE is enough. Empty or null disables it."""
+    evaluations: dict[str, Any] = field(default_factory=dict)
+    """Name -> further evaluation, with metrics eval/NAME/..."""
     calibration: dict[str, Any] | None = field(default_factory=dict)
     """Calibration of the gain and bias of a reward model, before or after training. `_target_` defaults to
     realign.runtime.RewardCalibration; empty or null disables it."""

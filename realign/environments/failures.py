@@ -37,7 +37,7 @@ class Failures:
             EnvironmentFailure: the fraction of failed episodes is above `max_failed_fraction`.
         """
         tally = present_tally()
-        before, whole = tally.failures, tally.parts * episodes
+        before, whole = tally.failures(), tally.parts * episodes
         tally.add(len(failures))
         if failures and not self._shown:
             self._shown = True

@@ -35,9 +35,13 @@ from realign.api import (
     derive_seed,
 )
 from realign.api.environment import Environment, Response
+from realign.api.rewards import NAMED, total_rewards
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
 from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Fraction, Positive
+
+OF_ENVIRONMENT = f"{NAMED}environment"
+"""Key [S] of the environment's own rewards, if further functions score the episodes."""
 
 
 @dataclass
@@ -75,6 +79,9 @@ class EnvironmentInterface(ModelInterface):
     """Maximum number of concurrent environment calls, also with `rollout=async`."""
     max_failed_fraction: Fraction = 0.5
     """Fraction of a batch's episodes in which the environment may fail; the run stops above it."""
+    reward: ModelInterface | None = None
+    """Interface that also scores finished episodes, such as `RuleRewardInterface`. Its rewards are added to those of
+    the environment, which are then reported as `rewards/environment`. null: only the environment rewards."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,17 +93,26 @@ class EnvironmentInterface(ModelInterface):
         if not self.chat and (self.template_options or self.role != "tool"):
             name, value = ("role", self.role) if self.role != "tool" else ("template_options", self.template_options)
             raise SettingsError(f"{name}={value}: has no effect with chat=false. Set chat=true")
+        if self.reward is not None and self.reward.needs_engine:
+            raise SettingsError(f"reward: {type(self.reward).__name__} needs a model, so it cannot score episodes here")
         self._make: Callable[[], Environment] | None = None
         self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
         self._failures = Failures(self.environment, self.max_failed_fraction)
 
     def open(self) -> None:
-        """Load the environment class.
+        """Load the environment class and the reward functions.
 
         Raises:
-            ConfigError: the class does not exist, or is not an environment.
+            ConfigError: the class does not exist, or is not an environment, or a function does not exist.
         """
         self._opened()
+        if self.reward is not None:
+            self.reward.open()
+
+    def close(self) -> None:
+        """Stop the workers of the reward functions."""
+        if self.reward is not None:
+            self.reward.close()
 
     def _opened(self) -> Callable[[], Environment]:
         if self._make is None:
@@ -107,7 +123,8 @@ class EnvironmentInterface(ModelInterface):
         """See `ModelInterface.keys`."""
         if method != "generate":
             return Keys()
-        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(self.dense)))
+        reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {OF_ENVIRONMENT}
+        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(self.dense)), reports=reports)
 
     def outputs(self) -> frozenset[str]:
         """See `ModelInterface.outputs`."""
@@ -120,9 +137,11 @@ class EnvironmentInterface(ModelInterface):
             longest_response=self.max_episode_tokens,
             length_setting="max_episode_tokens",
             temperature=self.generation.temperature,
+            generation=self.generation,
             sampler=self.generation.describe(),
             exact_sampling=not self.generation.distorted(),
             weights=Weights.live,
+            whole_batch=self.reward is not None and self.reward.plan().whole_batch,
         )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
@@ -153,7 +172,21 @@ class EnvironmentInterface(ModelInterface):
                 "exceed it. Training continues without these episodes. Raise max_episode_tokens",
                 stacklevel=2,
             )
-        return packed(data, episodes, dense=self.dense)
+        return self._scored(model, packed(data, episodes, dense=self.dense).with_metadata(row=rows))
+
+    def _scored(self, model: Model, played: SequenceSample) -> SequenceSample:
+        """Return the episodes, with the rewards of `reward` added."""
+        result = played.select(played.keys - {"row"})
+        if self.reward is None:
+            return result
+        judge = Model(model.name, None, model.tokenizer, model.seed, model.version)
+        scored = model.lead(partial(self.reward.inference, judge, played, MicroBatchSpec()))
+        own_S = played["rewards"]
+        if self.dense:  # then `rewards` only marks failed episodes
+            own_S = torch.where(own_S.isnan(), own_S, total_rewards(played))
+        scored = scored.to(own_S.device)
+        named = {OF_ENVIRONMENT: own_S} | {key: scored[key] for key in scored.keys - {"rewards"}}
+        return result.with_sequences(rewards=played["rewards"] + scored["rewards"], **named)
 
     def _seed(self, model: Model, prompt: str, episode: int) -> int:
         """Return the seed of an environment."""

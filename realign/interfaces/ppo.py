@@ -206,6 +206,7 @@ class PPOActorInterface(ModelInterface):
             longest_response=longest,
             expected_response=longest if self.truncation.overlong_buffer else None,
             temperature=self.generation.temperature,
+            generation=self.generation,
             sampler=self.generation.describe(),
             corrects_staleness=self.correction is not None,
         )

@@ -11,7 +11,7 @@ Differences: unlike the paper, the ranking has no KL penalty. Unlike LMFlow, pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -27,6 +27,7 @@ from realign.api import (
     Mean,
     MicroBatchSpec,
     Model,
+    ModelInterface,
     Plan,
     SequenceSample,
     Stats,
@@ -34,6 +35,7 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
+from realign.api.rl_dataflow import reported
 from realign.errors import SettingsError
 from realign.functional import degenerate_groups, keep_best, segment_sum
 from realign.interfaces.sft import SFTInterface
@@ -166,17 +168,18 @@ def fit(
             yield model.machine.train_batch(part, mb_spec, interface.loss, interface.loss_weight)
 
 
-def dataflow() -> DataflowGraph:
+def dataflow(interfaces: Mapping[str, ModelInterface] | None = None) -> DataflowGraph:
     """Build the graph: sample, score, train on the selected responses."""
     read = ("input_ids", "prompt_mask")
+    named = reported(interfaces["reward"], "inference") if interfaces and "reward" in interfaces else ()
     return DataflowGraph(
         (
             RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),
-            RPC("reward_inf", "reward", "inference", inputs=(*read, "row"), outputs=("rewards",)),
+            RPC("reward_inf", "reward", "inference", inputs=(*read, "row"), outputs=("rewards", *named)),
             RPC("actor_train", "actor", "train_step", inputs=(*read, "loss_mask", "rewards")),
         ),
         dataset_keys=("prompt_ids", "row"),
-        results=("truncated",),
+        results=("truncated", *named),
     )
 
 
@@ -195,6 +198,7 @@ def selection_plan(generation: GenerationConfig, epochs: int, n_minibatches: int
         at_most=True,
         responses_per_prompt=generation.n,
         longest_response=generation.max_new_tokens,
+        generation=generation,
         sampler=generation.describe(),
         exact_sampling=not generation.distorted(),
     )

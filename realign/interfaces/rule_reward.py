@@ -1,9 +1,12 @@
-"""Rewards computed by a Python function `(prompt, response, row) -> float | None`, in isolated worker processes.
+"""Rewards computed by Python functions, reward servers or LLM judges, in isolated worker processes.
 
-Reads `input_ids`, `prompt_mask` and `row`; writes `rewards` [S]. The function gets the text of the response tokens
+Reads `input_ids`, `prompt_mask` and `row`; writes `rewards` [S]. A function gets the text of the response tokens
 without special tokens. If it raises, hangs, crashes, or returns None or an invalid value, the response's reward is NaN.
-The response is then excluded from the loss and from its group's statistics. The run stops if more than
-`max_failed_fraction` of a batch fails.
+The response is then excluded from the loss and from its group's statistics. The run stops if a function fails on more
+than `max_failed_fraction` of a batch.
+
+With several `functions`, the reward is the weighted sum of their rewards. `rewards/<name>` [S] contains the reward of
+each function before weighting. A response without a reward of one function has no reward.
 
 With `dense` the function is called as `(prompt, response, row, tokens)` and rewards every token of the response. Then
 `dense_rewards` [T] is written too, and `rewards` is 0 for scored responses and NaN for the others.
@@ -11,29 +14,44 @@ With `dense` the function is called as `(prompt, response, row, tokens)` and rew
 
 from __future__ import annotations
 
+import contextvars
 import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, SequenceSample, derive_seed
+from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, derive_seed
+from realign.api.rewards import NAMED
 from realign.errors import SettingsError
-from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
+from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
+from realign.rewards.pool.functions import Scope
 from realign.rewards.pool.limits import Limits, OpenFiles
-from realign.rewards.pool.pool import RewardPool
+from realign.rewards.pool.pool import RewardPool, RewardResults
+from realign.rewards.terms import FunctionTerm, RewardTerm
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive
+
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_SINGLE = ""
+"""Name of the term of `function`, which is not reported apart."""
 
 
 @dataclass
 class RuleRewardInterface(ModelInterface):
-    """A reward computed by a function instead of a model."""
+    """A reward computed by functions instead of a model."""
 
-    function: str = "realign.rewards.arithmetic:exact_answer"
-    """Import path of the function, `package.module:name` or `path/to/file.py:name`, or the URL of a server that scores
-    responses (`realign.rewards.pool.http`)."""
+    function: str | None = None
+    """Import path of the only function, `package.module:name` or `path/to/file.py:name`, or the URL of a server that
+    scores responses (`realign.rewards.pool.http`); null: `functions` lists them."""
+    functions: dict[str, str | FunctionTerm | RewardTerm] = field(default_factory=dict)
+    """Several functions by names of your choice, each as an import path or with a `weight`. The reward is the weighted
+    sum. A component such as `realign.rewards.judge.Judge` can replace a function."""
     workers: NonNegativeInt = 2
     """Number of worker processes; 0 calls the function in this process (breakpoints work, hangs are not caught)."""
     timeout_s: Positive = 30.0
@@ -70,82 +88,178 @@ class RuleRewardInterface(ModelInterface):
                 "shuffle=true: permutes one reward per response, but dense=true rewards tokens. Set one to false"
             )
         Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
-        self._pool: RewardPool | None = None
+        self._terms = self._checked_terms()
+        self._pools: dict[str, RewardPool] = {}
+
+    def _checked_terms(self) -> dict[str, RewardTerm]:
+        """Return the term of each function, by name."""
+        if (self.function is None) == (not self.functions):
+            wrong = "both set. Set function=null" if self.functions else "both empty. Set function=MODULE:NAME"
+            raise SettingsError(
+                f"function: function and functions are {wrong}, or functions={{NAME: MODULE:NAME}} alone"
+            )
+        if self.dense and self.functions:
+            raise SettingsError("functions: dense=true supports one function. Set function, or dense=false")
+        for name in self.functions:
+            if not _NAME.fullmatch(name):
+                raise SettingsError(
+                    f"functions.{name}: the name is part of the name of a metric. Use only letters, digits, '_', '-' "
+                    "and '.'"
+                )
+        given = self.functions if self.function is None else {_SINGLE: self.function}
+        return {name: FunctionTerm(term) if isinstance(term, str) else term for name, term in given.items()}
 
     def open(self) -> None:
-        """Load the function and create the pool of worker processes.
+        """Load the functions and create their pools of worker processes.
 
         Raises:
-            ConfigError: the function does not exist, or a setting is out of range.
+            ConfigError: a function does not exist, or a setting is out of range.
         """
-        self._opened()
+        for name in self._terms:
+            self._opened(name)
 
-    def _opened(self) -> RewardPool:
-        if self._pool is None:
-            self._pool = RewardPool(
-                self.function,
+    def _opened(self, name: str) -> RewardPool:
+        if name not in self._pools:
+            term = self._terms[name]
+            self._pools[name] = RewardPool(
+                term.load(),
                 workers=self.workers,
-                timeout_s=self.timeout_s,
+                timeout_s=term.deadline_s(self.timeout_s),
                 patience_s=self.patience_s,
                 memory_mb=self.memory_mb,
                 cpu_s=self.cpu_s,
                 open_files=self.open_files,
-                keep_environment=self.keep_environment,
+                keep_environment=[*self.keep_environment, *term.variables],
                 max_failed_fraction=self.max_failed_fraction,
                 dense=self.dense,
+                concurrency=term.concurrency,
             )
-        return self._pool
+        return self._pools[name]
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""
         if method != "inference":
             return Keys()
-        return Keys(needs=dict.fromkeys(("input_ids", "prompt_mask", "row"), ""), writes=reward_keys(self.dense))
+        return Keys(
+            needs=dict.fromkeys(("input_ids", "prompt_mask", "row"), ""),
+            writes=reward_keys(self.dense),
+            reports=frozenset(f"{NAMED}{name}" for name in self.functions),
+        )
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`. Whether a function needs whole batches is known after `open`."""
+        return Plan(whole_batch=any(pool.scope is Scope.batch for pool in self._pools.values()))
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """Return the row of the launch table."""
+        terms = " + ".join(f"{term.weight:g} x {name}" for name, term in sorted(self._terms.items()) if name)
+        return {"reward": terms}
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute `rewards` [S] fp32, NaN for responses without reward; with `dense` also `dense_rewards` [T]."""
+        """Compute `rewards` [S] fp32, NaN for responses without reward.
+
+        Also computes `rewards/<name>` [S] fp32 for each of `functions`, NaN for responses that were not scored. With
+        `dense`, also computes `dense_rewards` [T].
+        """
         cut = cut_responses(self.cut, data, model.tokenizer)
+        if self.dense:
+            return self._dense(model, data, cut)
+        found = self._scored(model, data, cut)
+        order_S = self._order(model, data)
+        rewards_S = cut.rewards(self._total(found))[order_S]
+        named = {f"{NAMED}{name}": found[name].float()[order_S] for name in self.functions}
+        return data.with_sequences(rewards=rewards_S, **named).select(["rewards", *named])
+
+    def _scored(self, model: Model, data: SequenceSample, cut: Cut) -> dict[str, Tensor]:
+        """Return the rewards [S] fp64 of each function by name, NaN where it gives none."""
         asked = cut.judged_S.nonzero()[:, 0].tolist()  # responses with the penalty are not scored
         owners = data.group_index().tolist()
-        prompts, responses = texts(model, cut.data)
-        prompts, responses = [prompts[i] for i in asked], [responses[i] for i in asked]
-        rows = [data.metadata["row"][owners[i]] for i in asked]
-        rewards_S = torch.zeros(len(owners))
-        if not self.dense:
-            values = self._opened().score(prompts, responses, rows).values
-            rewards_S[asked] = torch.tensor([math.nan if v is None else v for v in values])
-            rewards_S = self._shuffled(cut.rewards(rewards_S), model, data)
-            return data.with_sequences(rewards=rewards_S).select(["rewards"])
-        tokens = token_texts(model, cut.data)
-        lists = self._opened().score_tokens(prompts, responses, rows, [tokens[i] for i in asked]).values
-        rewards_S[asked] = torch.tensor([math.nan if v is None else 0.0 for v in lists])
-        found = dict(zip(asked, lists, strict=True))
+        groups = [owners[i] for i in asked]
+        rows = [data.metadata["row"][owner] for owner in groups]
+        decoded = {
+            special: texts(model, cut.data, special) for special in {t.special_tokens for t in self._terms.values()}
+        }
+        calls = {}
+        for name, term in self._terms.items():
+            prompts, responses = ([column[i] for i in asked] for column in decoded[term.special_tokens])
+            calls[name] = partial(self._opened(name).score, prompts, responses, rows, groups)
+        found = {}
+        for name, result in self._concurrently(calls).items():
+            found[name] = torch.full((len(owners),), math.nan, dtype=torch.float64)
+            found[name][asked] = _tensor(result.values)
+        return found
+
+    def _concurrently(self, calls: Mapping[str, Callable[[], RewardResults[float]]]) -> dict[str, RewardResults[float]]:
+        """Return the result of each call, by name. Functions in worker processes run concurrently."""
+        if self.workers == 0 or len(calls) == 1:
+            return {name: call() for name, call in calls.items()}
+        with ThreadPoolExecutor(len(calls)) as threads:
+            running = {n: threads.submit(contextvars.copy_context().run, call) for n, call in calls.items()}
+            try:
+                return {name: future.result() for name, future in running.items()}
+            except BaseException:
+                for pool in self._pools.values():  # ends the other calls
+                    pool.close()
+                raise
+
+    def _total(self, found: Mapping[str, Tensor]) -> Tensor:
+        """Return [S] fp32: the weighted sum, independent of the order of the functions."""
+        columns = [(self._terms[name].weight * values_S).tolist() for name, values_S in found.items()]
+        return torch.tensor([math.fsum(values) for values in zip(*columns, strict=True)])
+
+    def _dense(self, model: Model, data: SequenceSample, cut: Cut) -> SequenceSample:
+        asked = cut.judged_S.nonzero()[:, 0].tolist()
+        owners = data.group_index().tolist()
+        (prompts, responses), tokens = texts(model, cut.data), token_texts(model, cut.data)
+        lists = self._opened(_SINGLE).score_tokens(
+            [prompts[i] for i in asked],
+            [responses[i] for i in asked],
+            [data.metadata["row"][owners[i]] for i in asked],
+            [tokens[i] for i in asked],
+        )
+        found = dict(zip(asked, lists.values, strict=True))
+        rewards_S = torch.tensor([math.nan if i in found and found[i] is None else 0.0 for i in range(len(owners))])
         flat = [x for i, own in enumerate(tokens) for x in found.get(i) or [0.0] * len(own)]
         dense_T = torch.zeros(len(cut.data["input_ids"])).masked_scatter(~cut.data["prompt_mask"], torch.tensor(flat))
         written = data.with_sequences(rewards=cut.rewards(rewards_S))
         return written.with_tokens(dense_rewards=cut.dense_rewards(dense_T, data)).select(["rewards", "dense_rewards"])
 
-    def _shuffled(self, rewards_S: Tensor, model: Model, data: SequenceSample) -> Tensor:
+    def _order(self, model: Model, data: SequenceSample) -> Tensor:
+        """Return [S] the response whose reward each response gets: its own, or with `shuffle` that of any response."""
+        n = data.n_sequences
         if not self.shuffle:
-            return rewards_S
+            return torch.arange(n)
         seed = derive_seed(model.seed, "shuffle", *map(str, data.ids))
-        return rewards_S[torch.from_numpy(np.random.default_rng(seed).permutation(len(rewards_S)))]
+        return torch.from_numpy(np.random.default_rng(seed).permutation(n))
 
     def close(self) -> None:
         """Stop the worker processes."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.close()
 
 
-def texts(model: Model, data: SequenceSample) -> tuple[list[str], list[str]]:
-    """Decode the prompt and the response of every sequence, without special tokens."""
+def texts(model: Model, data: SequenceSample, special_tokens: bool = False) -> tuple[list[str], list[str]]:
+    """Decode the prompt and the response of every sequence.
+
+    The response is everything after the prompt: in a multi-turn episode, all turns and observations.
+
+    Args:
+        model: model whose tokenizer decodes.
+        data: batch with `input_ids` and `prompt_mask`.
+        special_tokens: whether the texts contain special tokens.
+    """
     prompts, responses = [], []
     for ids, given in zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True):
-        prompts.append(ids[given].tolist())
-        responses.append(ids[~given].tolist())
-    decode = model.tokenizer.batch_decode
-    return decode(prompts, skip_special_tokens=True), decode(responses, skip_special_tokens=True)
+        n = int(given.int().cumprod(0).sum())
+        prompts.append(ids[:n].tolist())
+        responses.append(ids[n:].tolist())
+    decode = partial(model.tokenizer.batch_decode, skip_special_tokens=not special_tokens)
+    return decode(prompts), decode(responses)
+
+
+def _tensor(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
 def token_texts(model: Model, data: SequenceSample) -> list[list[str]]:

@@ -2,38 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
-from realign.api import RPC, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
+from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import method_of
+from realign.api.sample import MissingKeyError
 from realign.engines.distributed.ranks import current
 from realign.runtime.out_of_memory import memory_limited
 
 
 def call(
-    rpc: RPC, model: Model, interface: ModelInterface, batch: SequenceSample, mb_spec: MicroBatchSpec
+    rpc: RPC,
+    model: Model,
+    interface: ModelInterface,
+    batch: SequenceSample,
+    mb_spec: MicroBatchSpec,
+    graph: DataflowGraph | None = None,
 ) -> tuple[SequenceSample, dict[str, float]]:
     """Execute one RPC: pass only the declared inputs and accept only the declared outputs.
 
-    With several ranks, rank 0 alone calls an interface that needs no model, and broadcasts the result.
+    With several ranks, rank 0 alone calls an interface that needs no model, on the whole batch, and broadcasts the
+    result.
+
+    Args:
+        rpc: the RPC.
+        model: model of its role.
+        interface: interface of its role.
+        batch: batch with at least the inputs of the RPC.
+        mb_spec: token budget of a forward pass.
+        graph: graph of the RPC, for messages.
 
     Returns:
         The batch with the outputs merged in, and the metrics (of a train_step).
 
     Raises:
-        ValueError: the interface returned other keys or other prompts than declared.
+        ValueError: the interface returned other keys or other prompts than declared, or reads a key that the RPC does
+            not declare.
         RunError: a device is out of memory.
     """
     make = partial(method_of(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
-    with memory_limited(f"RPC {rpc.name!r}", _less_memory(rpc, mb_spec)):
+    with memory_limited(f"RPC {rpc.name!r}", _less_memory(rpc, mb_spec)), _missing_keys_explained(rpc, graph):
         result = make() if interface.needs_engine else current().lead(make)
     if rpc.method == "train_step":
         model.advance()
         return batch, stat_values(result)
+    declared = {*rpc.outputs, *(ours for ours, theirs in rpc.rename.items() if theirs in rpc.outputs)}
+    result = result.select(result.keys - (interface.keys(rpc.method).reports - declared))
     result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
     if result.keys != set(rpc.outputs):
         raise ValueError(f"RPC {rpc.name!r} returned keys {sorted(result.keys)}, but declares {sorted(rpc.outputs)}")
     return batch.merge(result), {}
+
+
+@contextmanager
+def _missing_keys_explained(rpc: RPC, graph: DataflowGraph | None) -> Iterator[None]:
+    """Add the RPC, its role and the cure to the message about a key that the RPC does not declare as an input."""
+    own = {theirs: ours for ours, theirs in rpc.rename.items()}
+    given = {own.get(key, key) for key in rpc.inputs}
+    try:
+        yield
+    except MissingKeyError as error:
+        if error.key not in given:  # else the interface removed the key
+            cure = _cure(rpc, error.key, graph)
+            error.args = (
+                f"RPC {rpc.name!r} ({rpc.method} of role {rpc.model!r}) reads key {error.key!r}, which is not one of "
+                f"its inputs ({', '.join(sorted(given)) or 'none'}). {cure}",
+            )
+        raise
+
+
+def _cure(rpc: RPC, key: str, graph: DataflowGraph | None) -> str:
+    add = f"Add {key!r} to the inputs of RPC {rpc.name!r}."
+    if graph is None:
+        return add
+    if key in graph.producers:
+        return f"RPC {graph.producers[key]!r} writes it. {add}"
+    if key in graph.dataset_keys:
+        return f"The dataset has it. {add}"
+    known = sorted({*graph.producers, *graph.dataset_keys})
+    return f"No RPC and no dataset provides it (keys of the graph: {', '.join(known) or 'none'})."
 
 
 def is_stale(batch: SequenceSample, version: int) -> bool:

@@ -18,8 +18,8 @@ class Datasets:
     """The datasets of a run."""
 
     training: Dataset
-    held_out: Dataset | None
-    """Rows of the evaluation; None without one."""
+    held_out: Mapping[str, Dataset]
+    """Rows of each evaluation, by config key (`Experiment.all_evaluations`)."""
     calibration: Dataset | None
     """Prompts of the calibration; None without one."""
 
@@ -39,11 +39,11 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
     return Datasets(training, _held_out(experiment, models), calibration_data)
 
 
-def _held_out(experiment: Experiment, models: Mapping[str, Model]) -> Dataset | None:
-    if (evaluation := experiment.evaluation) is None:
-        return None
-    found = evaluation.data.load(models[evaluation.role].tokenizer)
-    check_positions(found, evaluation.longest_response, models, [evaluation.role], "evaluation.data")
+def _held_out(experiment: Experiment, models: Mapping[str, Model]) -> dict[str, Dataset]:
+    found = {}
+    for where, evaluation in experiment.all_evaluations.items():
+        found[where] = evaluation.data.load(models[evaluation.role].tokenizer)
+        check_positions(found[where], evaluation.longest_response, models, [evaluation.role], f"{where}.data")
     return found
 
 

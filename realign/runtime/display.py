@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from realign.api import DataflowGraph, ModelInterface, Panel
+from realign.api.rewards import NAMED
 
 GENERAL = (
     "response_tokens",
@@ -22,16 +23,27 @@ EVALUATION = "eval/"
 HELD_OUT = "held out"
 
 
-def headline(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> tuple[str, ...]:
-    """Return the metrics of the progress line, most important first, each followed by its held-out value.
+def headline(
+    graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str, sets: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the metrics of the progress line, most important first, each followed by its held-out values.
 
-    The order is: metrics of the leading role, metrics of other trained roles with their prefix, general metrics.
-    Empty if no trained role declares any metric.
+    `sets` are the names of the evaluations (`Experiment.evaluations`).
+
+    The order is: metrics of the leading role, metrics of other trained roles with their prefix, named rewards, general
+    metrics. Empty if no trained role declares any metric.
     """
     names = [f"{prefix}{name}" for prefix, own in _trained(graph, interfaces, lead) for name in own.headline()]
     if not names:
         return ()
-    return tuple(dict.fromkeys(shown for name in (*names, *GENERAL) for shown in (name, f"{EVALUATION}{name}")))
+    names += named_means(graph)
+    prefixes = ["", EVALUATION, *(f"{EVALUATION}{name}/" for name in sets)]
+    return tuple(dict.fromkeys(f"{prefix}{name}" for name in (*names, *GENERAL) for prefix in prefixes))
+
+
+def named_means(graph: DataflowGraph) -> list[str]:
+    """Return the metrics of the named rewards (`rewards/<name>/mean`) that the RPCs of a graph write."""
+    return sorted(f"{key}/mean" for key in graph.producers if key.startswith(NAMED))
 
 
 def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
@@ -57,6 +69,9 @@ def panels(
         name for name in reported if not name.startswith(EVALUATION) and name not in GENERAL and name not in added
     ]
     declared = [Panel("reward per response", {"reward": "training batch (sampled)"})]
+    if means := named_means(graph):
+        labels = {name: name.removeprefix(NAMED).removesuffix("/mean") for name in means}
+        declared.append(Panel("reward of each function", labels))
     for prefix, interface in _trained(graph, interfaces, lead):
         names = interface.headline() or (() if prefix else first_metrics(undeclared, most=6))
         own = interface.panels() or tuple(Panel(name, {name: "training batch"}) for name in names)
@@ -89,13 +104,23 @@ def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Pan
     for panel in charts:
         metrics = dict(panel.metrics)
         for name, label in panel.metrics.items():
-            held_out = f"{EVALUATION}{name}"
-            if held_out in names and held_out not in shown:
-                metrics[held_out] = HELD_OUT if len(panel.metrics) == 1 else f"{label}, {HELD_OUT}"
+            for held_out in names:
+                found_in = _set_of(held_out, name)
+                if found_in is not None and held_out not in shown:
+                    where = f"{HELD_OUT}: {found_in}" if found_in else HELD_OUT
+                    metrics[held_out] = where if len(panel.metrics) == 1 else f"{label}, {where}"
         found.append(Panel(panel.title, metrics))
     shown |= {name for panel in found for name in panel.metrics}
     others = {name: name.removeprefix(EVALUATION) for name in names if name not in shown}
     return (*found, Panel("other held-out metrics", others)) if others else tuple(found)
+
+
+def _set_of(held_out: str, name: str) -> str | None:
+    """Return the evaluation set of which `held_out` is the metric `name` ("" if unnamed); None for another metric."""
+    if not held_out.endswith(f"/{name}"):
+        return None
+    found = held_out.removeprefix(EVALUATION).removesuffix(name).removesuffix("/")
+    return None if "/" in found else found
 
 
 def _trained(

@@ -93,6 +93,8 @@ class Experiment(Settings):
     unfiltered."""
     evaluation: Evaluator | None = None
     """Evaluation on held-out rows before training, every n steps and after training; null disables it."""
+    evaluations: Mapping[str, Evaluator] = field(default_factory=dict)
+    """Further evaluations by name, such as one for each benchmark; their metrics are `eval/<name>/...`."""
     calibration: RewardCalibration | None = None
     """Calibration of a reward model's gain and bias before or after training; null disables it."""
     save_every_steps: Count | None = None
@@ -147,8 +149,12 @@ class Experiment(Settings):
         self.filled_roles: Mapping[str, str] = roles.filled
         """Description of each role that the config does not define and that was added with defaults."""
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
-        if self.evaluation is not None:
-            self.evaluation.check(self.graph, self.models)
+        for where, evaluation in self.all_evaluations.items():
+            try:
+                evaluation.check(self.graph, self.models)
+            except ConfigError as error:
+                error.args = (f"{where}.{error}",)
+                raise
         check_shared(self.models)
         check_syncs(self.graph, self.models, ahead=self.rollout.ahead)
         check_temperatures(self.temperatures)
@@ -178,7 +184,7 @@ class Experiment(Settings):
                 f"keep_saves={self.keep_saves}: it has no effect without save_every_steps. Set save_every_steps, or "
                 "remove keep_saves."
             )
-        if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and self.evaluation is None:
+        if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and not self.all_evaluations:
             raise SettingsError(
                 f"save_best={self.save_best}: the run has no evaluation that measures this metric. Configure an "
                 "evaluation, or choose another metric."
@@ -199,6 +205,8 @@ class Experiment(Settings):
         for key, names in self._named().items():
             for name in names:
                 check_name(f"{key}:", name)
+        for name in self.evaluations:
+            check_name("evaluations:", name)
         for role in self.models:
             if role.removesuffix(AVERAGED) != role and role.removesuffix(AVERAGED) in self.models:
                 raise ConfigError(
@@ -209,9 +217,15 @@ class Experiment(Settings):
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles used by the run: those of the graph, the evaluated role, and the calibration policy."""
-        others = [self.evaluation.role] if self.evaluation is not None else []
+        others = [evaluation.role for evaluation in self.all_evaluations.values()]
         others += [self.calibration.policy] if self.calibration is not None else []
         return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *others]))
+
+    @property
+    def all_evaluations(self) -> dict[str, Evaluator]:
+        """All evaluations by config key: `evaluation`, then `evaluations.<name>`."""
+        unnamed = {} if self.evaluation is None else {"evaluation": self.evaluation}
+        return unnamed | {f"evaluations.{name}": evaluation for name, evaluation in self.evaluations.items()}
 
     @property
     def prompts_at_once(self) -> int:

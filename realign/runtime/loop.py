@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,7 +141,7 @@ class Training:
             console,
             e.name,
             e.steps,
-            headline(e.graph, e.interfaces, lead_role(e)),
+            headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)),
             header=[f"{self.out}   {', '.join(sizes)}".rstrip()],
             added=self.callbacks.metrics,
             activity=doing,
@@ -226,15 +226,14 @@ class Training:
         values |= self.checkpoints.metrics()
         added: dict[str, float] = {}
         try:
-            evaluated = step == steps or self.runtime.evaluation_due(step)
-            if evaluated:
-                values |= self._evaluate(step, added)
+            if due := self.runtime.evaluations_due(step):
+                values |= self._evaluate(step, added, due)
             added |= self.callbacks.after_step(step, steps, values, added)
             if self.fresh and step == 1:
                 self.ranks.lead(self.callbacks.check_reads)
             last = step == steps or self.callbacks.stop is not None
-            if last and not evaluated:
-                values |= self._evaluate(step, added)
+            if last and (left := [where for where in self.experiment.all_evaluations if where not in due]):
+                values |= self._evaluate(step, added, left)
             if last:
                 values |= self._calibrate_after()
             values = self.ranks.broadcast(values | added)  # timings differ between ranks, and `save_best` may use one
@@ -252,9 +251,15 @@ class Training:
         for receiver in self.receivers:
             receiver.log(step, values)
 
-    def _evaluate(self, step: int, added: dict[str, float]) -> dict[str, float]:
-        """Run the evaluation and return its metrics. Adds the metrics of the callbacks to `added`."""
-        measured, self.result.samples = self.runtime.evaluate()
+    def _evaluate(self, step: int, added: dict[str, float], due: Sequence[str] | None = None) -> dict[str, float]:
+        """Run evaluations and return their metrics. Adds the metrics of the callbacks to `added`.
+
+        Args:
+            step: the step.
+            added: metrics of the callbacks, which this extends.
+            due: config keys of the evaluations to run; None runs all of them.
+        """
+        measured, self.result.samples = self.runtime.evaluate(due)
         for record in self.result.samples:
             self.records.eval_samples.write({"step": step, **record})
         if measured:

@@ -31,6 +31,7 @@ from realign.runtime.checks.launch import check_ready, open_interfaces, used_int
 from realign.runtime.checks.ratio import check_ratio
 from realign.runtime.counters import Counters
 from realign.runtime.datasets import load_datasets
+from realign.runtime.evaluation.base import in_set
 from realign.runtime.evaluation.generation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.samples import readable
@@ -94,7 +95,7 @@ class LocalRuntime:
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Execute an RPC ahead of its step; can be called from any thread."""
-        return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)[0]
+        return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch, self.graph)[0]
 
     def _load_models(self) -> dict[str, Model]:
         """Load the model of every role; a runtime with remote models returns proxies."""
@@ -196,7 +197,7 @@ class LocalRuntime:
         if draw:
             model = replace(model, seed=derive_seed(model.seed, "draw", draw))
         with self.watch.doing(f"call {rpc.name!r}", batch, limited=True):
-            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch)
+            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch, self.graph)
         return Made(batch, stats, time.perf_counter() - started)
 
     def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
@@ -214,20 +215,30 @@ class LocalRuntime:
             values["rollout_tokens"] = values.get("rollout_tokens", 0.0) + sampled
             values["rollout_tokens_per_s"] = values["rollout_tokens"] / total
 
-    def evaluation_due(self, step: int) -> bool:
-        """Return whether to evaluate after this step."""
-        evaluation = self.experiment.evaluation
-        return evaluation is not None and step % evaluation.every_steps == 0
+    def evaluations_due(self, step: int) -> list[str]:
+        """Return the config keys of the evaluations to run after this step; all of them after the last step."""
+        found, last = self.experiment.all_evaluations, step == self.experiment.steps
+        return [where for where, evaluation in found.items() if last or step % evaluation.every_steps == 0]
 
-    def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Run the evaluation; return metrics `eval/...` and readable samples, both empty if it is not configured."""
-        evaluation = self.experiment.evaluation
-        if evaluation is None:
-            return {}, []
+    def evaluate(self, due: Sequence[str] | None = None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Run evaluations; return metrics `eval/...` and readable samples, both empty if there are none.
+
+        Args:
+            due: config keys of the evaluations to run; None runs all of them.
+        """
+        values: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
         started = time.perf_counter()
-        with self.watch.doing("evaluation"), memory_limited("evaluation", "Lower evaluation.batch_prompts."):
-            values, scored = evaluation.measure(self, self.datasets.held_out)
-        return values | {"time/evaluation_s": time.perf_counter() - started}, self.readable(scored, 8)
+        for where, evaluation in self.experiment.all_evaluations.items():
+            if due is not None and where not in due:
+                continue
+            name = where.partition(".")[2]
+            with self.watch.doing(where), memory_limited(where, f"Lower {where}.batch_prompts."):
+                measured, scored = evaluation.measure(self, self.datasets.held_out[where])
+            names = in_set(name, measured)
+            values |= {names[metric]: value for metric, value in measured.items()}
+            samples += [({"evaluation": name} if name else {}) | record for record in self.readable(scored, 8)]
+        return values | ({"time/evaluation_s": time.perf_counter() - started} if values else {}), samples
 
     def calibrate(self, when: str) -> dict[str, float]:
         """Run the calibration "before" or "after" training and return its metrics; empty if it is not configured."""

@@ -15,6 +15,7 @@ from realign.engines.training.stepper import REASONS
 from realign.interfaces import grpo, reward_model, sft
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.reference import ReferenceInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import DynamicSampling, Evaluation, Experiment, LossEvaluation, RewardCalibration, run
 from realign.testing import random_batch, random_preferences, train_once
 from tests.config_parts import Bigram, CountThrees, Prompts
@@ -106,6 +107,28 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path):
         assert "step_s" in found
         refuse(unknown(found, ("reward", "ref", "policy")), "a run")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+
+
+def test_every_metric_of_named_rewards_and_evaluation_sets_is_on_the_page(tmp_path):
+    form = "realign.rewards.tags:well_formed"
+    judge = RuleRewardInterface(functions={"form": form, "length": f"{__file__}:length"}, workers=0)
+    interfaces = {"actor": grpo.GRPOActorInterface(generation=GENERATION), "reward": judge}
+    result = run(
+        experiment(
+            tmp_path,
+            graph=grpo.dataflow(interfaces),
+            interfaces=interfaces,
+            models={"actor": Bigram()},
+            evaluations={"easy": Evaluation(Prompts(4), None, GENERATION, pass_at=[1, 4])},
+        )
+    )
+    found = dict.fromkeys(name for record in result.history for name in record if name != "step")
+    assert {"rewards/form/mean", "eval/easy/rewards/length/std", "eval/easy/pass@4", "eval/easy/mean@4"} <= found.keys()
+    refuse(unknown([name.replace("eval/easy/", "eval/") for name in found]), "a run")
+
+
+def length(prompt, response, row):
+    return len(response)
 
 
 def test_every_metric_of_the_engine_is_on_the_page():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
 from realign.errors import ConfigError
@@ -20,7 +20,10 @@ from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface, with_environment
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.reward_model import RewardModelInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.pool.failure_count import Tally
+from realign.rewards.terms import FunctionTerm
 from realign.testing import BigramEngine
 from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
 from tests.tiny import TEXT, tiny_tokenizer
@@ -526,3 +529,49 @@ def test_the_launch_table_says_what_an_episode_is():
         "environment": TOOL,
         "episode": "up to 5 turns of up to 8 tokens each, 40 tokens in all",
     }
+
+
+# --- reward functions on finished episodes ---
+
+
+@pytest.fixture
+def functions(tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text(
+        "def text(prompt, response, row):\n"
+        "    assert prompt == 'abc', prompt\n"
+        "    return len(response)\n"
+        "def alone(prompt, responses, row):\n"
+        "    return [float(responses.count(response) == 1) for response in responses]\n"
+    )
+    terms = {"text": FunctionTerm(f"{path}:text", weight=0.5), "alone": FunctionTerm(f"{path}:alone")}
+    return RuleRewardInterface(functions=terms, workers=0)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_functions_score_whole_episodes_and_their_rewards_are_added_to_those_of_the_environment(functions, dense):
+    row = {"script": [("7\n", 0.25, False, False, {}), WON], "opening": "c"}
+    lines = {"q/0/turn0": "x.", "q/0/turn1": "w.", "q/1/turn0": "x.", "q/1/turn1": "wy."}
+    interface = settings(generation=GenerationConfig(n=2, max_new_tokens=8), reward=functions, dense=dense)
+    interface.open()
+    out = hold(interface, Scripted(lines), batch({"q": row}))
+    interface.close()
+    keys = interface.keys("generate")
+    assert out.keys == keys.writes | keys.reports
+    assert out["rewards/environment"].tolist() == [1.25, 1.25]
+    assert out["rewards/text"].tolist() == [4.0, 5.0]  # turns and observations: "x7\nw" and "x7\nwy"
+    assert out["rewards/alone"].tolist() == [1.0, 1.0]
+    assert total_rewards(out).tolist() == [1.25 + 2 + 1, 1.25 + 2.5 + 1]
+    assert ("dense_rewards" in out) is dense
+
+
+def test_a_graph_with_an_environment_reports_each_reward(functions):
+    interfaces = {"actor": GRPOActorInterface(), "agent": settings(reward=functions)}
+    graph = dataflow(interfaces)
+    assert {"rewards/environment", "rewards/text", "rewards/alone"} <= {*graph.rpcs[0].outputs} & {*graph.results}
+    assert graph.unread() == []
+
+
+def test_a_model_cannot_score_episodes_here():
+    with pytest.raises(ConfigError, match="reward: RewardModelInterface needs a model"):
+        settings(reward=RewardModelInterface())

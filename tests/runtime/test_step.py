@@ -505,8 +505,13 @@ def test_a_response_has_one_length_in_training_and_in_evaluation():
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_graph_without_the_outputs_of_its_reward_is_refused(tmp_path, dense):
     """`dataflow` never builds such a graph, but a custom graph may contradict `interfaces.reward.dense`."""
-    parts = {"actor": PPOActorInterface(generation=GENERATION), "reward": RuleRewardInterface(dense=dense)}
-    other = dataflow(parts | {"reward": RuleRewardInterface(dense=not dense)})
+    parts = {
+        "actor": PPOActorInterface(generation=GENERATION),
+        "reward": RuleRewardInterface("realign.rewards.arithmetic:exact_answer", dense=dense),
+    }
+    other = dataflow(
+        parts | {"reward": RuleRewardInterface("realign.rewards.arithmetic:exact_answer", dense=not dense)}
+    )
     with pytest.raises(ValueError, match=r"interfaces\.reward writes .*RPC 'reward_inf' declares"):
         experiment(tmp_path, interfaces=parts, graph=other)
     assert experiment(tmp_path, interfaces=parts).steps == 3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from realign.rewards.text import shortened, visible
 
@@ -38,23 +38,52 @@ class Problem:
         object.__setattr__(self, "message", visible(shortened(self.message, _LONGEST_MESSAGE)))
 
 
-Answer: TypeAlias = float | list[float] | Problem | None
+Answer: TypeAlias = float | list[float | None] | Problem | None
 
 
-def as_numbers(value: Any, n: int) -> Answer:
-    """Convert a list, a tuple, or a vector of numpy or torch to `n` finite numbers."""
+class Expected(NamedTuple):
+    """What a function must return for one item: one number, or a list of numbers. None is always allowed."""
+
+    n: int | None = None
+    """Length of the list; None: one number."""
+    of: str = "token"
+    """What an element of the list is the reward of: a token of the response, or a response of the item."""
+    gaps: bool = False
+    """Whether an element of the list may be None."""
+
+    def __str__(self) -> str:
+        if self.n is None:
+            return "float | None"
+        where = "of the response" if self.of == "token" else "in the same order"
+        number = "numbers or None" if self.gaps else "numbers"
+        return f"a list of {self.n} {number} (one per {self.of} {where}) | None"
+
+
+ONE = Expected()
+
+
+def as_answer(value: Any, expected: Expected) -> Answer:
+    """Convert the return value of a reward function to what is expected, or to a failure."""
+    return as_number(value) if expected.n is None else as_numbers(value, expected)
+
+
+def as_numbers(value: Any, expected: Expected) -> Answer:
+    """Convert a list, a tuple, or a vector of numpy or torch to finite numbers, one per element."""
     if value is None:
         return None
-    expected = f"a list of {n} numbers (one per token of the response) | None"
     found = value.tolist() if getattr(value, "ndim", None) == 1 else value
     if not isinstance(found, list | tuple):
-        return _nonsense(value, "is not a list", expected)
-    if len(found) != n:
-        return _nonsense(value, f"has {len(found)} elements", expected)
-    numbers = [as_number(x) for x in found]
-    if bad := [i for i, x in enumerate(numbers) if not isinstance(x, float)]:
-        return _nonsense(value, f"holds {found[bad[0]]!r} for token {bad[0]}, no number finite in float32", expected)
-    return [x for x in numbers if isinstance(x, float)]
+        return _nonsense(value, "is not a list", str(expected))
+    if len(found) != expected.n:
+        return _nonsense(value, f"has {len(found)} elements", str(expected))
+    numbers: list[float | None] = []
+    for place, one in enumerate(found):
+        number = as_number(one)
+        if isinstance(number, Problem) or (number is None and not expected.gaps):
+            why = f"holds {one!r} for {expected.of} {place}, no number finite in float32"
+            return _nonsense(value, why, str(expected))
+        numbers.append(number)
+    return numbers
 
 
 def as_number(value: Any) -> float | Problem | None:
@@ -81,23 +110,23 @@ def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
     return Problem(FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected {expected}")
 
 
-def checked_answers(found: object, tokens: Sequence[int | None]) -> list[Answer] | None:
+def checked_answers(found: object, expected: Sequence[Expected]) -> list[Answer] | None:
     """Check what a worker returned for a chunk, since a reward function can change the code of its worker.
 
     Args:
         found: value that the worker returned. Not trusted, so no method of it is called.
-        tokens: number of tokens of each item of the chunk; None for items with a single reward.
+        expected: expected answer to each item of the chunk.
 
     Returns:
         The answers to the first items of the chunk, at least one; invalid ones are failures. None if `found` is no
         list of answers.
     """
-    if type(found) is not list or not 0 < len(found) <= len(tokens):
+    if type(found) is not list or not 0 < len(found) <= len(expected):
         return None
-    return [_checked(one, n) for one, n in zip(found, tokens, strict=False)]
+    return [_checked(one, wanted) for one, wanted in zip(found, expected, strict=False)]
 
 
-def _checked(found: Any, n: int | None) -> Answer:
+def _checked(found: Any, wanted: Expected) -> Answer:
     if found is None:
         return None
     if type(found) is Problem:
@@ -105,17 +134,21 @@ def _checked(found: Any, n: int | None) -> Answer:
         kind, message = fields.get("kind"), fields.get("message")
         if type(kind) is FailureKind and type(message) is str:
             return Problem(kind, message)
-    elif n is None:
+    elif wanted.n is None:
         if _is_reward(found):
             return float(found)
-    elif type(found) is list and len(found) == n and all(map(_is_reward, found)):
+    elif type(found) is list and len(found) == wanted.n and all(_is_reward(x) or _is_gap(x, wanted) for x in found):
         return list(found)
-    expected = "one finite number" if n is None else f"a list of {n} finite numbers"
+    expected = "one finite number" if wanted.n is None else f"a list of {wanted.n} finite numbers"
     return Problem(
         FailureKind.nonsense,
         f"the worker returned an invalid answer ({type(found).__name__}); expected {expected}. The reward function "
         "probably changes modules of realign.",
     )
+
+
+def _is_gap(value: object, wanted: Expected) -> bool:
+    return value is None and wanted.gaps
 
 
 def _is_reward(value: object) -> bool:

@@ -7,7 +7,7 @@ fail a whole call. That call must not count as a whole batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -18,16 +18,15 @@ class Tally:
     def __init__(self, parts: int) -> None:
         """Create a tally for batches that are scored in `parts` calls."""
         self.parts = parts
-        self._past: deque[int] = deque(maxlen=max(0, parts - 1))
+        self._past: dict[Hashable, deque[int]] = {}
 
-    def add(self, failures: int) -> None:
-        """Add the number of failures of a finished call."""
-        self._past.append(failures)
+    def add(self, failures: int, of: Hashable = None) -> None:
+        """Add the number of failures of a finished call of `of`, such as one of several reward functions."""
+        self._past.setdefault(of, deque(maxlen=max(0, self.parts - 1))).append(failures)
 
-    @property
-    def failures(self) -> int:
-        """Failures of the last `parts - 1` calls; the current call completes the batch."""
-        return sum(list(self._past))
+    def failures(self, of: Hashable = None) -> int:
+        """Return the failures of the last `parts - 1` calls of `of`; the current call completes the batch."""
+        return sum(list(self._past.get(of, ())))
 
     @contextmanager
     def counting(self) -> Iterator[None]:

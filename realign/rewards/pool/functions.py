@@ -8,24 +8,46 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeAlias
 
 from realign.errors import ConfigError
 from realign.rewards.pool.http import HttpReward
 
-RewardFunction: TypeAlias = Callable[[str, str, dict[str, Any]], float | None]
-DenseRewardFunction: TypeAlias = Callable[[str, str, dict[str, Any], list[str]], Sequence[float] | None]
-ARGUMENTS = ("prompt", "response", "row")
-DENSE_ARGUMENTS = (*ARGUMENTS, "tokens")
+RewardFunction: TypeAlias = Callable[..., Any]
+"""A function with the arguments of one `Scope`; `def` or `async def`."""
+
+
+class Scope(StrEnum):
+    """How many responses a reward function scores in one call; the names of its arguments declare it."""
+
+    response = "response"
+    """One response: `(prompt, response, row) -> float | None`."""
+    group = "group"
+    """All responses to one prompt: `(prompt, responses, row) -> list[float | None]`."""
+    batch = "batch"
+    """All responses of the batch: `(prompts, responses, rows) -> list[float | None]`, one element per response."""
+
+
+ARGUMENTS: Mapping[Scope, tuple[str, ...]] = MappingProxyType(
+    {
+        Scope.response: ("prompt", "response", "row"),
+        Scope.group: ("prompt", "responses", "row"),
+        Scope.batch: ("prompts", "responses", "rows"),
+    }
+)
+"""Positional arguments of a reward function of each scope."""
+DENSE_ARGUMENTS = (*ARGUMENTS[Scope.response], "tokens")
+_PLURALS = {"prompts", "responses", "rows"}
 
 _FORMS = "'package.module:function', 'path/to/file.py:function'"
 
 
-def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Callable[..., Any]:
+def load_function(name: str, *, dense: bool = False, check: bool = True) -> Callable[..., Any]:
     """Import the reward function called `name`.
 
     A file is imported once per process, under a unique module name. It therefore needs no package and may have the name
@@ -34,19 +56,20 @@ def load_function(name: str, arguments: Sequence[str] | None = ARGUMENTS) -> Cal
 
     Args:
         name: name of the function.
-        arguments: names of the arguments that the function must accept; None skips the check.
+        dense: whether the function must accept the tokens of the response (`DENSE_ARGUMENTS`).
+        check: whether to check the function's arguments.
 
     An exception that the module raises on import propagates, with a note that names the function.
 
     Raises:
         ConfigError: the module, file or function does not exist (the message lists existing and similar names), or the
-            function does not accept `arguments`.
+            function does not accept the arguments of its scope.
     """
     if "://" in name:
         return HttpReward(name)
     function: Callable[..., Any] = load_object(name, "reward function", f"{_FORMS} or 'http://host:port/path'")
-    if arguments is not None:
-        check_function(function, name, arguments)
+    if check:
+        check_function(function, name, dense=dense)
     return function
 
 
@@ -84,8 +107,33 @@ def load_object(name: str, kind: str, forms: str) -> Any:
     return found
 
 
-def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENTS) -> None:
-    """Raise ConfigError if `function` cannot be called with these positional arguments."""
+def is_async(function: Any) -> bool:
+    """Return whether calling the function returns a coroutine: an `async def`, or an object with such a `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def scope_of(function: Any, name: str) -> Scope:
+    """Return the scope that the names of the function's arguments declare; other names mean one response.
+
+    Raises:
+        ConfigError: singular and plural names are mixed.
+    """
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return Scope.response  # some functions written in C have no signature
+    declared = next((s for s in (Scope.group, Scope.batch) if names[:3] == ARGUMENTS[s]), None)
+    if declared is None and _PLURALS & set(names[:3]):
+        forms = ", ".join(f"({', '.join(arguments)}) for one {scope}" for scope, arguments in ARGUMENTS.items())
+        raise ConfigError(
+            f"reward function {name!r} takes ({', '.join(names)}). The names of the first three arguments declare what "
+            f"it scores: {forms}."
+        )
+    return declared or Scope.response
+
+
+def check_function(function: Any, name: str, *, dense: bool = False) -> None:
+    """Raise ConfigError if `function` cannot be called with the positional arguments of its scope."""
     if isinstance(function, type) or not callable(function):
         raise ConfigError(f"reward function {name!r} is a {type(function).__name__}; expected a function.")
     home = str(getattr(function, "__module__", None) or "").split(".")[0]
@@ -94,8 +142,11 @@ def check_function(function: Any, name: str, arguments: Sequence[str] = ARGUMENT
             f"reward function {name!r} is in Python's standard library, which contains none. Use a function of a "
             "separate file."
         )
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward function {name!r} is async. Define it with `def`, so that it returns a number.")
+    if dense and is_async(function):
+        raise ConfigError(
+            f"reward function {name!r} is async, which dense rewards do not support. Define it with `def`."
+        )
+    arguments: Sequence[str] = DENSE_ARGUMENTS if dense else ARGUMENTS[scope_of(function, name)]
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

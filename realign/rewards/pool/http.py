@@ -93,12 +93,16 @@ class HttpReward:
         asked = {"prompt": prompt, "response": response, "row": row}
         if tokens is not None:
             asked["tokens"] = tokens
+        return self._field("reward", asked, '{"reward": number}')
+
+    def _field(self, name: str, asked: dict[str, Any], expected: str) -> Any:
+        """Post `asked` as JSON, and return the field `name` of the answer; `expected` describes the answer."""
         answer = self._post(json.dumps(asked, default=str).encode())
         try:
-            return json.loads(answer)["reward"]
+            return json.loads(answer)[name]
         except (ValueError, KeyError, TypeError) as error:
             shown = self._hidden(repr(answer[:200]))
-            raise RuntimeError(f'{masked(self.url)} answered {shown}; expected {{"reward": number}}') from error
+            raise RuntimeError(f"{masked(self.url)} answered {shown}; expected {expected}") from error
 
     def _post(self, body: bytes) -> bytes:
         request = Request(self._target, body, {"Content-Type": "application/json"}, method="POST")
@@ -135,6 +139,33 @@ class HttpReward:
             for form in {secret, quote(secret, safe=""), quote(secret)} - {""}:
                 text = text.replace(form, "***")
         return visible(text)
+
+
+@dataclass(frozen=True)
+class OpenRlhfReward(HttpReward):
+    """A reward function that queries a remote reward server of OpenRLHF, with one request per group of responses.
+
+    The request is `{"query": [prompt + response, ...], "prompts": [prompt, ...], "labels": [label, ...]}`. The expected
+    answer is `{"rewards": [number, ...]}`, one per query, with null for no reward. Further fields of the answer
+    (`scores`, `extra_logs`) are ignored. Connections follow the rules of `HttpReward`.
+    """
+
+    label_column: str | None = None
+    """Column of the row with the label; None sends null."""
+
+    def __call__(self, prompt: str, responses: list[str], row: dict[str, Any]) -> Any:  # type: ignore[override]
+        """Return the rewards from the server unchecked; the reward workers check that they are numbers.
+
+        Raises:
+            Unreachable: the server did not answer.
+            KeyError: the row has no column `label_column`.
+            RuntimeError: the server rejected the request, or its answer has another format.
+        """
+        if self.label_column is not None and self.label_column not in row:
+            raise KeyError(f"label_column={self.label_column}: the row has only {', '.join(map(str, row))}")
+        n, label = len(responses), None if self.label_column is None else row[self.label_column]
+        asked = {"query": [prompt + text for text in responses], "prompts": [prompt] * n, "labels": [label] * n}
+        return self._field("rewards", asked, '{"rewards": [number, ...]}')
 
 
 @functools.cache

@@ -6,6 +6,7 @@ memory limit (`pebble`). A failed item has a message with the reason and does no
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -16,28 +17,29 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from realign.errors import ConfigError, RewardError, TransientError
-from realign.rewards.pool.answers import FailureKind, Problem
+from realign.rewards.pool.answers import Expected, FailureKind, Problem
 from realign.rewards.pool.failure_count import present_tally
 from realign.rewards.pool.functions import (
-    ARGUMENTS,
-    DENSE_ARGUMENTS,
-    DenseRewardFunction,
     RewardFunction,
+    Scope,
     check_function,
+    is_async,
     load_function,
+    scope_of,
 )
 from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.limits import Limits, limits_memory, secret_variables
 from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.timeouts import patient
 from realign.rewards.pool.urls import masked
-from realign.rewards.pool.worker import Item, answer
+from realign.rewards.pool.worker import Concurrency, Item, answer, answer_concurrently
 from realign.rewards.text import headline
-from realign.settings import Fraction, NonNegative, NonNegativeInt, Positive, checked
+from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,10 @@ _ASKED = 0.9
 
 @dataclass(frozen=True)
 class Failure:
-    """An item without reward: its index in the call of `score`, the kind of failure, and a traceback or explanation."""
+    """A response without reward: its index in the call of `score`, the kind of failure, and a traceback or explanation.
+
+    If a call for several responses fails, each of them has a failure.
+    """
 
     index: int
     kind: FailureKind
@@ -72,8 +77,9 @@ class RewardResults(Generic[Value]):
 class RewardPool:
     """Worker processes for one reward function `(prompt, response, row) -> float | None`.
 
-    With `dense` the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per
-    token, or None.
+    A function may also score all responses to a prompt, or all responses of the batch, in one call; see `Scope`. With
+    `dense` the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per token, or
+    None. An `async def` function is called several times concurrently in each worker.
 
     The workers start at the first `score` and run until `close`, the end of a `with` block, or the end of this process.
     They import the function again, but not this process's main script, unless it defines the function. A script
@@ -86,7 +92,8 @@ class RewardPool:
     Args:
         function: `package.module:function`, `path/to/file.py:function`, a URL, or a callable that can be pickled.
         workers: number of processes; 0 runs the function in this process.
-        timeout_s: time limit of one item in seconds, after which its worker is stopped. Accurate to about 0.2 s.
+        timeout_s: time limit of one call in seconds, after which its worker is stopped. Accurate to about 0.2 s. The
+            call of an `async def` function is cancelled, and its worker is stopped 5 s later if it still runs.
         memory_mb: address space in MiB that a worker may use, in addition to its usage after importing the function;
             None sets no limit. Linux only; ignored with a warning on other platforms.
         max_failed_fraction: `score` raises once more than this fraction of its items has failed. If a batch is scored
@@ -98,6 +105,7 @@ class RewardPool:
             limit.
         open_files: number of file descriptors of a worker; None keeps the system's limit.
         keep_environment: variables that the workers inherit although they look like secrets (`secret_variables`).
+        concurrency: concurrent calls of an `async def` function, over all workers; ignored for other functions.
 
     Raises:
         ConfigError: the function does not exist or is unusable, or a setting is out of range (`SettingsError`).
@@ -106,7 +114,7 @@ class RewardPool:
 
     def __init__(
         self,
-        function: str | RewardFunction | DenseRewardFunction,
+        function: str | RewardFunction,
         *,
         workers: int,
         timeout_s: float,
@@ -117,10 +125,12 @@ class RewardPool:
         cpu_s: float | None = None,
         open_files: int | None = None,
         keep_environment: Sequence[str] = (),
+        concurrency: int = 32,
     ) -> None:
         checked("workers", workers, NonNegativeInt)
         checked("timeout_s", timeout_s, Positive)
         checked("patience_s", patience_s, NonNegative)
+        checked("concurrency", concurrency, Count)
         checked("max_failed_fraction", max_failed_fraction, Fraction)
         self.limits = Limits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == "pebble_pool_worker":
@@ -128,30 +138,39 @@ class RewardPool:
                 "the file of the reward function starts a reward pool when a worker imports it. Put that part under "
                 "`if __name__ == '__main__':`."
             )
-        arguments = DENSE_ARGUMENTS if dense else ARGUMENTS
         source: str | bytes = b""
-        if isinstance(function, str):
-            self._function = load_function(function, arguments)
-            self.name = masked(function)
-            source = function
-            if isinstance(self._function, HttpReward):
-                self._function.reach()
-                self._function = replace(self._function, within_s=_ASKED * timeout_s)
-                source = pickle.dumps(self._function)
+        self._function: RewardFunction = load_function(function, dense=dense) if isinstance(function, str) else function
+        if isinstance(self._function, HttpReward):
+            self.name = masked(self._function.url)
+            self._function.reach()
+            self._function = replace(self._function, within_s=_ASKED * timeout_s)
+            source = pickle.dumps(self._function)
+        elif isinstance(function, str):
+            self.name = source = function
         else:
             self.name = getattr(function, "__qualname__", type(function).__qualname__)
-            self._function = function
-            check_function(function, self.name, arguments)
+            check_function(function, self.name, dense=dense)
             if workers:
                 source = _pickled_function(function, self.name)
+        self.scope = scope_of(self._function, self.name)
+        """How many responses the function scores in one call."""
         self.max_failed_fraction = max_failed_fraction
         self.patience_s = patience_s
         self._shown: set[FailureKind] = set()
         self._alone = threading.Lock()
+        self._runner: asyncio.Runner | None = None  # event loop of an `async def` function in this process
+        self._concurrency = (
+            Concurrency(-(-concurrency // max(1, workers)), timeout_s) if is_async(self._function) else None
+        )
         self._processes: WorkerProcesses | None = None
         if workers:
             self._processes = WorkerProcesses(
-                self.name, source, workers=workers, timeout_s=timeout_s, limits=self.limits
+                self.name,
+                source,
+                workers=workers,
+                timeout_s=timeout_s,
+                limits=self.limits,
+                concurrency=self._concurrency,
             )
             if memory_mb is not None and not limits_memory():
                 logger.warning(
@@ -170,25 +189,72 @@ class RewardPool:
         """Stop the workers immediately, even during a call. A later `score` starts new workers."""
         if self._processes is not None:
             self._processes.close()
+        if self._alone.acquire(blocking=False):  # else a call in this process still uses the event loop
+            try:
+                if self._runner is not None:
+                    self._runner.close()
+                    self._runner = None
+            finally:
+                self._alone.release()
 
     def score(
-        self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        groups: Sequence[int] | None = None,
     ) -> RewardResults[float]:
-        """Score all items; item i is `prompts[i], responses[i], rows[i]`.
+        """Score all responses; response i is `responses[i]`, to `prompts[i]` of `rows[i]`.
 
-        A reward is a bool, an int, a float, or a scalar of numpy or torch, finite in float32. If an item ends its
-        worker, the other items of its chunk are scored again.
+        A reward is a bool, an int, a float, or a scalar of numpy or torch, finite in float32. If a call ends its
+        worker, the other calls of its chunk are made again.
+
+        Args:
+            prompts: prompt of each response.
+            responses: the responses.
+            rows: row of the data of each response.
+            groups: number of the prompt of each response; responses to one prompt are consecutive. None: each response
+                has a prompt of its own. Only functions of scope `group` use it.
 
         Raises:
-            ValueError: the three sequences have different lengths.
-            RewardError: more than `max_failed_fraction` of the items failed, or the workers keep dying.
-            TransientError: more than `max_failed_fraction` of the items failed, all because a server was unreachable.
+            ValueError: the sequences have different lengths.
+            RewardError: more than `max_failed_fraction` of the responses failed, or the workers keep dying.
+            TransientError: more than `max_failed_fraction` of the responses failed, all because a server was
+                unreachable.
         """
         if not len(prompts) == len(responses) == len(rows):
             raise ValueError(
                 f"{len(prompts)} prompts, {len(responses)} responses and {len(rows)} rows: the numbers must be equal."
             )
-        return self._score([(p, r, dict(row)) for p, r, row in zip(prompts, responses, rows, strict=True)])
+        if groups is not None and len(groups) != len(responses):
+            raise ValueError(f"{len(responses)} responses and {len(groups)} groups: the numbers must be equal.")
+        members = self._members(len(responses), groups)
+        items = [self._item(places, prompts, responses, rows) for places in members]
+        return self._score(items, members)
+
+    def _members(self, n: int, groups: Sequence[int] | None) -> list[list[int]]:
+        """Return the indices of the responses that each call scores."""
+        if self.scope is Scope.batch:
+            return [list(range(n))] if n else []
+        if self.scope is Scope.group and groups is not None:
+            return [list(places) for _, places in groupby(range(n), key=groups.__getitem__)]
+        return [[i] for i in range(n)]
+
+    def _item(
+        self,
+        places: Sequence[int],
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> Item:
+        """Return the call that scores the responses at these indices."""
+        first = places[0]
+        if self.scope is Scope.response:
+            return Item((prompts[first], responses[first], dict(rows[first])))
+        texts, expected = [responses[i] for i in places], Expected(len(places), "response", gaps=True)
+        if self.scope is Scope.group:
+            return Item((prompts[first], texts, dict(rows[first])), expected)
+        return Item(([prompts[i] for i in places], texts, [dict(rows[i]) for i in places]), expected)
 
     def score_tokens(
         self,
@@ -208,27 +274,35 @@ class RewardPool:
         counts = {len(x) for x in (prompts, responses, rows, tokens)}
         if len(counts) > 1:
             raise ValueError(f"prompts, responses, rows and tokens have different lengths: {sorted(counts)}.")
-        items = zip(prompts, responses, rows, tokens, strict=True)
-        return self._score([(p, r, dict(row), t) for p, r, row, t in items])
+        asked = zip(prompts, responses, rows, tokens, strict=True)
+        items = [Item((p, r, dict(row), t), Expected(len(t))) for p, r, row, t in asked]
+        return self._score(items, [[i] for i in range(len(items))])
 
-    def _score(self, items: Sequence[Item]) -> RewardResults[Any]:
-        values: list[Any] = [None] * len(items)
+    def _score(self, items: Sequence[Item], members: Sequence[Sequence[int]]) -> RewardResults[Any]:
+        """Score the items; `members` are the indices of the responses of each item."""
+        n = sum(map(len, members))
+        values: list[Any] = [None] * n
         failures: list[Failure] = []
         tally = present_tally()
-        whole = tally.parts * len(items)
+        whole, answered = tally.parts * n, 0
         least = 2 * self._processes.workers if self._processes else 1
         asked = patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
         with closing(asked) as answers:
-            for answered, (index, found) in enumerate(answers, 1):
+            for index, found in answers:
+                places = members[index]
+                answered += len(places)
                 if not isinstance(found, Problem):
-                    values[index] = found
+                    of_responses = found if self.scope is not Scope.response and isinstance(found, list) else None
+                    for number, place in enumerate(places):
+                        values[place] = found if of_responses is None else of_responses[number]
                     continue
-                failures.append(Failure(index, found.kind, found.message + self._withheld(found.message)))
+                message = found.message + self._withheld(found.message)
+                failures += [Failure(place, found.kind, message) for place in places]
                 self._show(failures[-1])
-                before = tally.failures  # read now, since other parts of the batch may have finished
+                before = tally.failures(self)  # read now, since other parts of the batch may have finished
                 if before + len(failures) > self.max_failed_fraction * whole:
-                    raise self._too_many(failures, answered, len(items), before, whole)
-        tally.add(len(failures))
+                    raise self._too_many(failures, answered, n, before, whole)
+        tally.add(len(failures), self)
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
 
     def _answers(self, items: Sequence[Item]) -> Answers:
@@ -271,6 +345,15 @@ class RewardPool:
         )
 
     def _inline(self, items: Sequence[Item]) -> Answers:
+        if self._concurrency is not None:
+            start = 0
+            while start < len(items):
+                with self._alone:
+                    self._runner = self._runner or asyncio.Runner()
+                    found_all = self._runner.run(answer_concurrently(self._function, items[start:], self._concurrency))
+                yield from enumerate(found_all, start)
+                start += len(found_all)
+            return
         for index, item in enumerate(items):
             with self._alone:
                 found = answer(self._function, item)

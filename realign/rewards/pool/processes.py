@@ -19,11 +19,11 @@ from typing import TypeAlias
 from pebble import ProcessExpired, ProcessPool
 
 from realign.errors import RewardError
-from realign.rewards.pool.answers import Answer, FailureKind, Problem, checked_answers
+from realign.rewards.pool.answers import Answer, Expected, FailureKind, Problem, checked_answers
 from realign.rewards.pool.limits import Limits
 from realign.rewards.pool.memory_watch import KEPT, RETIRED
 from realign.rewards.pool.spawn import SpawnKept, SpawnWithoutMain
-from realign.rewards.pool.worker import Item, answer_some, start_worker
+from realign.rewards.pool.worker import Concurrency, Item, answer_some, answer_some_async, start_worker
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,12 @@ Answers: TypeAlias = Generator[tuple[int, Answer], None, None]
 _SLICE_S = 0.1
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 128
+# A chunk for an `async def` function has this many times the items that a worker answers at a time.
+_ROUNDS = 4
 # Seconds that a worker may take to start and import the function before the pool counts as stuck.
 _START_S = 120.0
+# Seconds that an `async def` function has to end after its cancellation, before its worker is stopped.
+_GRACE_S = 5.0
 _RESTARTS = 3
 
 
@@ -47,14 +51,25 @@ class WorkerProcesses:
         workers: number of processes.
         timeout_s: deadline of one item in seconds.
         limits: resource limits of each process.
+        concurrency: how each process calls an `async def` function; None for other functions.
     """
 
-    def __init__(self, name: str, source: str | bytes, *, workers: int, timeout_s: float, limits: Limits) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: str | bytes,
+        *,
+        workers: int,
+        timeout_s: float,
+        limits: Limits,
+        concurrency: Concurrency | None = None,
+    ) -> None:
         self.name = name
         self.source = source
         self.workers = workers
         self.timeout_s = timeout_s
         self.limits = limits
+        self.concurrency = concurrency
         self._leak_logged = False
         self._lock = threading.Lock()  # guards the attributes below
         self._closed = 0
@@ -95,8 +110,8 @@ class WorkerProcesses:
             except Exception as error:
                 pickled.append(b"")
                 yield index, Problem(FailureKind.exception, f"the row cannot be sent to a worker process: {error!r}")
-        tokens = [len(item[3]) if len(item) == 4 else None for item in items]
-        todo = _Todo(sendable, self.workers)
+        expected = [item.expected for item in items]
+        todo = _Todo(sendable, self.workers, 0 if self.concurrency is None else self.concurrency.calls)
         running: dict[Future[object], list[int]] = {}
         restarts = retired = 0
         try:
@@ -120,7 +135,7 @@ class WorkerProcesses:
                         retired += 1
                         todo.again(members)
                         continue
-                    answers = self._answers_of(future, [tokens[i] for i in members])
+                    answers = self._answers_of(future, [expected[i] for i in members])
                     if answers is None:
                         todo.suspect(members)
                         continue
@@ -148,12 +163,14 @@ class WorkerProcesses:
             return self._pool
 
     def _submit(self, pool: ProcessPool, pickled: list[bytes]) -> Future[object]:
-        deadline = self.timeout_s if len(pickled) == 1 else self.timeout_s + _SLICE_S
+        deadline = self._deadline_s(len(pickled))
+        work: Callable[..., object] = answer_some
+        how: tuple[object, ...] = (self.source, pickled, _SLICE_S, self.limits.cpu_s)
+        if self.concurrency is not None:
+            work, how = answer_some_async, (self.source, pickled, self.concurrency, self.limits.cpu_s)
         try:
             with self._lock:  # add no future while the workers are being stopped
-                future: Future[object] = pool.schedule(
-                    answer_some, (self.source, pickled, _SLICE_S, self.limits.cpu_s), timeout=deadline
-                )
+                future: Future[object] = pool.schedule(work, how, timeout=deadline)
                 self._futures.add(future)
         except RuntimeError as error:  # the pool broke; `_wait` raises the error
             broken: Future[object] = Future()
@@ -162,8 +179,14 @@ class WorkerProcesses:
         future.add_done_callback(self._futures.discard)
         return future
 
+    def _deadline_s(self, items: int) -> float:
+        """Return the seconds after which the worker of a chunk is stopped."""
+        if self.concurrency is None:
+            return self.timeout_s + (0.0 if items == 1 else _SLICE_S)
+        return _GRACE_S + self.timeout_s * (1 if items == 1 else 2)  # the last call may start after `timeout_s`
+
     def _wait(self, running: Iterable[Future[object]]) -> set[Future[object]]:
-        patience, began = self.timeout_s + _START_S, time.monotonic()
+        patience, began = self._deadline_s(2) + _START_S, time.monotonic()
         done: set[Future[object]] = set()
         while not done:
             # items of other callers may be first in the queue, so their answers count as progress too
@@ -193,17 +216,17 @@ class WorkerProcesses:
             )
         return True
 
-    def _answers_of(self, future: Future[object], tokens: Sequence[int | None]) -> list[Answer] | None:
+    def _answers_of(self, future: Future[object], expected: Sequence[Expected]) -> list[Answer] | None:
         """Return the answers of a chunk; None if it failed and the item at fault is unknown.
 
         Args:
             future: a finished chunk.
-            tokens: number of tokens of each item of the chunk; None for items with a single reward.
+            expected: expected answer to each item of the chunk.
         """
         error = future.exception()
-        single = len(tokens) == 1
+        single = len(expected) == 1
         if error is None:
-            answers = checked_answers(future.result(), tokens)
+            answers = checked_answers(future.result(), expected)
             if answers is None and single:
                 return [Problem(FailureKind.nonsense, "the worker returned no list of answers")]
             return answers
@@ -236,11 +259,13 @@ class WorkerProcesses:
 class _Todo:
     """Queue of the items to send, with the size of the next chunk."""
 
-    def __init__(self, indices: Iterable[int], workers: int) -> None:
+    def __init__(self, indices: Iterable[int], workers: int, calls: int = 0) -> None:
+        """Create the queue; `calls` is how many items of a chunk a worker answers at a time, 0 for one by one."""
         self.queue = deque(indices)
         self.alone: deque[int] = deque()
         self.workers = workers
-        self.chunk = _FIRST_CHUNK
+        self.chunk = max(_FIRST_CHUNK, _ROUNDS * calls)
+        self.largest = max(_LARGEST_CHUNK, _ROUNDS * calls)
 
     def __bool__(self) -> bool:
         return bool(self.queue or self.alone)
@@ -270,7 +295,7 @@ class _Todo:
         if n < len(members):
             self.chunk = n
         elif len(members) > 1:
-            self.chunk = min(2 * self.chunk, _LARGEST_CHUNK)
+            self.chunk = min(2 * self.chunk, self.largest)
 
 
 def _stop_pool(pool: ProcessPool) -> None:

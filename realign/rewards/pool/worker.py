@@ -5,6 +5,7 @@ Imports only light modules, so that a worker starts as fast as the user's functi
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import multiprocessing
@@ -17,35 +18,84 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import connection
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-from realign.rewards.pool.answers import Answer, FailureKind, Problem, as_number, as_numbers
+from realign.rewards.pool.answers import ONE, Answer, Expected, FailureKind, Problem, as_answer
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
 from realign.rewards.pool.keeper import keeper_sentinels
 from realign.rewards.pool.limits import Limits, allow_cpu, drop_secrets, limit_process
 from realign.rewards.pool.memory_watch import retire, watch
 
-Item: TypeAlias = tuple[str, str, dict[str, Any]] | tuple[str, str, dict[str, Any], list[str]]
-"""Prompt, response and row. With the tokens of the response, the function must return one number per token."""
+
+class Item(NamedTuple):
+    """One call of a reward function: its positional arguments, and what it must return."""
+
+    arguments: tuple[Any, ...]
+    expected: Expected = ONE
+
+
+class Concurrency(NamedTuple):
+    """How a worker calls an `async def` function."""
+
+    calls: int
+    """Calls at a time."""
+    timeout_s: float
+    """Time limit of one call, after which it is cancelled. After the same time, a chunk starts no further call."""
 
 
 def answer(function: Callable[..., Any], item: Item) -> Answer:
     """Call the function on one item. Every outcome except the end of the process becomes an `Answer`."""
     try:
-        value = function(*item)
-        return as_numbers(value, len(item[3])) if len(item) == 4 else as_number(value)
-    except MemoryError as error:
+        return as_answer(function(*item.arguments), item.expected)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # includes SystemExit: sys.exit fails only this item
+        return _problem(error)
+
+
+async def answer_concurrently(
+    function: Callable[..., Any], items: Sequence[Item], how: Concurrency, cpu_s: float | None = None
+) -> list[Answer]:
+    """Call an `async def` function on the items, several at a time. Answers at least one item, but maybe not all.
+
+    Returns:
+        The answers to the first items, in order.
+    """
+    loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(how.calls)
+    stop = loop.time() + how.timeout_s
+    tasks: list[asyncio.Task[Answer]] = []
+    for item in items:
+        await slots.acquire()
+        if tasks and loop.time() > stop:
+            break
+        allow_cpu(cpu_s)
+        tasks.append(asyncio.create_task(_awaited(function, item, how.timeout_s)))
+        tasks[-1].add_done_callback(lambda _: slots.release())
+    return list(await asyncio.gather(*tasks))
+
+
+async def _awaited(function: Callable[..., Any], item: Item, timeout_s: float) -> Answer:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return as_answer(await function(*item.arguments), item.expected)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            return Problem(FailureKind.timeout, f"no answer within timeout_s={timeout_s} s; the call was cancelled")
+        return _problem(error)
+
+
+def _problem(error: BaseException) -> Problem:
+    if isinstance(error, Unreachable):
+        return Problem(FailureKind.unreachable, str(error))
+    if isinstance(error, MemoryError):
         # Free the objects of the dead frames first; otherwise there may be no memory to format the error.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         return Problem(FailureKind.memory, _describe(error))
-    except KeyboardInterrupt:
-        raise
-    except Unreachable as error:
-        return Problem(FailureKind.unreachable, str(error))
-    except BaseException as error:  # includes SystemExit: sys.exit fails only this item
-        return Problem(FailureKind.exception, _describe(error))
+    return Problem(FailureKind.exception, _describe(error))
 
 
 def _describe(error: BaseException) -> str:
@@ -59,7 +109,13 @@ def _describe(error: BaseException) -> str:
 @functools.lru_cache(maxsize=1)
 def resolve(source: str | bytes) -> Callable[..., Any]:
     """Load the function by its name or from its pickle, once per worker. The pool has already checked it."""
-    return load_function(source, arguments=None) if isinstance(source, str) else pickle.loads(source)
+    return load_function(source, check=False) if isinstance(source, str) else pickle.loads(source)
+
+
+@functools.lru_cache(maxsize=1)
+def _runner() -> asyncio.Runner:
+    """Return the event loop of this worker. It stays open between calls, since clients keep their connections on it."""
+    return asyncio.Runner()
 
 
 def start_worker(source: str | bytes, limits: Limits) -> None:
@@ -98,6 +154,21 @@ def answer_some(
         answers.append(_answer_pickled(source, item))
         if watch().leaks() or time.monotonic() - started > slice_s:
             break
+    return answers
+
+
+def answer_some_async(
+    source: str | bytes, pickled: Sequence[bytes], how: Concurrency, cpu_s: float | None = None
+) -> list[Answer]:
+    """Answer the items with an `async def` function, several at a time; see `answer_some`, `answer_concurrently`."""
+    if watch().called and watch().leaks():
+        retire()
+    try:
+        function, items = resolve(source), [pickle.loads(item) for item in pickled]
+    except Exception as error:
+        return [Problem(FailureKind.exception, _describe(error))] * len(pickled)
+    answers = _runner().run(answer_concurrently(function, items, how, cpu_s))
+    watch().leaks()
     return answers
 
 

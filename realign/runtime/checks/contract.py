@@ -80,7 +80,7 @@ def _check_needs(rpc: RPC, keys: Keys, graph: DataflowGraph) -> None:
 def _check_writes(rpc: RPC, keys: Keys) -> None:
     own = _own_names(rpc)
     outputs = {own.get(key, key) for key in rpc.outputs}
-    if keys.writes is None or keys.writes == outputs:
+    if keys.writes is None or keys.writes == outputs - keys.reports:
         return
     raise GraphError(
         f"interfaces.{rpc.model} writes {', '.join(sorted(keys.writes))} in {rpc.method} under its settings, but RPC "

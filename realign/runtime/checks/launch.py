@@ -16,7 +16,9 @@ from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError
 from realign.runtime.checks.located import located
 from realign.runtime.checks.roles import check_responses, check_roles
-from realign.runtime.checks.rollout import check_rollout
+from realign.runtime.checks.rollout import check_rollout, check_whole_batches
+from realign.runtime.evaluation.base import Evaluator, in_set
+from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import check_optimizers
 from realign.runtime.processes.placement import check_runtime
@@ -43,17 +45,20 @@ def check_ready(experiment: Experiment) -> None:
     for role in experiment.roles:
         if role in experiment.models:
             experiment.models[role].check(role)
-    nodes = {"data": experiment, "evaluation.data": experiment.evaluation, "calibration.data": experiment.calibration}
+    nodes: dict[str, Experiment | Evaluator | RewardCalibration | None] = {"data": experiment}
+    nodes |= {f"{where}.data": evaluation for where, evaluation in experiment.all_evaluations.items()}
+    nodes |= {"calibration.data": experiment.calibration}
     for where, owner in nodes.items():
         if owner is not None:
             owner.data.check(where)
 
 
 def used_interfaces(experiment: Experiment) -> dict[str, ModelInterface]:
-    """Return the interfaces that the run uses, by config key: those of the graph, and those of the evaluation."""
+    """Return the interfaces that the run uses, by config key: those of the graph, and those of the evaluations."""
     used = {f"interfaces.{rpc.model}": experiment.interfaces[rpc.model] for rpc in experiment.graph.rpcs}
-    judges = experiment.evaluation.judges if experiment.evaluation is not None else {}
-    return used | {f"evaluation.{key}": judge for key, judge in judges.items()}
+    for where, evaluation in experiment.all_evaluations.items():
+        used |= {f"{where}.{key}": judge for key, judge in evaluation.judges.items()}
+    return used
 
 
 def open_interfaces(experiment: Experiment) -> None:
@@ -71,6 +76,7 @@ def open_interfaces(experiment: Experiment) -> None:
                 interface.open()
             else:
                 ranks.lead(interface.open)
+    check_whole_batches(experiment)
 
 
 def writable(output_dir: Path) -> Path:
@@ -125,9 +131,14 @@ def _check_metric(experiment: Experiment, where: str, metric: str, instead: str)
             f"{where}: no RPC of the graph writes rewards, so the run has no such metric. Choose another metric, such "
             f"as {instead}."
         )
-    known = experiment.evaluation.metric_names() if experiment.evaluation is not None else None
-    if known is not None and metric.startswith("eval/") and metric not in known:
-        near = difflib.get_close_matches(metric, known, n=1)
+    known: set[str] = set()
+    for where, evaluation in experiment.all_evaluations.items():
+        names = evaluation.metric_names(experiment.graph)
+        if names is None:
+            return
+        known |= {*in_set(where.partition(".")[2], names).values()}
+    if known and metric.startswith("eval/") and metric not in known:
+        near = difflib.get_close_matches(metric, sorted(known), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"{where}: the evaluation does not measure {metric!r}{hint} (valid: {', '.join(sorted(known))})"

@@ -13,6 +13,24 @@ from realign.runtime.rollout.background import owner_of, sampled_roles
 from realign.runtime.rollout.spec import Async
 
 
+def check_whole_batches(experiment: Experiment) -> None:
+    """Check that roles that need whole batches get them. Call it after the interfaces are open.
+
+    Raises:
+        ConfigError: asynchronous rollout scores prompts one by one.
+    """
+    rollout = experiment.rollout
+    if not isinstance(rollout, Async) or rollout.max_staleness == 0:
+        return
+    for rpc in experiment.graph.leading_to("rewards"):
+        if experiment.interfaces[rpc.model].plan().whole_batch:
+            raise ConfigError(
+                f"interfaces.{rpc.model}: a reward function takes the whole batch, but rollout=async scores each "
+                "prompt as soon as its responses are finished. Set rollout=sync, or let the function take one group "
+                "(prompt, responses, row)."
+            )
+
+
 def check_rollout(experiment: Experiment) -> None:
     """Check that the RPCs of an asynchronous rollout can run ahead of training.
 

@@ -5,12 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from realign.api import DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.data import DataSpec
 from realign.errors import ConfigError, DataError
 from realign.settings import Count, Settings
+
+EVALUATION = "eval/"
+"""Prefix of the metrics of evaluations."""
+
+
+def in_set(name: str, values: Iterable[str]) -> dict[str, str]:
+    """Return, for each metric `eval/...`, its name in the evaluation set `name`: `eval/<name>/...`.
+
+    An empty name is that of the only or unnamed evaluation, whose metrics keep their names.
+    """
+    prefix = f"{EVALUATION}{name}/" if name else EVALUATION
+    return {value: prefix + value.removeprefix(EVALUATION) for value in values}
 
 
 class LoadedRun(Protocol):
@@ -41,6 +53,9 @@ class LoadedRun(Protocol):
 class Evaluator(Settings, ABC):
     """Base class that measures a role's model on held-out rows at intervals, outside the training graph."""
 
+    reads_prompts: ClassVar[bool] = True
+    """Whether the rows are prompts; False: they have the format of the training data."""
+
     data: DataSpec
     """Held-out rows: a data node such as `realign.data.PromptData`."""
     every_steps: Count = field(default=10, kw_only=True)
@@ -67,11 +82,9 @@ class Evaluator(Settings, ABC):
             ConfigError: the message names the cause.
         """
         if self.role not in (roles := list(models)):
-            raise ConfigError(
-                f"evaluation.role={self.role}: this role has no model. Roles with one: {', '.join(roles)}."
-            )
+            raise ConfigError(f"role={self.role}: this role has no model. Roles with one: {', '.join(roles)}.")
 
-    def metric_names(self) -> frozenset[str] | None:
+    def metric_names(self, graph: DataflowGraph) -> frozenset[str] | None:
         """Return the names of the metrics of `measure`; None if they are not known before it is called."""
         return None
 

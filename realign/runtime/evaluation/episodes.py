@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realign.api import MicroBatchSpec, ModelInterface, SequenceSample, Stats, derive_seed, merge_stats, stat_values
+from realign.api import (
+    DataflowGraph,
+    MicroBatchSpec,
+    ModelInterface,
+    SequenceSample,
+    Stats,
+    derive_seed,
+    merge_stats,
+    stat_values,
+)
 from realign.runtime.evaluation.base import Evaluator, LoadedRun
-from realign.runtime.evaluation.generation import SEQUENCE_METRICS, sequence_stats
+from realign.runtime.evaluation.generation import SEQUENCE_METRICS, named_metrics, sequence_stats
 
 
 @dataclass
@@ -28,9 +37,10 @@ class EpisodeEvaluation(Evaluator):
         """See `Evaluator`."""
         return self.episodes.plan().longest_response
 
-    def metric_names(self) -> frozenset[str] | None:
+    def metric_names(self, graph: DataflowGraph) -> frozenset[str] | None:
         """See `Evaluator`."""
-        return frozenset(f"eval/{name}" for name in (*SEQUENCE_METRICS, "turns"))
+        named = named_metrics(self.episodes.keys("generate").reports)
+        return frozenset(f"eval/{name}" for name in (*SEQUENCE_METRICS, "turns", *named))
 
     def describe(self) -> str:
         """See `Evaluator`."""

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from realign.api import (
     RPC,
@@ -35,6 +35,8 @@ from realign.runtime.evaluation.base import Evaluator, LoadedRun
 class LossEvaluation(Evaluator):
     """Loss and training metrics of `role` on held-out rows of the same format as its training data (config node)."""
 
+    reads_prompts: ClassVar[bool] = False
+
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
         """See `Evaluator`; also checks that the graph trains `role` with exactly one RPC."""
         super().check(graph, models)
@@ -50,7 +52,7 @@ class LossEvaluation(Evaluator):
                 interface = runtime.interfaces[rpc.model]
                 if rpc.method == "credit":  # a copy, because shaping updates running reward statistics
                     interface = copy.deepcopy(interface)
-                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.microbatch)
+                batch, _ = call(rpc, runtime.models[rpc.model], interface, batch, runtime.microbatch, runtime.graph)
             first = first or batch
             stats.append(self._loss(training, runtime, batch))
         assert first is not None
@@ -65,7 +67,7 @@ class LossEvaluation(Evaluator):
         if len(found) != 1:
             trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))
             raise ConfigError(
-                f"evaluation.role={self.role}: {len(found)} RPCs of the graph train this role, but the loss needs "
+                f"role={self.role}: {len(found)} RPCs of the graph train this role, but the loss needs "
                 f"exactly one. Trained roles: {trained or 'none'}."
             )
         return found[0]

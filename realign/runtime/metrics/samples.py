@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from realign.api import SequenceSample
-from realign.api.rewards import total_rewards
+from realign.api.rewards import NAMED, named_rewards, total_rewards
 from realign.functional import KLEstimator, kl_estimate, segment_sum
 
 SHOWN = 3
@@ -21,8 +21,9 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
     """Return a record for each response to the first `prompts` prompts of a batch; empty if the batch has no rewards.
 
     Each record contains the prompt's `id`, `prompt`, `response` (all text after the prompt) and `reward` (None if it
-    is missing). If the batch has reference log-probs, it also contains `kl`: the log-prob differences, summed over
-    the response (nats). A multi-turn record also contains `turns`: policy turns and observations, alternating.
+    is missing). If the batch has named rewards, it also contains `rewards`, by name. If the batch has reference
+    log-probs, it also contains `kl`: the log-prob differences, summed over the response (nats). A multi-turn record
+    also contains `turns`: policy turns and observations, alternating.
     """
     if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
         return []
@@ -46,6 +47,10 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         if len(turns) > 1:
             record["turns"] = [decode(turn, skip_special_tokens=True) for turn in turns]
         records.append(record)
+    for key, named_S in named_rewards(part).items():
+        for record, value in zip(records, named_S.tolist(), strict=True):
+            shown = value if math.isfinite(value) else None
+            record.setdefault("rewards", {})[key.removeprefix(NAMED)] = shown
     if {"logprobs", "ref_logprobs", "loss_mask"} <= part.keys:
         kl_T = kl_estimate(part["logprobs"], part["ref_logprobs"], part["loss_mask"], KLEstimator.k1)
         for record, kl in zip(records, segment_sum(kl_T, part.cu_seqlens()).tolist(), strict=True):

@@ -13,8 +13,8 @@ from realign.rewards.pool.memory_watch import RETIRED
 def patches(prompt, response, row):
     value = eval(row["value"])
     match row["target"]:
-        case "as_number":
-            worker.as_number = lambda found: value
+        case "as_answer":
+            worker.as_answer = lambda found, expected: value
         case "answer":
             worker.answer = lambda function, item: value
         case "_answer_pickled":

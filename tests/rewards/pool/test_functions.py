@@ -54,7 +54,6 @@ def test_the_name_is_relative_to_the_working_folder(tmp_path, monkeypatch):
         (f"{CASES}:atc", "did you mean 'act'"),
         (f"{CASES}:not_a_function", "is a int; expected a function"),
         (f"{CASES}:Scaled", "is a type; expected a function"),
-        (f"{CASES}:asynchronous", "is async"),
         (f"{CASES}:two_arguments", r"takes \(prompt, response\), but is called as function\(prompt, response, row\)"),
     ],
 )

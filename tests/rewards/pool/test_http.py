@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import socket
 import threading
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from realign.errors import ConfigError, TransientError
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards import FailureKind, RewardPool, load_function
 from realign.rewards.pool import http
-from realign.rewards.pool.http import HttpReward, Unreachable
+from realign.rewards.pool.http import HttpReward, OpenRlhfReward, Unreachable
 from realign.rewards.pool.urls import masked
+from realign.rewards.terms import FunctionTerm, Openrlhf
 from tests.tiny import random_sample, tiny_tokenizer
 
 
@@ -327,3 +329,70 @@ def test_an_answer_that_repeats_the_secret_is_not_shown(monkeypatch):
         load_function(f"{url}/?key=${{oc.env:JUDGE_TOKEN}}")("", "", {})
     assert "s3cret" not in str(caught.value)
     assert "s3cret" not in repr(caught.value.__cause__)
+
+
+# --- protocol of OpenRLHF ---
+
+
+def test_an_openrlhf_server_gets_one_request_per_group_and_gives_one_reward_per_query():
+    def answer(request):
+        rewards = [float(len(text)) for text in request["query"]]
+        return 200, {"rewards": rewards, "scores": [0.0] * len(rewards), "extra_logs": {"x": [1.0] * len(rewards)}}
+
+    prompts, responses = ["p", "p", "q"], ["ab", "", "abc"]
+    rows = [{"answer": 4}, {"answer": 4}, {"answer": 5}]
+    with server(answer) as (url, got):
+        settings = {"workers": 0, "timeout_s": 20.0, "memory_mb": None, "max_failed_fraction": 0.0}
+        with RewardPool(OpenRlhfReward(url, label_column="answer"), **settings) as pool:
+            assert pool.score(prompts, responses, rows, [0, 0, 1]).values == [3.0, 1.0, 4.0]
+        with RewardPool(OpenRlhfReward(url), **settings) as pool:
+            assert pool.score(["p"], ["a"], [{}]).values == [2.0]
+    assert got == [
+        {"query": ["pab", "p"], "prompts": ["p", "p"], "labels": [4, 4]},
+        {"query": ["qabc"], "prompts": ["q"], "labels": [5]},
+        {"query": ["pa"], "prompts": ["p"], "labels": [None]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "label", "message"),
+    [
+        ({"reward": 1}, None, r"answered b'\{\"reward\": 1\}'; expected \{\"rewards\": \[number, \.\.\.\]\}"),
+        ({"rewards": [1.0, 2.0]}, None, r"has 2 elements; expected a list of 1 numbers or None"),
+        ({"rewards": [1.0]}, "answer", r"label_column=answer: the row has only x"),
+    ],
+)
+def test_another_answer_of_an_openrlhf_server_is_a_failure(body, label, message):
+    with server(lambda request: (200, body)) as (url, _):
+        pool = RewardPool(
+            OpenRlhfReward(url, label_column=label), workers=1, timeout_s=20, memory_mb=None, max_failed_fraction=1.0
+        )
+        with pool:
+            (failure,) = pool.score(["p"], ["r"], [{"x": 1}]).failures
+    assert re.search(message, failure.message)
+
+
+def test_an_openrlhf_server_may_not_redirect():
+    with raw_server(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/x\r\n\r\n") as (url, got):
+        with pytest.raises(RuntimeError, match=r"status 302 Found, a redirect to 'http://127\.0\.0\.1:1/x'"):
+            OpenRlhfReward(url)("p", ["r"], {})
+        assert len(got) == 1
+
+
+def test_the_protocol_is_a_setting_of_a_function_and_sends_special_tokens():
+    with server(lambda request: (200, {"rewards": [1.0] * len(request["query"])})) as (url, got):
+        functions = {
+            "whole": FunctionTerm(url, protocol=Openrlhf()),
+            "plain": FunctionTerm(url, protocol=Openrlhf(special_tokens=False), weight=0.5),
+        }
+        interface = RuleRewardInterface(functions=functions, workers=0)
+        data = random_sample([[5, 3], [4]]).with_metadata(row=[{}, {}])
+        ids = data["input_ids"].clone()
+        ids[data.cu_seqlens()[1:].long() - 1] = tiny_tokenizer().eos_token_id
+        data = data.with_tokens(input_ids=ids)
+        out = interface.inference(Model("reward", None, tiny_tokenizer()), data, MicroBatchSpec())
+        interface.close()
+    assert out["rewards"].tolist() == [1.5] * 3
+    end = tiny_tokenizer().eos_token
+    assert [len(request["query"]) for request in got] == [2, 1, 2, 1]
+    assert [all(text.endswith(end) for text in request["query"]) for request in got] == [True, True, False, False]

@@ -19,7 +19,7 @@ from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.pool.answers import Problem
 from realign.rewards.pool.failure_count import Tally
 from realign.rewards.pool.processes import _Todo
-from realign.rewards.pool.worker import answer
+from realign.rewards.pool.worker import Item, answer
 
 HERE = Path(__file__).parent
 CASES = f"{HERE / 'reward_cases.py'}:act"
@@ -167,7 +167,7 @@ def test_none_is_an_abstention_not_a_failure():
     ],
 )
 def test_numbers_of_every_make_are_accepted(value, expected):
-    found = answer(lambda p, r, row: value, ("", "", {}))
+    found = answer(lambda p, r, row: value, Item(("", "", {})))
     assert type(found) is float
     assert found == expected
 
@@ -180,7 +180,7 @@ def test_numbers_of_every_make_are_accepted(value, expected):
     ],
 )
 def test_what_is_not_a_number_is_nonsense(value):
-    found = answer(lambda p, r, row: value, ("", "", {}))
+    found = answer(lambda p, r, row: value, Item(("", "", {})))
     assert isinstance(found, Problem)
     assert found.kind == FailureKind.nonsense
     assert "returned" in found.message
@@ -346,7 +346,7 @@ def test_parts_that_are_judged_at_the_same_time_see_each_others_failures():
     tally = Tally(4)
 
     def broken(prompt, response, row):
-        tally.add(3)  # meanwhile another part of the batch ends
+        tally.add(3, pool)  # meanwhile another part of the batch ends
         raise RuntimeError("broken")
 
     message = r"failed on 2 of 2 scored items \(exception 2; 3 items in total\), and on 6 of the other 9 items"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelFacts, Sync
+from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelFacts, Sync
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError
@@ -97,7 +97,7 @@ def test_a_policy_learns_in_conversation_and_is_measured_in_it(tmp_path):
     assert rewards[-1] > rewards[0] + 0.4
     assert result.series("turns") == [2.0] * 20
     assert set(result.series("eval/turns")) == {2.0}
-    assert {f"eval/{m}" for m in ("reward", "turns", "response_tokens")} <= measured.metric_names()
+    assert {f"eval/{m}" for m in ("reward", "turns", "response_tokens")} <= measured.metric_names(DataflowGraph(()))
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].endswith(" 1")
     assert (len(sample["turns"]), sample["turns"][1]) == (3, "9 9")

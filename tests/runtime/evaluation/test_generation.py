@@ -47,7 +47,7 @@ def test_a_sweep_adds_the_metrics_of_each_value():
 
 def test_the_launch_table_says_what_is_swept():
     evaluation = Evaluation(Prompts(5), CountThrees(), LONG, sweep={"max_new_tokens": [1, 3]})
-    assert evaluation.describe() == f"{LONG.describe()}; also max_new_tokens=1, 3"
+    assert evaluation.describe() == f"{LONG.describe()}, 2 responses per prompt; also max_new_tokens=1, 3"
 
 
 def test_all_judges_are_opened_and_closed_with_the_run():

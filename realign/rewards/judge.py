@@ -1,0 +1,329 @@
+"""Rewards from an LLM judge over the OpenAI protocol (needs the extra `judge`).
+
+Every server with the chat completions endpoint works, such as the API of OpenAI or a local `vllm serve`. The official
+client sends the requests, and retries them with growing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realign.errors import ConfigError, SettingsError
+from realign.rewards.pool.http import Unreachable
+from realign.rewards.pool.urls import ALLOWED_VARIABLES, allowed_variables, check_url, masked
+from realign.rewards.terms import RewardTerm
+from realign.rewards.text import shortened, visible
+from realign.settings import Count, Finite, NonNegativeInt, Positive, Settings
+
+OPENAI_URL = "https://api.openai.com/v1"
+OPENAI_KEY = "OPENAI_API_KEY"
+_LONGEST_PAUSE_S = 10.0  # upper bound of the client's pause before a retry, with some slack
+_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
+_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+
+
+@dataclass
+class Score(Settings, ABC):
+    """How to read the score from the judge's answer. The reward is the score, scaled from [low, high] to [0, 1]."""
+
+    low: Finite = 0.0
+    """Lowest valid score, which is reward 0."""
+    high: Finite = 10.0
+    """Highest valid score, which is reward 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low >= self.high:
+            raise SettingsError(f"low={self.low:g}: must be below high={self.high:g}")
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Further arguments of the request."""
+        return {}
+
+    @abstractmethod
+    def found(self, answer: str) -> str | float | None:
+        """Return the score in the answer; None if there is none."""
+
+    def reward(self, answer: str) -> float:
+        """Return the reward of the judge's answer.
+
+        Raises:
+            ValueError: the answer contains no score, or one out of range.
+        """
+        shown = shortened(answer, 300)
+        try:
+            score = float(self.found(answer))  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the judge's answer contains no score: {shown!r}") from error
+        if not self.low <= score <= self.high:
+            raise ValueError(f"the judge's score {score:g} is not in [{self.low:g}, {self.high:g}]: {shown!r}")
+        return (score - self.low) / (self.high - self.low)
+
+
+@dataclass
+class Number(Score):
+    """The last number in the answer."""
+
+    def found(self, answer: str) -> str | None:
+        """See `Score`."""
+        numbers = re.findall(_NUMBER, answer)
+        return numbers[-1] if numbers else None
+
+
+@dataclass
+class Pattern(Score):
+    """The text of a group of a regular expression."""
+
+    pattern: str = rf"[Ss]core:\s*({_NUMBER})"
+    """Regular expression whose first group matches the score. The last match in the answer counts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise SettingsError(f"pattern={self.pattern!r}: invalid regular expression ({error})") from error
+        if groups != 1:
+            raise SettingsError(f"pattern={self.pattern!r}: has {groups} groups; it must have one group, the score")
+
+    def found(self, answer: str) -> str | None:
+        """See `Score`."""
+        matches = re.findall(self.pattern, answer)
+        return matches[-1] if matches else None
+
+
+@dataclass
+class Structured(Score):
+    """Structured output: the server makes the answer match a JSON schema with a reason and a score."""
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """See `Score`."""
+        fields = {"reason": {"type": "string"}, "score": {"type": "number"}}
+        schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+        return {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "verdict", "strict": True, "schema": schema},
+            }
+        }
+
+    def found(self, answer: str) -> float | None:
+        """See `Score`."""
+        score = json.loads(answer)["score"] if answer.strip().startswith("{") else None
+        return None if isinstance(score, bool) else score
+
+
+@dataclass
+class Judge(RewardTerm):
+    """A reward term: an LLM scores each response (config node). Its calls run concurrently."""
+
+    model: str
+    """Name of the model on the server."""
+    base_url: str = OPENAI_URL
+    """Address of the API, such as `http://localhost:8000/v1`. Redirects are not followed."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the API key. null: OPENAI_API_KEY for the API of OpenAI, and no key for
+    other addresses. Variables for other addresses must be listed in REALIGN_URL_VARIABLES."""
+    prompt: str = (
+        "Score the answer to a task from 0 (useless) to 10 (perfect).\n\nTask:\n{prompt}\n\nAnswer:\n{response}\n\n"
+        "Reply with the score only, as a number from 0 to 10."
+    )
+    """Message to the judge. `{prompt}`, `{response}` and `{COLUMN}` are replaced by the texts and by columns of the
+    row."""
+    system: str = ""
+    """System message; empty sends none."""
+    score: Score = field(default_factory=Number)
+    """How to read the score from the answer: number, pattern or structured."""
+    options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    """Further arguments of the request, such as `{temperature: 0, max_tokens: 64}`."""
+    timeout_s: Positive = 60.0
+    """Time limit of one request in seconds."""
+    retries: NonNegativeInt = 3
+    """Retries of a request that fails with a timeout, a lost connection or status 408, 409, 429 or 5xx."""
+    cache_dir: str | None = None
+    """Folder in which answers are kept between runs; null keeps them in the memory of each worker. An answer is used
+    again only for exactly the same request."""
+    cache_entries: Count = 10_000
+    """Answers that each worker keeps in memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_url(self.base_url)
+        if reserved := sorted({"model", "messages", "n", "stream", *self.score.request} & self.options.keys()):
+            raise SettingsError(f"options.{reserved[0]}: the judge sets this argument. Remove it")
+
+    def load(self) -> Callable[..., Any]:
+        """See `RewardTerm`."""
+        if importlib.util.find_spec("openai") is None:
+            raise ConfigError("realign.rewards.judge needs the package openai: pip install 'realign-rl[judge]'")
+        name = self._key_variable
+        if name is not None:
+            if not self._official and name not in allowed_variables(os.environ):
+                raise ConfigError(
+                    f"api_key_variable={name}: base_url={masked(self.base_url)} is not the API of OpenAI, and a config "
+                    f"cannot send a secret to another server. Set {ALLOWED_VARIABLES}={name} in the environment."
+                )
+            if not os.environ.get(name):
+                raise ConfigError(
+                    f"api_key_variable: the environment variable {name} is not set. Set it to the API key."
+                )
+        return JudgeFunction(self)
+
+    def deadline_s(self, default: float) -> float:
+        """See `RewardTerm`; the limit allows for all retries."""
+        return (self.retries + 1) * self.timeout_s + self.retries * _LONGEST_PAUSE_S
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """See `RewardTerm`."""
+        return () if self._key_variable is None else (self._key_variable,)
+
+    @property
+    def _official(self) -> bool:
+        return self.base_url.rstrip("/") == OPENAI_URL
+
+    @property
+    def _key_variable(self) -> str | None:
+        return self.api_key_variable or (OPENAI_KEY if self._official else None)
+
+    def request(self, prompt: str, response: str, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the request for one response.
+
+        Raises:
+            KeyError: the template names a column that the row does not have.
+        """
+        known = {**row, "prompt": prompt, "response": response}
+
+        def text(match: re.Match[str]) -> str:
+            if match[1] not in known:
+                raise KeyError(f"prompt: the row has no column {match[1]!r} (columns: {', '.join(map(str, row))})")
+            return str(known[match[1]])
+
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": _PLACE.sub(text, self.prompt)})
+        return {"model": self.model, "messages": messages, **self.score.request, **self.options}
+
+    @property
+    def api_key(self) -> str:
+        """The API key of the environment; a placeholder if the server needs none, since the client requires one."""
+        return "none" if self._key_variable is None else os.environ[self._key_variable]
+
+
+class JudgeFunction:
+    """The reward function of a `Judge`. Each worker process has one client and one cache."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.__qualname__ = f"judge {judge.model} at {masked(judge.base_url)}"  # its name in messages
+        self._client: Any = None
+        self._answers: OrderedDict[str, asyncio.Future[str]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[JudgeFunction], tuple[Judge]]:
+        return JudgeFunction, (self.judge,)
+
+    async def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
+        """Return the reward of a response.
+
+        Raises:
+            Unreachable: the server did not answer, also after all retries.
+            RuntimeError: the server rejected the request.
+            ValueError: the answer contains no valid score.
+        """
+        return self.judge.score.reward(await self._answer(self.judge.request(prompt, response, row)))
+
+    async def _answer(self, request: dict[str, Any]) -> str:
+        """Return the answer to a request. Equal requests, also concurrent ones, are sent once."""
+        sent = json.dumps([self.judge.base_url, request], sort_keys=True, ensure_ascii=False, default=str)
+        key = hashlib.sha256(sent.encode("utf-8", "surrogatepass")).hexdigest()
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            return await asyncio.shield(self._answers[key])
+        if (known := self._read(key)) is not None:
+            return known
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[key] = answer
+        try:
+            answer.set_result(await self._ask(request))
+        except BaseException as error:
+            self._answers.pop(key, None)
+            answer.set_exception(error if isinstance(error, Exception) else Unreachable("the request was cancelled"))
+            answer.exception()  # other callers may not exist, and a failure that nobody reads would be logged
+            raise
+        self._write(key, sent, answer.result())
+        while len(self._answers) > self.judge.cache_entries:
+            self._answers.popitem(last=False)
+        return answer.result()
+
+    async def _ask(self, request: dict[str, Any]) -> str:
+        import openai
+
+        if self._client is None:
+            self._client = openai.AsyncOpenAI(
+                api_key=self.judge.api_key,
+                base_url=self.judge.base_url,
+                timeout=self.judge.timeout_s,
+                max_retries=self.judge.retries,
+                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
+            )
+        where = self.__qualname__
+        try:
+            reply = await self._client.chat.completions.create(**request)
+        except openai.APIStatusError as error:
+            problem = f"{where}: status {error.status_code}: {self._hidden(str(error.message))}"
+            if error.status_code in (408, 409, 429) or error.status_code >= 500:
+                raise Unreachable(problem) from None
+            raise RuntimeError(problem) from None
+        except openai.APIConnectionError as error:  # includes timeouts
+            cause = f" ({self._hidden(repr(error.__cause__))})" if error.__cause__ is not None else ""
+            raise Unreachable(f"{where}: {self._hidden(str(error))}{cause}") from None
+        except openai.OpenAIError as error:
+            raise RuntimeError(f"{where}: {self._hidden(str(error))}") from None
+        content = reply.choices[0].message.content if reply.choices else None
+        if not isinstance(content, str):
+            raise RuntimeError(f"{where}: the answer has no text")
+        return content
+
+    def _hidden(self, text: str) -> str:
+        """Escape a text from outside, and hide the API key in it."""
+        key = os.environ.get(self.judge.variables[0], "") if self.judge.variables else ""
+        return visible(shortened(text.replace(key, "***") if key else text, 500))
+
+    def _file(self, key: str) -> Path | None:
+        folder = self.judge.cache_dir
+        return None if folder is None else Path(folder).expanduser() / key[:2] / f"{key}.json"
+
+    def _read(self, key: str) -> str | None:
+        """Return an answer from the folder of answers; None if it contains none, or a damaged one."""
+        file = self._file(key)
+        try:
+            answer = json.loads(file.read_text(encoding="utf-8"))["answer"] if file is not None else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return answer if isinstance(answer, str) else None
+
+    def _write(self, key: str, sent: str, answer: str) -> None:
+        """Keep an answer in the folder of answers. Other processes see a whole file or none."""
+        file = self._file(key)
+        if file is None:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as part:
+            json.dump({"request": json.loads(sent), "answer": answer}, part)
+        os.replace(part.name, file)
+
+
+__all__ = ["Judge", "Number", "Pattern", "Score", "Structured"]

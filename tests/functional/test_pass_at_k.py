@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from realign.functional.pass_at_k import pass_at_k
+
+
+def by_enumeration(n: int, c: int, k: int) -> float:
+    """Return the fraction of the subsets of k responses that contain one of the c correct ones."""
+    subsets = list(combinations([True] * c + [False] * (n - c), k))
+    return sum(map(any, subsets)) / len(subsets)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_the_estimate_is_the_fraction_of_subsets_with_a_correct_response(n):
+    correct = torch.arange(n + 1)
+    for k in range(1, n + 1):
+        expected = [by_enumeration(n, c, k) for c in range(n + 1)]
+        assert pass_at_k(torch.full((n + 1,), n), correct, k).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_estimate_is_unbiased():
+    """Average over all outcomes of n independent responses that are correct with probability p."""
+    n, k, p = 6, 3, 0.3
+    outcomes = [(sum(bits >> i & 1 for i in range(n))) for bits in range(2**n)]
+    estimates = pass_at_k(torch.full((2**n,), n), torch.tensor(outcomes), k)
+    chances = torch.tensor([p**c * (1 - p) ** (n - c) for c in outcomes], dtype=torch.float64)
+    assert float((chances * estimates).sum()) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+def test_pass_at_1_is_the_fraction_of_correct_responses_and_large_groups_are_exact():
+    assert pass_at_k(torch.tensor([5, 1000]), torch.tensor([2, 1]), 1).tolist() == pytest.approx([0.4, 0.001])
+    assert pass_at_k(torch.tensor([10_000]), torch.tensor([1]), 5_000).item() == 0.5
+
+
+def test_a_prompt_with_too_few_responses_has_no_estimate():
+    assert pass_at_k(torch.tensor([2, 4]), torch.tensor([2, 0]), 3).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0)])
+def test_impossible_numbers_raise_an_error(n, c, k):
+    with pytest.raises(ValueError, match="must be"):
+        pass_at_k(torch.tensor([n]), torch.tensor([c]), k)

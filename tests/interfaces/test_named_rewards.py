@@ -1,0 +1,366 @@
+"""Weighted, named reward functions: sums, metrics, samples, failures, scopes, runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec, SequenceSample, stat_values
+from realign.config import build
+from realign.engines import TransformersModel
+from realign.engines.training.optimizer import OptimizerSpec
+from realign.errors import ConfigError, RewardError, SettingsError
+from realign.interfaces import grpo, ppo, raft
+from realign.interfaces.components import RewardShaping
+from realign.interfaces.components.response_cut import ResponseCut
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.rewards.pool.failure_count import Tally
+from realign.rewards.terms import FunctionTerm, Openrlhf
+from realign.runtime import Evaluation, Experiment, run
+from realign.runtime.evaluation.generation import sequence_stats
+from realign.runtime.metrics.samples import readable
+from realign.runtime.rollout.spec import Async
+from tests.config_parts import Bigram, Prompts
+from tests.interfaces.test_rule_reward import MODEL, batch
+from tests.tiny import save_tiny
+
+FUNCTIONS = """\
+def length(prompt, response, row):
+    return len(response)
+
+def has_c(prompt, response, row):
+    return 'c' in response
+
+def price(prompt, response, row):
+    return row['price'] / 10
+
+def fails_on_d(prompt, response, row):
+    if 'd' in response:
+        raise ValueError('d')
+    return 1.0
+
+def none_on_d(prompt, response, row):
+    return None if 'd' in response else 1.0
+
+def best_of_group(prompt, responses, row):
+    longest = max(map(len, responses))
+    return [float(len(response) == longest) for response in responses]
+
+async def rank_in_batch(prompts, responses, rows):
+    order = sorted(range(len(responses)), key=lambda i: len(responses[i]))
+    return [order.index(i) for i in range(len(responses))]
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def interface(file: Path, names: dict[str, float], workers: int = 0, **settings) -> RuleRewardInterface:
+    functions = {name: FunctionTerm(f"{file}:{name}", weight=weight) for name, weight in names.items()}
+    return RuleRewardInterface(functions=functions, workers=workers, **settings)
+
+
+def columns(reward: RuleRewardInterface, data: SequenceSample) -> dict[str, list[float | None]]:
+    try:
+        out = reward.inference(MODEL, data, MicroBatchSpec())
+    finally:
+        reward.close()
+    assert all(x.dtype == torch.float32 for x in out.data.values())
+    return {key: [None if math.isnan(x) else x for x in out[key].tolist()] for key in sorted(out.keys)}
+
+
+# the responses are "c", "cd", "" to the first prompt, and "de" to the second one
+DATA = ([[3], [3, 4], []], [[4, 5]])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_reward_is_the_weighted_sum_and_each_function_keeps_its_own(file, workers):
+    found = columns(interface(file, {"length": 0.5, "has_c": 2.0, "price": -1.0}, workers), batch(*DATA))
+    assert found == {
+        "rewards": pytest.approx([0.5 + 2 - 0.1, 1 + 2 - 0.1, -0.1, 1 - 1]),
+        "rewards/has_c": [1.0, 1.0, 0.0, 0.0],
+        "rewards/length": [1.0, 2.0, 0.0, 2.0],
+        "rewards/price": pytest.approx([0.1, 0.1, 0.1, 1.0]),
+    }
+
+
+def test_a_single_function_and_a_list_of_one_give_the_same_reward(file):
+    single = RuleRewardInterface(f"{file}:length", workers=0)
+    listed = RuleRewardInterface(functions={"length": f"{file}:length"}, workers=0)
+    assert columns(single, batch(*DATA)) == {"rewards": [1.0, 2.0, 0.0, 2.0]}
+    assert columns(listed, batch(*DATA))["rewards"] == [1.0, 2.0, 0.0, 2.0]
+
+
+def test_the_order_of_the_functions_does_not_matter(file):
+    names = ["length", "has_c", "price", "best_of_group", "rank_in_batch"]
+    draw = random.Random(0)
+    for _ in range(20):
+        weights = {name: draw.uniform(-1e3, 1e3) * 10.0 ** draw.randint(-6, 6) for name in names}
+        shuffled = {name: weights[name] for name in draw.sample(names, len(names))}
+        assert columns(interface(file, weights), batch(*DATA)) == columns(interface(file, shuffled), batch(*DATA))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_of_a_group_and_of_the_batch_are_summed_with_those_of_a_response(file, workers):
+    found = columns(
+        interface(file, {"best_of_group": 1.0, "rank_in_batch": 10.0, "length": 100.0}, workers), batch(*DATA)
+    )
+    assert found["rewards/best_of_group"] == [0.0, 1.0, 0.0, 1.0]
+    assert found["rewards/rank_in_batch"] == [1.0, 2.0, 0.0, 3.0]
+    assert found["rewards"] == [110.0, 221.0, 0.0, 231.0]
+
+
+@pytest.mark.parametrize("name", ["fails_on_d", "none_on_d"])
+def test_a_response_without_a_reward_of_one_function_has_no_reward(file, name):
+    found = columns(interface(file, {"length": 1.0, name: 1.0}), batch(*DATA))
+    assert found[f"rewards/{name}"] == [1.0, None, 1.0, None]
+    assert found["rewards/length"] == [1.0, 2.0, 0.0, 2.0]
+    assert found["rewards"] == [2.0, None, 1.0, None]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_function_that_fails_too_often_stops_the_run(file, workers):
+    reward = interface(file, {"length": 1.0, "fails_on_d": 0.0}, workers, max_failed_fraction=0.4)
+    with pytest.raises(RewardError, match=r"functions\.py:fails_on_d failed on 2 of 4 scored items"):
+        columns(reward, batch(*DATA))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failures_of_the_parts_of_a_batch_are_counted_for_each_function_apart(file, workers):
+    reward = interface(file, {"fails_on_d": 1.0, "length": 1.0}, workers, max_failed_fraction=0.6)
+    tally = Tally(2)
+    with tally.counting():
+        for _ in range(3):  # each call is half a batch; the last two calls have 1 failure of 2 responses each
+            reward.inference(MODEL, batch([[4], [3]]), MicroBatchSpec())
+        with pytest.raises(RewardError, match="and on 1 of the other 2 items of the batch"):
+            reward.inference(MODEL, batch([[4], [4]]), MicroBatchSpec())
+    reward.close()
+
+
+def test_a_cut_response_without_a_mark_has_the_penalty_and_no_named_reward(file):
+    strict = interface(file, {"length": 2.0}, cut=ResponseCut([4], penalty=-1.0))
+    assert columns(strict, batch(*DATA)) == {
+        "rewards": [-1.0, 4.0, -1.0, 2.0],
+        "rewards/length": [None, 2.0, None, 1.0],
+    }
+
+
+def test_shuffled_rewards_keep_the_sum_of_their_named_rewards(file):
+    data = batch(*([[3] * n for n in range(8)] for _ in range(2)))
+    found = columns(interface(file, {"length": 1.0, "price": 1.0}, shuffle=True), data)
+    assert found["rewards/length"] != [float(n) for n in range(8)] * 2
+    sums = [a + b for a, b in zip(found["rewards/length"], found["rewards/price"], strict=True)]
+    assert found["rewards"] == pytest.approx(sums)
+
+
+def test_metrics_are_mean_and_standard_deviation_over_the_responses_with_that_reward(file):
+    data = batch(*DATA)
+    reward = interface(file, {"length": 1.0, "none_on_d": 1.0})
+    data = data.merge(reward.inference(MODEL, data, MicroBatchSpec()))
+    values = stat_values(sequence_stats(data))
+    lengths = torch.tensor([1.0, 2.0, 0.0, 2.0])
+    assert values["rewards/length/mean"] == pytest.approx(1.25)
+    assert values["rewards/length/std"] == pytest.approx(lengths.std(correction=0).item())
+    assert (values["rewards/none_on_d/mean"], values["rewards/none_on_d/std"]) == (1.0, 0.0)
+    assert values["missing_rewards"] == 0.5
+    records = readable(data, 2, lambda ids, skip_special_tokens: "")
+    assert [r["rewards"] for r in records] == [
+        {"length": 1.0, "none_on_d": 1.0},
+        {"length": 2.0, "none_on_d": None},
+        {"length": 0.0, "none_on_d": 1.0},
+        {"length": 2.0, "none_on_d": None},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "function: function and functions are both empty"),
+        ({"function": "a:b", "functions": {"c": "d:e"}}, "function: function and functions are both set"),
+        ({"functions": {"a": "b:c"}, "dense": True}, "functions: dense=true supports one function"),
+        ({"functions": {"a/b": "b:c"}}, "functions.a/b: the name is part of the name of a metric"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_errors(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        RuleRewardInterface(**settings)
+
+
+def test_a_protocol_needs_a_url():
+    with pytest.raises(SettingsError, match="protocol=openrlhf: it has no effect on function='a:b'"):
+        FunctionTerm("a:b", protocol=Openrlhf())
+
+
+def node(**fields):
+    return {"_target_": "realign.interfaces.rule_reward.RuleRewardInterface", **fields}
+
+
+def test_a_config_gives_functions_as_text_with_a_weight_or_as_a_component(file):
+    functions = {
+        "a": f"{file}:length",
+        "b": {"function": f"{file}:has_c", "weight": 0.25},
+        "c": {"_target_": "realign.rewards.terms.FunctionTerm", "function": f"{file}:price", "weight": 2},
+        "d": {"function": "http://127.0.0.1:1/", "protocol": "openrlhf"},
+        "e": {"function": "http://127.0.0.1:1/", "protocol": {"_target_": "realign.rewards.terms.Openrlhf"}},
+    }
+    made = build(node(functions=functions), RuleRewardInterface, "interfaces.reward")
+    assert made.functions["a"] == f"{file}:length"
+    assert made.functions["b"] == FunctionTerm(f"{file}:has_c", weight=0.25)
+    assert made.functions["c"] == FunctionTerm(f"{file}:price", weight=2.0)
+    assert made.functions["d"].protocol == made.functions["e"].protocol == Openrlhf()
+    assert made.describe(1) == {"reward": "1 x a + 0.25 x b + 2 x c + 1 x d + 1 x e"}
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"a": {"function": "x:y", "wieght": 1}}, r"unknown key 'interfaces\.reward\.functions\.a\.wieght'; did you"),
+        ({"a": {"weight": 1}}, r"interfaces\.reward\.functions\.a\.function is missing"),
+        ({"a": {"function": "x:y", "weight": "much"}}, r"functions\.a\.weight: expected float, found 'much'"),
+        ({"a": {"function": "x:y", "protocol": "grpc"}}, r"functions\.a\.protocol: unknown choice 'grpc'"),
+        (
+            {"a": {"_target_": "realign.api.GenerationConfig"}},
+            r"functions\.a\._target_: GenerationConfig is not a RewardTerm",
+        ),
+    ],
+)
+def test_a_mistake_in_one_function_is_named(functions, message):
+    with pytest.raises(ConfigError, match=message):
+        build(node(functions=functions), RuleRewardInterface, "interfaces.reward")
+
+
+def test_graphs_contain_the_named_rewards(file):
+    reward = interface(file, {"length": 1.0, "price": 1.0})
+    for flow, actor in ((grpo.dataflow, grpo.GRPOActorInterface()), (raft.dataflow, raft.RAFTActorInterface())):
+        graph = flow({"actor": actor, "reward": reward})
+        rpc = next(rpc for rpc in graph.rpcs if rpc.model == "reward")
+        assert rpc.outputs == ("rewards", "rewards/length", "rewards/price")
+        assert graph.unread() == []
+
+
+# --- runs ---
+
+RUN_FUNCTIONS = """\
+def threes(prompt, response, row):
+    return response.count('3')
+
+def first_differs(prompt, responses, row):
+    return [float(response[:1] not in [other[:1] for j, other in enumerate(responses) if j != i])
+            for i, response in enumerate(responses)]
+
+def above_median(prompts, responses, rows):
+    median = sorted(response.count('3') for response in responses)[len(responses) // 2]
+    return [float(response.count('3') > median) for response in responses]
+"""
+
+
+def experiment(tmp_path: Path, names: dict[str, float], **changes) -> Experiment:
+    file = tmp_path / "run_functions.py"
+    file.write_text(RUN_FUNCTIONS)
+    interfaces = {
+        "actor": grpo.GRPOActorInterface(generation=grpo.GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)),
+        "reward": interface(file, names),
+    }
+    settings = {
+        "name": "named",
+        "steps": 4,
+        "batch_prompts": 4,
+        "graph": grpo.dataflow(interfaces),
+        "interfaces": interfaces,
+        "models": {"actor": Bigram()},
+        "data": Prompts(16),
+        "output_dir": tmp_path / "run",
+        "sample_prompts": 2,
+    }
+    return Experiment(**(settings | changes))
+
+
+TIMES = ("_s", "_per_s", "seconds")
+NAMES = {"threes": 1.0, "first_differs": 0.5, "above_median": 0.25}
+
+
+def tiny(tmp_path: Path) -> dict[str, TransformersModel]:
+    return {"actor": TransformersModel(str(save_tiny(tmp_path / "model")), optimizer=OptimizerSpec(lr=1e-3))}
+
+
+def logged(folder: Path, file: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def without_times(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and not k.endswith(TIMES)} for r in records]
+
+
+def test_a_run_reports_each_function_in_metrics_curves_and_samples(tmp_path):
+    run(experiment(tmp_path, NAMES))
+    records = [record for record in logged(tmp_path / "run") if record["step"] > 0]
+    for record in records:
+        total = sum(weight * record[f"rewards/{name}/mean"] for name, weight in NAMES.items())
+        assert record["reward"] == pytest.approx(total, abs=1e-6)
+        assert all(record[f"rewards/{name}/std"] >= 0 for name in NAMES)
+    for sample in logged(tmp_path / "run", "samples.jsonl"):
+        assert sample["reward"] == pytest.approx(sum(NAMES[n] * x for n, x in sample["rewards"].items()))
+        assert sample["rewards"]["threes"] == sample["response"].count("3")
+
+
+def test_a_run_that_resumes_reports_what_one_run_reports(tmp_path):
+    whole = experiment(tmp_path, NAMES, output_dir=tmp_path / "whole")
+    run(whole)
+    run(experiment(tmp_path, NAMES, steps=2))
+    run(experiment(tmp_path, NAMES, resume="auto"))
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        assert without_times(logged(tmp_path / "run", file)) == without_times(logged(tmp_path / "whole", file))
+
+
+def test_a_group_function_with_asynchronous_rollout_sees_whole_groups(tmp_path):
+    names = {"threes": 1.0, "first_differs": 0.5}
+    run(experiment(tmp_path, names, rollout=Async(max_staleness=1), sample_prompts=4, models=tiny(tmp_path)))
+    for step in range(1, 5):
+        samples = [s for s in logged(tmp_path / "run", "samples.jsonl") if s["step"] == step]
+        assert len(samples) == 16
+        for one in samples:
+            group = [s["response"][:1] for s in samples if s["id"] == one["id"]]
+            assert len(group) == 4
+            assert one["rewards"]["first_differs"] == float(group.count(one["response"][:1]) == 1)
+
+
+def test_a_batch_function_needs_synchronous_rollout(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"interfaces\.reward: a reward function takes the whole batch, but rollout=async"
+    ):
+        run(experiment(tmp_path, NAMES, rollout=Async(max_staleness=1), models=tiny(tmp_path)))
+    run(experiment(tmp_path, NAMES, rollout=Async(max_staleness=0), steps=1, models=tiny(tmp_path)))
+
+
+def test_an_evaluation_reports_each_function_of_its_reward(tmp_path):
+    judge = experiment(tmp_path, NAMES).interfaces["reward"]
+    result = run(experiment(tmp_path, NAMES, steps=1, evaluation=Evaluation(Prompts(6), judge)))
+    for record in result.history:
+        total = sum(weight * record[f"eval/rewards/{name}/mean"] for name, weight in NAMES.items())
+        assert record["eval/reward"] == pytest.approx(total, abs=1e-6)
+
+
+def test_the_greedy_baseline_has_no_named_rewards(tmp_path):
+    actor = ppo.PPOActorInterface(
+        generation=ppo.GenerationConfig(n=1, max_new_tokens=4, fixed_length=True),
+        reward=RewardShaping(baseline="greedy"),
+    )
+    file = tmp_path / "run_functions.py"
+    file.write_text(RUN_FUNCTIONS)
+    interfaces = {"actor": actor, "reward": interface(file, {"threes": 1.0})}
+    graph = ppo.dataflow(interfaces)
+    assert [rpc.outputs for rpc in graph.rpcs if rpc.model == "reward"] == [
+        ("rewards", "rewards/threes"),
+        ("baseline_rewards",),
+    ]
+    result = run(experiment(tmp_path, NAMES, interfaces=interfaces, graph=graph, steps=1))
+    assert "rewards/threes/mean" in result.history[-1]

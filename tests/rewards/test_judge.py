@@ -1,0 +1,383 @@
+"""The LLM judge, against a small server with the OpenAI protocol. The client tests need the extra `judge`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from realign.config import build
+from realign.errors import ConfigError, TransientError
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.rewards import FailureKind, RewardPool
+from realign.rewards.judge import Judge, JudgeFunction, Number, Pattern, Structured
+
+client = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai (extra judge)")
+KEY = "s3cret-key"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("REALIGN_URL_VARIABLES", raising=False)
+
+
+class Server:
+    """What a judge server received, and how it answers."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.requests: list[dict] = []
+        self.headers: list[dict] = []
+        self.running = self.most = 0
+        self.lock = threading.Lock()
+        self.url = ""
+
+
+@contextmanager
+def server(answer):
+    """Serve chat completions: `answer(request, number)` returns a text, or a status with a body."""
+    state = Server(answer)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with state.lock:
+                state.requests.append(request)
+                state.headers.append({name.lower(): value for name, value in self.headers.items()})
+                number = len(state.requests)
+                state.running += 1
+                state.most = max(state.most, state.running)
+            said = state.answer(request, number)
+            with state.lock:
+                state.running -= 1
+            status, body, headers = 200, said, {}
+            if isinstance(said, tuple):
+                status, body, headers = (*said, {})[:3]
+            elif isinstance(said, str):
+                message = {"role": "assistant", "content": said}
+                body = {
+                    "id": "x",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": request["model"],
+                    "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                }
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in {"Content-Type": "application/json", "Content-Length": len(content), **headers}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    state.url = f"http://127.0.0.1:{running.server_port}/v1"
+    try:
+        yield state
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+
+
+def ask(judge: Judge, responses, workers=0, row=None, **settings):
+    defaults = {"memory_mb": None, "max_failed_fraction": 1.0, "patience_s": 0.0}
+    pool = RewardPool(
+        judge.load(),
+        workers=workers,
+        timeout_s=judge.deadline_s(30.0),
+        keep_environment=judge.variables,
+        concurrency=judge.concurrency,
+        **(defaults | settings),
+    )
+    with pool:
+        return pool.score(["2+2="] * len(responses), responses, [row or {}] * len(responses))
+
+
+def length(request, number):
+    """Score the length of the response, which follows "Answer:" in the template."""
+    return str(len(request["messages"][-1]["content"].partition("<")[2].partition(">")[0]))
+
+
+TEMPLATE = "{prompt} <{response}>"
+
+
+# --- settings and parsing, without the client ---
+
+
+@pytest.mark.parametrize(
+    ("score", "answer", "reward"),
+    [
+        (Number(), "7", 0.7),
+        (Number(), "First 3, but then 8.5.", 0.85),
+        (Number(low=-1, high=1), "-0.5", 0.25),
+        (Number(low=1, high=5), "Score: 5", 1.0),
+        (Pattern(), "Score: 2\nScore: 4 of 10", 0.4),
+        (Pattern(pattern=r"<s>(\d+)</s>", high=4), "<s>1</s>", 0.25),
+        (Structured(), '{"reason": "good", "score": 9}', 0.9),
+    ],
+)
+def test_the_score_is_read_and_scaled_from_its_range(score, answer, reward):
+    assert score.reward(answer) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("score", "answer", "message"),
+    [
+        (Number(), "good", "contains no score: 'good'"),
+        (Number(), "", "contains no score"),
+        (Number(), "11", r"the judge's score 11 is not in \[0, 10\]: '11'"),
+        (Pattern(), "7", "contains no score"),
+        (Structured(), "7", "contains no score"),
+        (Structured(), '{"score": true}', "contains no score"),
+        (Structured(), '{"score": "high"}', "contains no score"),
+        (Structured(), "{", "contains no score"),
+    ],
+)
+def test_an_answer_without_a_valid_score_is_a_failure(score, answer, message):
+    with pytest.raises(ValueError, match=message):
+        score.reward(answer)
+
+
+def test_the_template_inserts_texts_and_columns_once_and_keeps_other_braces():
+    judge = Judge("m", prompt='{prompt}|{response}|{answer}|{"score": 1}', system="Be strict.", score=Structured())
+    request = judge.request("{response}", "{answer}{nothing}", {"answer": 4, "prompt": "of the row"})
+    assert request["messages"] == [
+        {"role": "system", "content": "Be strict."},
+        {"role": "user", "content": '{response}|{answer}{nothing}|4|{"score": 1}'},
+    ]
+    assert request["temperature"] == 0.0
+    assert request["response_format"]["json_schema"]["strict"] is True
+    with pytest.raises(KeyError, match=r"the row has no column 'answer' \(columns: solution"):
+        judge.request("", "", {"solution": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"score": {"low": 3, "high": 3}}, r"functions\.j\.score\.low=3: must be below high=3"),
+        ({"score": {"_target_": "realign.rewards.judge.Pattern", "pattern": "("}}, r"score\.pattern='\(': invalid"),
+        ({"score": {"_target_": "realign.rewards.judge.Pattern", "pattern": "a"}}, r"has 0 groups"),
+        ({"score": "stars"}, r"functions\.j\.score: unknown choice 'stars'"),
+        ({"options": {"stream": True}}, r"functions\.j\.options\.stream: the judge sets this argument"),
+        ({"base_url": "localhost:8000"}, "invalid URL"),
+        ({"base_url": "http://user:pass@localhost/v1"}, "contains credentials"),
+        ({"modle": "x"}, r"unknown key 'interfaces\.reward\.functions\.j\.modle'; did you mean 'model'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_key(settings, message):
+    judge = {"_target_": "realign.rewards.judge.Judge", "model": "m", **settings}
+    node = {"_target_": "realign.interfaces.rule_reward.RuleRewardInterface", "functions": {"j": judge}}
+    with pytest.raises(ConfigError, match=message):
+        build(node, RuleRewardInterface, "interfaces.reward")
+
+
+def test_without_the_client_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package openai: pip install 'realign-rl\[judge\]'"):
+        Judge("m").load()
+
+
+def test_the_key_is_named_and_goes_only_where_the_environment_allows(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="the environment variable OPENAI_API_KEY is not set"):
+        Judge("m").load()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    assert Judge("m").variables == ("OPENAI_API_KEY",)
+    assert Judge("m").load() is not None
+    local = Judge("m", base_url="http://localhost:8000/v1")
+    assert (local.variables, local.api_key) == ((), "none")
+    elsewhere = Judge("m", base_url="https://judge.example/v1", api_key_variable="OPENAI_API_KEY")
+    with pytest.raises(ConfigError, match="Set REALIGN_URL_VARIABLES=OPENAI_API_KEY in the environment") as caught:
+        elsewhere.load()
+    assert KEY not in str(caught.value)
+    monkeypatch.setenv("REALIGN_URL_VARIABLES", "OPENAI_API_KEY")
+    assert pickle.loads(pickle.dumps(elsewhere.load())).judge == elsewhere
+    assert KEY.encode() not in pickle.dumps(elsewhere.load())
+
+
+def test_the_deadline_of_a_call_leaves_time_for_all_retries():
+    assert Judge("m", timeout_s=5.0, retries=0).deadline_s(30.0) == 5.0
+    assert Judge("m", timeout_s=5.0, retries=2).deadline_s(30.0) == 35.0
+
+
+# --- with the client ---
+
+
+@client
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_response_is_scored_by_the_server(workers):
+    with server(length) as judge_server:
+        judge = Judge("small", base_url=judge_server.url, prompt=TEMPLATE, options={"temperature": 0.5, "seed": 1})
+        found = ask(judge, ["a", "", "abc"], workers)
+    assert found.values == pytest.approx([0.1, 0.0, 0.3])
+    assert {request["messages"][0]["content"] for request in judge_server.requests} == {
+        "2+2= <a>",
+        "2+2= <>",
+        "2+2= <abc>",
+    }
+    request = judge_server.requests[0]
+    assert (request["model"], request["temperature"], request["seed"]) == ("small", 0.5, 1)
+
+
+@client
+@pytest.mark.parametrize("workers", [0, 2])
+def test_concurrency_bounds_the_requests_at_a_time(workers):
+    barrier = threading.Event()
+
+    def slow(request, number):
+        barrier.wait(0.05)
+        return "5"
+
+    with server(slow) as judge_server:
+        judge = Judge("m", base_url=judge_server.url, prompt=TEMPLATE, concurrency=4)
+        found = ask(judge, [str(i) for i in range(24)], workers)
+    assert found.values == [0.5] * 24
+    assert 2 <= judge_server.most <= 4
+
+
+@client
+def test_a_busy_server_is_asked_again_and_a_refusal_is_not(monkeypatch):
+    def busy_first(request, number):
+        return (503, {"error": {"message": "busy"}}, {"Retry-After-Ms": "1"}) if number < 3 else "10"
+
+    with server(busy_first) as judge_server:
+        assert ask(Judge("m", base_url=judge_server.url, retries=2), ["a"]).values == [1.0]
+        assert len(judge_server.requests) == 3
+    with server(lambda request, number: (400, {"error": {"message": "no such model"}})) as judge_server:
+        (failure,) = ask(Judge("m", base_url=judge_server.url, retries=2), ["a"]).failures
+        assert len(judge_server.requests) == 1
+    assert failure.kind is FailureKind.exception
+    assert "status 400" in failure.message
+    assert "no such model" in failure.message
+
+
+@client
+def test_a_server_that_stays_silent_counts_as_unreachable():
+    with server(lambda request, number: (503, {}, {"Retry-After-Ms": "1"})) as judge_server:
+        judge = Judge("m", base_url=judge_server.url, retries=1)
+        with pytest.raises(TransientError, match="unreachable 3"):
+            ask(judge, ["a", "b", "c", "d"], max_failed_fraction=0.5)
+    with pytest.raises(TransientError, match=r"judge m at http://127.* failed on .*Connection error"):
+        ask(Judge("m", base_url=judge_server.url, retries=0), ["a", "b", "c", "d"], max_failed_fraction=0.5)
+
+
+@client
+def test_a_request_that_takes_too_long_ends():
+    stop = threading.Event()
+
+    def waits(request, number):
+        stop.wait(20)
+        return "5"
+
+    with server(waits) as judge_server:
+        found = ask(Judge("m", base_url=judge_server.url, timeout_s=0.3, retries=0), ["a"])
+        stop.set()
+    assert found.failures[0].kind in (FailureKind.unreachable, FailureKind.timeout)
+
+
+@client
+def test_an_answer_without_a_score_is_a_failure_that_shows_it():
+    with server(lambda request, number: "I like it") as judge_server:
+        found = ask(Judge("m", base_url=judge_server.url), ["a"], workers=1)
+    assert found.values == [None]
+    assert "the judge's answer contains no score: 'I like it'" in found.failures[0].message
+
+
+@client
+def test_the_key_is_sent_and_never_shown(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setenv("REALIGN_URL_VARIABLES", "JUDGE_KEY")
+
+    def repeats(request, number):
+        return 401, {"error": {"message": f"the key {KEY} is unknown"}}
+
+    with server(repeats) as judge_server:
+        judge = Judge("m", base_url=judge_server.url, api_key_variable="JUDGE_KEY")
+        (failure,) = ask(judge, ["a"], workers=1).failures
+    assert judge_server.headers[0]["authorization"] == f"Bearer {KEY}"
+    assert "status 401" in failure.message
+    assert "the key *** is unknown" in failure.message
+    assert KEY not in failure.message + repr(judge)
+
+
+@client
+def test_a_redirect_is_not_followed():
+    with server(length) as other:
+        moved = (307, {}, {"Location": f"{other.url}/chat/completions"})
+        with server(lambda request, number: moved) as judge_server:
+            (failure,) = ask(Judge("m", base_url=judge_server.url, prompt=TEMPLATE), ["a"]).failures
+        assert other.requests == []
+    assert "status 307" in failure.message
+
+
+@client
+def test_equal_requests_are_sent_once_also_at_the_same_time():
+    with server(length) as judge_server:
+        judge = Judge("m", base_url=judge_server.url, prompt=TEMPLATE)
+        assert ask(judge, ["ab"] * 20 + ["a"] * 20).values == pytest.approx([0.2] * 20 + [0.1] * 20)
+        assert len(judge_server.requests) == 2
+
+
+@client
+def test_a_failed_request_is_not_cached():
+    with server(lambda request, number: "good" if number == 1 else (400, {}) if number == 2 else "5") as judge_server:
+        function = JudgeFunction(Judge("m", base_url=judge_server.url))
+        settings = {"workers": 0, "timeout_s": 20.0, "memory_mb": None, "max_failed_fraction": 1.0}
+        with RewardPool(function, **settings) as pool:
+            for value in (None, None):  # an answer without a score is cached: it is the answer to this request
+                assert pool.score(["p"], ["a"], [{}]).values == [value]
+            for value in (None, 0.5, 0.5):
+                assert pool.score(["p"], ["b"], [{}]).values == [value]
+    assert len(judge_server.requests) == 3
+
+
+@client
+def test_the_folder_of_answers_serves_other_runs_and_only_the_same_request(tmp_path):
+    with server(length) as judge_server:
+        settings = {"base_url": judge_server.url, "prompt": TEMPLATE, "cache_dir": str(tmp_path / "answers")}
+        for _ in range(2):
+            assert ask(Judge("m", **settings), ["abc", "a"], workers=1).values == pytest.approx([0.3, 0.1])
+        assert len(judge_server.requests) == 2
+        for number, changed in enumerate(
+            (Judge("other", **settings), Judge("m", system="x", **settings), Judge("m", options={}, **settings)), 3
+        ):
+            assert ask(changed, ["abc"]).values == pytest.approx([0.3])
+            assert len(judge_server.requests) == number
+        for file in (tmp_path / "answers").rglob("*.json"):
+            file.write_text("{")
+        assert ask(Judge("m", **settings), ["abc"]).values == pytest.approx([0.3])
+        assert len(judge_server.requests) == 6
+
+
+@client
+def test_a_judge_is_one_more_line_of_config():
+    judge = {"_target_": "realign.rewards.judge.Judge", "model": "m", "weight": 0.5, "score": "structured"}
+    with server(lambda request, number: '{"reason": "", "score": 8}') as judge_server:
+        node = {
+            "_target_": "realign.interfaces.rule_reward.RuleRewardInterface",
+            "functions": {"judge": {**judge, "base_url": judge_server.url}, "exact": "realign.rewards:exact_answer"},
+            "workers": 1,
+        }
+        from tests.interfaces.test_named_rewards import columns
+        from tests.interfaces.test_rule_reward import batch
+
+        made = build(node, RuleRewardInterface, "interfaces.reward")
+        data = batch([[3]]).with_metadata(row=[{"answer": "c"}])
+        found = columns(made, data)
+    assert found["rewards/judge"] == pytest.approx([0.8])
+    assert found["rewards"] == pytest.approx([1.4])
