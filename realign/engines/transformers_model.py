@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from realign.api.model import Model, ModelFacts, ModelSpec
+from realign.api.model import Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
@@ -20,7 +20,8 @@ from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
 from realign.engines.files.folders import check_path, read_states
 from realign.engines.files.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
-from realign.engines.files.pretrained import TOKENIZER_FILES, quiet_transformers, read_tokenizer, readable
+from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, head_mapping, read_head
 from realign.engines.network.kernels import Backend
@@ -49,7 +50,8 @@ class TransformersModel(Settings, ModelSpec):
         path: Local folder or hub name of the model.
         head: Output of the model: causal (language model) | score (reward model, one number per sequence) | value
             (critic, one number per token). See `Causal`, `Score`, `Value`.
-        tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer in `path`.
+        tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer of the actor, and for the actor the
+            one in `path`.
         dtype: Precision of matrix products: float32 | bfloat16 (autocast over fp32 weights).
         device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if it is available.
         attention: Attention kernel: auto | sdpa | flash | varlen. See `Backend`.
@@ -89,6 +91,7 @@ class TransformersModel(Settings, ModelSpec):
     parallel_passes: ParallelPasses = ParallelPasses.auto
     sharding: Sharding = field(default_factory=Sharding)
     sampler: SamplerSpec = field(default_factory=InProcessSampling)
+    inherited: TokenizerSource | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +125,24 @@ class TransformersModel(Settings, ModelSpec):
 
     def for_sampling(self) -> ModelSpec:
         """See `ModelSpec.for_sampling`; the copy keeps no moving average of the weights."""
-        return self if self.optimizer is None else replace(self, optimizer=replace(self.optimizer, ema_decay=None))
+        if self.optimizer is None:
+            return self
+        copy = replace(self, optimizer=replace(self.optimizer, ema_decay=None))
+        return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
+
+    def tokenizer_source(self, role: str) -> TokenizerSource:
+        """See `ModelSpec.tokenizer_source`; returns an inherited tokenizer too."""
+        if self.tokenizer is not None:
+            return TokenizerSource(self.tokenizer, f"models.{role}.tokenizer", role, self.trust_remote_code)
+        return self.inherited or TokenizerSource(self.path, f"models.{role}.path", role, self.trust_remote_code)
+
+    def with_tokenizer(self, source: TokenizerSource) -> TransformersModel:
+        """See `ModelSpec.with_tokenizer`."""
+        if self.tokenizer is not None:
+            return self
+        copy = replace(self)
+        copy.inherited = source
+        return copy
 
     def check(self, name: str) -> None:
         """Check the settings before any weights are read.
@@ -144,15 +164,18 @@ class TransformersModel(Settings, ModelSpec):
         except ConfigError as error:
             raise ConfigError(f"{what}.{error}") from error
         path = check_path(f"{what}.path", self.path)
-        if self.tokenizer is not None:
-            tokenizer = check_path(f"{what}.tokenizer", self.tokenizer, TOKENIZER_FILES)
-            if not Path(tokenizer).is_dir():
-                check_hub(f"{what}.tokenizer", tokenizer, "tokenizer_config.json")
+        self._check_tokenizer(name)
         if not Path(path).is_dir():
             check_hub(f"{what}.path", path)
         elif names := weight_names(Path(path)):
             random_head = self.optimizer is not None or self.head.replaces
             check_head(what, self.path, names, self.head, random_head=random_head)
+
+    def _check_tokenizer(self, name: str) -> None:
+        source = self.tokenizer_source(name)
+        path = check_tokenizer(source.key, source.path, _no_tokenizer(source))
+        if not Path(path).is_dir() and source.path != self.path:
+            check_hub(source.key, path, "tokenizer_config.json")
 
     def load(self, name: str, *, seed: int) -> Model:
         """Read weights and tokenizer, probe the model, and build its engine.
@@ -175,13 +198,8 @@ class TransformersModel(Settings, ModelSpec):
         self.check(name)
         module = self._read_module(name, seed)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
-        tokenizer = read_tokenizer(name, self.tokenizer or self.path, trust_remote_code=self.trust_remote_code)
         words = module.get_input_embeddings().weight.shape[0]
-        if len(tokenizer) > words:
-            raise DataError(
-                f"models.{name}: the tokenizer has {len(tokenizer)} tokens, but the model only {words}. Use the "
-                f"tokenizer of the model (models.{name}.tokenizer)."
-            )
+        tokenizer = self._read_tokenizer(name, words)
         vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
         if vocabulary is not None and vocabulary > words:
             raise ConfigError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
@@ -209,6 +227,22 @@ class TransformersModel(Settings, ModelSpec):
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
+
+    def _read_tokenizer(self, name: str, words: int) -> Any:
+        """Read the tokenizer, and check that it fits a model of `words` tokens and the tokenizer in `path`."""
+        source = self.tokenizer_source(name)
+        tokenizer = read_tokenizer(
+            source.key, source.path, trust_remote_code=source.trust_remote_code, cure=_no_tokenizer(source)
+        )
+        if len(tokenizer) > words:
+            raise DataError(
+                f"models.{name}: the tokenizer of {source.key}={source.path!r} has {len(tokenizer)} tokens, but the "
+                f"model only {words}. Set models.{name}.tokenizer to the tokenizer of the model."
+            )
+        if self.inherited is source and source.path != self.path and has_tokenizer(self.path):
+            own = read_tokenizer(f"models.{name}.path", self.path, trust_remote_code=self.trust_remote_code)
+            check_vocabulary(name, own, source.role, tokenizer)
+        return tokenizer
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
         """See `realign.api.sampler_spec.SamplesInBackground`; uses a copy of the model without its moving average."""
@@ -284,3 +318,8 @@ class TransformersModel(Settings, ModelSpec):
             probe_branch(module, network.branch)
         network.load(self.path, what)
         return network
+
+
+def _no_tokenizer(source: TokenizerSource) -> str:
+    """Return the end of the message about a folder without a tokenizer."""
+    return "" if source.key.endswith(".tokenizer") else f" Set models.{source.role}.tokenizer to a tokenizer."
