@@ -365,8 +365,6 @@ def test_a_folder_without_tokenizer_asks_for_one(tmp_path, offline):
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "model", "llama", vocab_size=60)
     with pytest.raises(DataError, match=r"models\.actor: the tokenizer of .* has 97 tokens, but the model only 60"):
-            r"models\.actor: the tokenizer of models\.actor\.path=.* has 97 tokens, but the model only 60"
-        )
         load(folder)
 
 
