@@ -1,6 +1,7 @@
 """Engines run a transformers model on packed sequences. They contain no algorithm.
 
 - `transformers_model` and `shared_model`: config nodes that load an engine, or share the model of another role.
+- `module_reader`: reads the module of a model, and merges an adapter into it.
 - `network`: the model, its attention, heads, LoRA adapters, branches and outputs.
 - `training`: the single-process engine, optimizer, gradient steps and moving averages of the weights.
 - `sampling`: generation with the model in the same process.
@@ -11,6 +12,7 @@ The transformers package is imported when a model is loaded.
 """
 
 from realign.engines.distributed.spec import Sharding
+from realign.engines.files.adapters import AdapterStart
 from realign.engines.network.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
 from realign.engines.network.kernels import Backend
 from realign.engines.network.trains import All, Lora, TopLayers, Trained
@@ -20,6 +22,7 @@ from realign.engines.training.optimizer import OptimizerSpec, Schedule, Schedule
 from realign.engines.transformers_model import DType, TransformersModel
 
 __all__ = [
+    "AdapterStart",
     "All",
     "Backend",
     "Causal",

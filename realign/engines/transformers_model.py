@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -18,15 +18,24 @@ from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
+from realign.engines.files.adapters import (
+    AdapterFolder,
+    AdapterStart,
+    check_continues,
+    find_adapter,
+    is_adapter,
+)
 from realign.engines.files.folders import check_path, read_states
-from realign.engines.files.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
-from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
+from realign.engines.files.pretrained import readable
 from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
+from realign.engines.module_reader import ModuleReader
 from realign.engines.network.cpu_lanes import ParallelPasses
-from realign.engines.network.heads import Causal, Head, head_mapping, read_head
+from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend
+from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.network.trains import All, Trained
+from realign.engines.network.trains import All, Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
@@ -47,7 +56,7 @@ class TransformersModel(Settings, ModelSpec):
     """A transformers model as a role of an experiment.
 
     Attributes:
-        path: Local folder or hub name of the model.
+        path: Local folder or hub name of the model, or a local folder with an adapter of peft (adapter_config.json).
         head: Output of the model: causal (language model) | score (reward model, one number per sequence) | value
             (critic, one number per token). See `Causal`, `Score`, `Value`.
         tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer of the actor, and for the actor the
@@ -61,6 +70,7 @@ class TransformersModel(Settings, ModelSpec):
             two passes over the same text.
         optimizer: Optimizer settings; null freezes the model.
         trains: Weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
+        adapter: What to do with an adapter folder in `path`: auto | merge | continue. See `AdapterStart`.
         trust_remote_code: Run the model code in the folder or hub repository.
         shared_prompts: auto | off. auto computes the shared prompt of a group once, in training and scoring, if that
             saves at least 5% of the group's tokens. The results are the same. It applies on CPU only; a training pass
@@ -85,6 +95,7 @@ class TransformersModel(Settings, ModelSpec):
     dropout: bool = False
     optimizer: OptimizerSpec | None = None
     trains: Trained = field(default_factory=All)
+    adapter: AdapterStart = AdapterStart.auto
     trust_remote_code: bool = False
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
@@ -109,7 +120,7 @@ class TransformersModel(Settings, ModelSpec):
             device=self.device,
             outputs=self.head.outputs,
             trainable=self.optimizer is not None,
-            branches=self.trains.keeps_start,
+            branches=self.trains.keeps_start and not self._continues,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
         if schedule is None or schedule.kind is ScheduleKind.constant or schedule.min_ratio:
@@ -118,10 +129,11 @@ class TransformersModel(Settings, ModelSpec):
 
     def frozen_start(self, role: str) -> ModelSpec:
         """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
-        if self.optimizer is not None and self.trains.keeps_start:
+        if self.optimizer is not None and self.trains.keeps_start and not self._continues:
             return SharedModel(role, Share.reference)
         head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
-        return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False)
+        adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
+        return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False, adapter=adapter)
 
     def for_sampling(self) -> ModelSpec:
         """See `ModelSpec.for_sampling`; the copy keeps no moving average of the weights."""
@@ -134,7 +146,14 @@ class TransformersModel(Settings, ModelSpec):
         """See `ModelSpec.tokenizer_source`; returns an inherited tokenizer too."""
         if self.tokenizer is not None:
             return TokenizerSource(self.tokenizer, f"models.{role}.tokenizer", role, self.trust_remote_code)
-        return self.inherited or TokenizerSource(self.path, f"models.{role}.path", role, self.trust_remote_code)
+        return self.inherited or TokenizerSource(
+            self._own_tokenizer(role), f"models.{role}.path", role, self.trust_remote_code
+        )
+
+    def _own_tokenizer(self, role: str) -> str:
+        """Return `path`, or the base model of an adapter folder without a tokenizer."""
+        adapter = None if has_tokenizer(self.path) else find_adapter(f"models.{role}.path={self.path!r}", self.path)
+        return self.path if adapter is None else adapter.base
 
     def with_tokenizer(self, source: TokenizerSource) -> TransformersModel:
         """See `ModelSpec.with_tokenizer`."""
@@ -163,11 +182,13 @@ class TransformersModel(Settings, ModelSpec):
             pick_device(self.device)
         except ConfigError as error:
             raise ConfigError(f"{what}.{error}") from error
-        path = check_path(f"{what}.path", self.path)
+        adapter = self._adapter(name)
+        path = check_path(f"{what}.path", self.path if adapter is None else adapter.base)
         self._check_tokenizer(name)
         if not Path(path).is_dir():
             check_hub(f"{what}.path", path)
         elif names := weight_names(Path(path)):
+            names |= adapter.head_names() if adapter is not None else frozenset()
             random_head = self.optimizer is not None or self.head.replaces
             check_head(what, self.path, names, self.head, random_head=random_head)
 
@@ -196,7 +217,18 @@ class TransformersModel(Settings, ModelSpec):
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
-        module = self._read_module(name, seed)
+        adapter = self._adapter(name)
+        reader = ModuleReader(
+            name,
+            self.path,
+            adapter,
+            self.head,
+            self.optimizer is not None,
+            self.trust_remote_code,
+            derive_seed(seed, name, "init"),
+            {},
+        )
+        module = reader.read(merge=not self._continues)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)
@@ -206,7 +238,11 @@ class TransformersModel(Settings, ModelSpec):
         module = module.to(pick_device(self.device)).eval()
         value_head = self._read_value_head(name, module, seed)
         with readable(f"models.{name}.trains", ConfigError):
-            self.trains.prepare(module, path=self.path, seed=derive_seed(seed, name, "lora"))
+            base = self.path if adapter is None else adapter.base
+            self.trains.prepare(module, path=base, seed=derive_seed(seed, name, "lora"))
+        if adapter is not None and self._continues:
+            with readable(f"models.{name}.path={self.path!r}"):
+                load_adapters(module, adapter.path)
         engine = build(
             name,
             module,
@@ -239,8 +275,9 @@ class TransformersModel(Settings, ModelSpec):
                 f"models.{name}: the tokenizer of {source.key}={source.path!r} has {len(tokenizer)} tokens, but the "
                 f"model only {words}. Set models.{name}.tokenizer to the tokenizer of the model."
             )
-        if self.inherited is source and source.path != self.path and has_tokenizer(self.path):
-            own = read_tokenizer(f"models.{name}.path", self.path, trust_remote_code=self.trust_remote_code)
+        path = self._own_tokenizer(name)
+        if self.inherited is source and source.path != path and has_tokenizer(path):
+            own = read_tokenizer(f"models.{name}.path", path, trust_remote_code=self.trust_remote_code)
             check_vocabulary(name, own, source.role, tokenizer)
         return tokenizer
 
@@ -251,55 +288,44 @@ class TransformersModel(Settings, ModelSpec):
         engine = self.for_sampling().load(name, seed=seed).machine
         return StreamingEngine(name, engine, recompute=recompute)
 
-    def _read_module(self, name: str, seed: int) -> Any:
-        from transformers import AutoConfig
+    @property
+    def _adapter_only(self) -> bool:
+        """Whether a saved folder contains only adapters."""
+        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
 
-        from realign.engines.network.attention import ATTENTION
+    @property
+    def _continues(self) -> bool:
+        """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
+        if self.adapter is AdapterStart.auto:
+            return self._adapter_only and is_adapter(self.path)
+        return self.adapter is AdapterStart.continue_
 
-        path = check_path(f"models.{name}.path", self.path)
-        hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
-        with readable(f"models.{name}: cannot load {self.path!r}{hub}"):
-            family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
-        labels = {"num_labels": 1} if self.head.is_scalar else {}
-        what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head}"
-
-        def read(**more: Any) -> tuple[Any, dict[str, Any]]:
-            with torch.random.fork_rng(), quiet_transformers():
-                torch.manual_seed(derive_seed(seed, name, "init"))
-                return self.head.auto_class().from_pretrained(
-                    path,
-                    dtype=torch.float32,
-                    attn_implementation=ATTENTION,
-                    trust_remote_code=self.trust_remote_code,
-                    use_safetensors=True,  # the alternative format is a pickle
-                    output_loading_info=True,
-                    **labels,
-                    **more,
-                )
-
-        with readable(what):
-            try:
-                module, info = read()
-                if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
-                    module, info = read(key_mapping=mapping)
-            except KeyError as error:
-                if error.args != (ATTENTION,):
-                    raise
-                raise ConfigError("packed attention is not supported by its attention classes") from error
-        self._check_complete(name, module.base_model_prefix, sorted(info["missing_keys"]))
-        return module
-
-    def _check_complete(self, name: str, body: str, missing: Sequence[str]) -> None:
-        """Raise DataError for weights that are randomly initialized but never train; transformers only warns."""
-        inside = [key for key in missing if key.startswith(f"{body}.")]
-        heads = [key for key in missing if key not in inside and key.endswith(".weight")]
-        if absent := inside or ([] if self.head.is_scalar else heads):
-            raise DataError(
-                f"models.{name}.path={self.path!r}: the folder lacks weights for head={self.head}: {absent[0]}"
-                + (f" and {len(absent) - 1} more" if absent[1:] else "")
+    def _adapter(self, name: str) -> AdapterFolder | None:
+        """Return the adapter in `path`, if any, after a check of its files and of the settings that concern it."""
+        what = f"models.{name}.path={self.path!r}"
+        found = find_adapter(what, self.path)
+        if found is None and self.adapter is not AdapterStart.auto:
+            raise ConfigError(
+                f"models.{name}.adapter={self.adapter.value}: models.{name}.path={self.path!r} is not an adapter "
+                "folder (it has no adapter_config.json). Remove this key."
             )
-        if heads and self.optimizer is None and not self.head.replaces:
-            raise no_trained_head(f"models.{name}", self.path, self.head, heads[0])
+        if found is None:
+            return None
+        require_peft_for(found.path)
+        found.check(what)
+        if self._continues:
+            if not isinstance(self.trains, Lora):
+                raise ConfigError(f"models.{name}.adapter=continue: requires models.{name}.trains=lora.")
+            try:
+                check_continues(found, rank=self.trains.rank, alpha=self.trains.alpha)
+            except ConfigError as error:
+                raise ConfigError(f"{what}: {error}") from error
+        elif self._adapter_only:
+            raise ConfigError(
+                f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
+                f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
+            )
+        return found
 
     def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
         """Return the value head in the model folder, or a new one; None if the config has no value head."""
