@@ -27,6 +27,7 @@ Usage
   realign check <overrides>       run everything except training: graph, data, shapes, rewards, devices, disk
   realign graph <overrides>       show the dataflow graph: [--format text|mermaid|svg] [--out FILE]
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
+  realign export RUN_OR_FOLDER    write a model with its model card: --to DIR, --push HUB_NAME, [--merge] an adapter
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y
   realign --cfg job <overrides>   print the composed config
@@ -103,6 +104,9 @@ def _parser() -> _Parser:
     parser.add_argument("--info", "-i", nargs="?", const="all")
     parser.add_argument("--format", choices=("text", "mermaid", "svg"))
     parser.add_argument("--out")
+    parser.add_argument("--to")
+    parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--push")
     return parser
 
 
@@ -116,7 +120,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
 
         _say(version("realign"))
         return 0
-    commands = {"graph": show_graph, "check": check, "chat": chat}
+    commands = {"graph": show_graph, "check": check, "chat": chat, "export": export}
     command, overrides = None, list(args.words)
     if overrides and "=" not in overrides[0] and not overrides[0].startswith("~"):
         command = overrides.pop(0)
@@ -124,9 +128,11 @@ def _dispatch(argv: list[str], start: Start) -> int:
             raise ConfigError(f"unknown command {command!r}{suggest(command, commands)}; overrides are key=value")
     if command != "graph" and (args.format or args.out):
         raise ConfigError("--format and --out apply only to realign graph")
+    if command != "export" and (args.to or args.merge or args.push):
+        raise ConfigError("--to, --merge and --push apply only to realign export")
     if command and (args.multirun or args.cfg or args.info):
         raise ConfigError(f"--multirun, --cfg and --info do not apply to realign {command}")
-    if not overrides and command != "chat" and not (args.cfg or args.info):
+    if not overrides and command not in ("chat", "export") and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
     if command is not None:
         return commands[command](args, overrides)
@@ -198,6 +204,17 @@ def chat(args: argparse.Namespace, words: list[str]) -> int:
     conversation = chat_of(words)
     quiet_transformers()
     conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), _say)
+    return 0
+
+
+def export(args: argparse.Namespace, words: list[str]) -> int:
+    """Run `realign export`: write a saved model for other programs, and push it to the hub."""
+    from realign.cli.export import Export
+
+    if len(words) != 1 or args.config_dir:
+        raise ConfigError(f"realign export expects one run or model folder, found {words or 'none'}")
+    quiet_transformers()
+    Export(words[0], None if args.to is None else Path(args.to), args.merge, args.push).run(_say)
     return 0
 
 

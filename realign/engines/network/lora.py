@@ -113,8 +113,9 @@ def save_adapters(module: Any, folder: Path) -> None:
 
     state = get_peft_model_state_dict(module, adapter_name=ADAPTER)
     config = copy.copy(module.peft_config[ADAPTER])
+    config.task_type = "CAUSAL_LM"  # for the Auto classes of peft
     if heads := _scalar_heads(module):
-        config.modules_to_save = heads
+        config.task_type, config.modules_to_save = None, heads
         state |= {k: x for k, x in module.state_dict().items() if k.startswith(tuple(f"{name}." for name in heads))}
     folder.mkdir()
     save_file({f"{PREFIX}{k}": x.contiguous() for k, x in state.items()}, folder / WEIGHTS)
