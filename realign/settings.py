@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 import types
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -72,6 +74,29 @@ class Settings:
             value = checked(field.name, given, hints[field.name])
             if value is not given:
                 object.__setattr__(self, field.name, value)
+
+
+class AcceptsForeign(ABC):
+    """A component whose `_target_` may also name a class of another library, which is no dataclass.
+
+    The keys beside `_target_` are arguments of that class, or settings of the component.
+    """
+
+    @classmethod
+    @abstractmethod
+    def foreign_base(cls) -> type:
+        """Return the base class of the accepted classes."""
+
+    @classmethod
+    @abstractmethod
+    def adopt(cls, found: type, path: str, values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+        """Return the component that stands for a class, and the values of its fields.
+
+        Args:
+            found: the class, derived from `foreign_base`.
+            path: its import path.
+            values: keys of the config beside `_target_`.
+        """
 
 
 def checked(name: str, value: Any, annotation: Any) -> Any:

@@ -19,6 +19,7 @@ from realign.engines.network.trains import All, Lora, TopLayers, Trained
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
+from realign.engines.training.torch_optimizer import TorchOptimizer
 from realign.engines.transformers_model import DType, TransformersModel
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Share",
     "SharedModel",
     "TopLayers",
+    "TorchOptimizer",
     "Trained",
     "TransformersModel",
     "Value",

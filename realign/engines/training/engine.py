@@ -115,7 +115,7 @@ class TransformersEngine(InferenceEngine):
         return Network(name, module, **settings)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
-        return Stepper(self.name, spec, self.network.owned())
+        return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())
 
     @property
     def trainable(self) -> bool:
