@@ -55,15 +55,22 @@ class EightBit(torch.optim.Optimizer):
                 state |= {"step": state.get("step", 0) + 1, "code": code, "scale": scale}
                 p -= group["lr"] * group["gain"] * code.float() * scale
 
+    def state_dict(self):
+        found = super().state_dict()
+        inner = {i: {"code": x["code"], "scale": x["scale"]} for i, x in found["state"].items()}
+        return {**found, "state": {i: {"step": x["step"], "inner": inner[i]} for i, x in found["state"].items()}}
+
     def load_state_dict(self, state):
         super().load_state_dict(state)
         for i, p in enumerate(q for group in self.param_groups for q in group["params"]):
-            self.state[p] = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in state["state"][i].items()}
+            inner = {name: x.clone() for name, x in state["state"][i]["inner"].items()}
+            self.state[p] = {"step": int(state["state"][i]["step"]), **inner}
 
 
 class Forgetful(EightBit):
     """An optimizer that leaves the conversion of its state to torch."""
 
+    state_dict = torch.optim.Optimizer.state_dict
     load_state_dict = torch.optim.Optimizer.load_state_dict
 
 
