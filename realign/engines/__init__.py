@@ -3,6 +3,7 @@
 - `transformers_model` and `shared_model`: config nodes that load an engine, or share the model of another role.
 - `module_reader`: reads the module of a model, and merges an adapter into it.
 - `network`: the model, its attention, heads, LoRA adapters, branches and outputs.
+- `quantization`: base models in 4 bits.
 - `training`: the single-process engine, optimizer, gradient steps and moving averages of the weights.
 - `sampling`: generation with the model in the same process.
 - `distributed`: the engine that shards weights and batches over several processes.

@@ -37,6 +37,7 @@ from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.trains import All, Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
@@ -71,6 +72,8 @@ class TransformersModel(Settings, ModelSpec):
         optimizer: Optimizer settings; null freezes the model.
         trains: Weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
         adapter: What to do with an adapter folder in `path`: auto | merge | continue. See `AdapterStart`.
+        load_in_4bit: Load linear layers in 4 bits with bitsandbytes (QLoRA). Requires trains=lora with
+            merge_on_save=false, and the extra `quantization`.
         trust_remote_code: Run the model code in the folder or hub repository.
         shared_prompts: auto | off. auto computes the shared prompt of a group once, in training and scoring, if that
             saves at least 5% of the group's tokens. The results are the same. It applies on CPU only; a training pass
@@ -96,6 +99,7 @@ class TransformersModel(Settings, ModelSpec):
     optimizer: OptimizerSpec | None = None
     trains: Trained = field(default_factory=All)
     adapter: AdapterStart = AdapterStart.auto
+    load_in_4bit: bool = False
     trust_remote_code: bool = False
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
@@ -131,6 +135,11 @@ class TransformersModel(Settings, ModelSpec):
         """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
         if self.optimizer is not None and self.trains.keeps_start and not self._continues:
             return SharedModel(role, Share.reference)
+        if self.load_in_4bit:
+            raise ConfigError(
+                f"models.{role}.load_in_4bit=true: a continued adapter has no reference in 4 bits. Merge it with "
+                f"realign export --merge, and set models.{role}.path to the merged model."
+            )
         head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
         return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False, adapter=adapter)
@@ -173,6 +182,8 @@ class TransformersModel(Settings, ModelSpec):
         what = f"models.{name}"
         self.sampler.check(f"{what}.sampler")
         self.trains.check(f"{what}.trains")
+        if self.load_in_4bit:
+            check_4bit(what, self.trains, self.head, current().size)
         if self.attention is Backend.flash and find_spec("flash_attn") is None:
             raise ConfigError(
                 f"{what}.attention=flash: flash-attn is not installed. Run pip install 'realign-rl[flash-attn]', or "
@@ -217,7 +228,8 @@ class TransformersModel(Settings, ModelSpec):
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
-        adapter = self._adapter(name)
+        adapter, device = self._adapter(name), pick_device(self.device)
+        dtype = torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32
         reader = ModuleReader(
             name,
             self.path,
@@ -226,7 +238,7 @@ class TransformersModel(Settings, ModelSpec):
             self.optimizer is not None,
             self.trust_remote_code,
             derive_seed(seed, name, "init"),
-            {},
+            settings_4bit(device, dtype) if self.load_in_4bit else {},
         )
         module = reader.read(merge=not self._continues)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
@@ -235,7 +247,8 @@ class TransformersModel(Settings, ModelSpec):
         vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
         if vocabulary is not None and vocabulary > words:
             raise ConfigError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
-        module = module.to(pick_device(self.device)).eval()
+        keep_layout(module)
+        module = (module if self.load_in_4bit else module.to(device)).eval()
         value_head = self._read_value_head(name, module, seed)
         with readable(f"models.{name}.trains", ConfigError):
             base = self.path if adapter is None else adapter.base
@@ -247,7 +260,7 @@ class TransformersModel(Settings, ModelSpec):
             name,
             module,
             tokenizer,
-            dtype=torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32,
+            dtype=dtype,
             attention=self.attention,
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
@@ -257,7 +270,7 @@ class TransformersModel(Settings, ModelSpec):
             trains=self.trains,
             vocabulary=vocabulary,
             shared_prompts=self.shared_prompts,
-            fused_rollout=self.fused_rollout,
+            fused_rollout=self.fused_rollout and not self.load_in_4bit,
             parallel_passes=self.parallel_passes,
             max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
         )

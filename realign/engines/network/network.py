@@ -221,7 +221,11 @@ class Network(nn.Module):
     def module_state(self, *, fixed: bool) -> dict[str, Tensor]:
         """Return the module's frozen weights (`fixed`), or its trained weights and buffers."""
         names = self.fixed_names()
-        return {name: x for name, x in self.module.state_dict().items() if (name in names) == fixed}
+
+        def is_fixed(name: str) -> bool:  # Linear4bit of bitsandbytes keeps the scales of `weight` as `weight.absmax`
+            return name in names or name.partition(".weight.")[0] + ".weight" in names
+
+        return {name: x for name, x in self.module.state_dict().items() if is_fixed(name) == fixed}
 
     def load_module_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `module_state(fixed=False)`.
