@@ -110,8 +110,17 @@ def _parser() -> _Parser:
     return parser
 
 
+def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse options and words of a command line.
+
+    Raises:
+        ConfigError: an option is unknown or lacks its value.
+    """
+    return _parser().parse_intermixed_args(argv)
+
+
 def _dispatch(argv: list[str], start: Start) -> int:
-    args = _parser().parse_intermixed_args(argv)
+    args = read_arguments(argv)
     if args.help:
         _say(help_text(Path(args.config_dir) if args.config_dir else None))
         return 0

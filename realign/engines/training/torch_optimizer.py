@@ -147,11 +147,12 @@ class TorchOptimizer(OptimizerSpec):
             raise SettingsError(f"arguments={self.arguments}: {self.of} refuses them: {error}") from error
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        cls = self._imported()
+        cls: Any = self._imported()
         if "weight_decay" not in argument_names(cls):
             groups = [{"params": group["params"]} for group in groups]
         arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in self.arguments.items()}
-        return cls(groups, lr=self.lr, **arguments)  # type: ignore[call-arg]
+        made: torch.optim.Optimizer = cls(groups, lr=self.lr, **arguments)
+        return made
 
 
 def argument_names(cls: type) -> list[str]:
