@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
 from realign.errors import SettingsError
 
@@ -79,22 +79,27 @@ class Settings:
 class AcceptsForeign(ABC):
     """A component whose `_target_` may also name a class of another library, which is no dataclass.
 
-    The keys beside `_target_` are arguments of that class, or settings of the component.
+    The keys beside `_target_` are arguments of that class, or settings of the component that stands for it.
     """
+
+    stand_in: ClassVar[str]
+    """Import path of the component that stands for such a class; it implements `StandIn`."""
 
     @classmethod
     @abstractmethod
     def foreign_base(cls) -> type:
         """Return the base class of the accepted classes."""
 
+
+class StandIn(Protocol):
+    """A component that stands for a class of another library."""
+
     @classmethod
-    @abstractmethod
-    def adopt(cls, found: type, path: str, values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
-        """Return the component that stands for a class, and the values of its fields.
+    def fields_for(cls, path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the component for a class.
 
         Args:
-            found: the class, derived from `foreign_base`.
-            path: its import path.
+            path: import path of the class.
             values: keys of the config beside `_target_`.
         """
 

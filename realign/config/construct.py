@@ -19,7 +19,7 @@ from realign.config.errors import ConfigError, one_line, unknown_key
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 from realign.config.words import TARGET
 from realign.errors import GraphError, SettingsError
-from realign.settings import AcceptsForeign
+from realign.settings import AcceptsForeign, StandIn
 
 INTERFACES = "interfaces"
 """Parameter of a graph function that receives the built interfaces. No config value can set it."""
@@ -54,7 +54,9 @@ def build(node: Any, kind: Any, where: str) -> Any:
     cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
     key = f"{where}.{TARGET}"
     if is_foreign(cls, kind):
-        cls, node = kind.adopt(cls, node[TARGET], {name: value for name, value in node.items() if name != TARGET})
+        stand_in: type[StandIn] = import_target(kind.stand_in, key)
+        given = {name: value for name, value in node.items() if name != TARGET}
+        cls, node = stand_in, stand_in.fields_for(node[TARGET], given)
     if not inspect.isclass(cls):
         wrong = f"{node[TARGET]} is not a class; expected a class that is {name}"
         raise ConfigError(f"{key}: {wrong}{beside(node[TARGET], fits, name)}")

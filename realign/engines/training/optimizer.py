@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class OptimizerSpec(Settings, AcceptsForeign):
             ends. Steps before that are skipped.
     """
 
+    stand_in: ClassVar[str] = "realign.engines.training.torch_optimizer.TorchOptimizer"
+
     lr: NonNegative = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: Positive = 1e-8
@@ -94,13 +96,6 @@ class OptimizerSpec(Settings, AcceptsForeign):
     def foreign_base(cls) -> type:
         """See `AcceptsForeign`; a config may name any optimizer class of torch or of another library."""
         return torch.optim.Optimizer
-
-    @classmethod
-    def adopt(cls, found: type, path: str, values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
-        """See `AcceptsForeign`."""
-        from realign.engines.training.torch_optimizer import TorchOptimizer, settings_of
-
-        return TorchOptimizer, settings_of(found, path, values)
 
     @property
     def elementwise(self) -> bool:

@@ -65,6 +65,16 @@ class TorchOptimizer(OptimizerSpec):
                 raise SettingsError(f"{key}={getattr(self, key)}: it concerns AdamW. Set arguments.{key} for {name}.")
         self._check_arguments(cls)
 
+    @classmethod
+    def fields_for(cls, path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See `StandIn.fields_for`; `betas`, `eps` and all unknown keys are arguments of the class."""
+        own = {f.name for f in fields(cls)} - {"of", "arguments", "betas", "eps", "eps_hat"}
+        return {
+            "of": path,
+            "arguments": {name: value for name, value in values.items() if name not in own},
+            **{name: value for name, value in values.items() if name in own},
+        }
+
     @property
     def splits(self) -> bool:
         """Whether AdamW updates the weights that are no matrices of layers."""
@@ -160,19 +170,6 @@ def argument_names(cls: type) -> list[str]:
     return list(inspect.signature(cls).parameters)
 
 
-def settings_of(cls: type, path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `TorchOptimizer` for an optimizer class and keys that a config sets beside it.
-
-    Keys of AdamW (`betas`, `eps`) are arguments of the class.
-    """
-    own = {f.name for f in fields(TorchOptimizer)} - {"of", "arguments", "betas", "eps", "eps_hat"}
-    return {
-        "of": path,
-        "arguments": {name: value for name, value in values.items() if name not in own},
-        **{name: value for name, value in values.items() if name in own},
-    }
-
-
 def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
     if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED:
         return REFUSED[cls.__name__]
@@ -250,4 +247,4 @@ class MixedOptimizer:
         return starts[:-1]
 
 
-__all__ = ["ELEMENTWISE", "MixedOptimizer", "TorchOptimizer", "settings_of"]
+__all__ = ["ELEMENTWISE", "MixedOptimizer", "TorchOptimizer"]

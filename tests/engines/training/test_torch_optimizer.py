@@ -12,7 +12,7 @@ from realign.api import MicroBatchSpec
 from realign.config import build_experiment, compose
 from realign.engines import Lora, OptimizerSpec, Schedule, TorchOptimizer, TransformersModel
 from realign.engines.distributed.stepper import ShardedStepper
-from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer, settings_of
+from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
 from realign.runtime.checkpoint.schema import OPTIMIZER
 from realign.runtime.checkpoint.serialize import pack, unpack
@@ -281,7 +281,7 @@ def test_a_config_names_the_class_and_its_arguments(tmp_path):
         schedule=Schedule("cosine", warmup=10, total=100),
     )
     assert build(resolved, OptimizerSpec, "optimizer") == found
-    assert settings_of(torch.optim.SGD, "torch.optim.SGD", {"betas": 1, "lr": 2}) == {
+    assert TorchOptimizer.fields_for("torch.optim.SGD", {"betas": 1, "lr": 2}) == {
         "of": "torch.optim.SGD",
         "arguments": {"betas": 1},
         "lr": 2,
