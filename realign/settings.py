@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 import types
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
 from realign.errors import SettingsError
 
@@ -72,6 +74,34 @@ class Settings:
             value = checked(field.name, given, hints[field.name])
             if value is not given:
                 object.__setattr__(self, field.name, value)
+
+
+class AcceptsForeign(ABC):
+    """A component whose `_target_` may also name a class of another library, which is no dataclass.
+
+    The keys beside `_target_` are arguments of that class, or settings of the component that stands for it.
+    """
+
+    stand_in: ClassVar[str]
+    """Import path of the component that stands for such a class; it implements `StandIn`."""
+
+    @classmethod
+    @abstractmethod
+    def foreign_base(cls) -> type:
+        """Return the base class of the accepted classes."""
+
+
+class StandIn(Protocol):
+    """A component that stands for a class of another library."""
+
+    @classmethod
+    def fields_for(cls, path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the component for a class.
+
+        Args:
+            path: import path of the class.
+            values: keys of the config beside `_target_`.
+        """
 
 
 def checked(name: str, value: Any, annotation: Any) -> Any:

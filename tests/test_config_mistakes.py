@@ -283,7 +283,8 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*GRPO, "models.ref={_target_: realign.engines.SharedModel, of: actor, branch: reference}"],
         (
             "models.ref.branch=reference: models.actor trains all of its weights, so it keeps no frozen branch. "
-            "Set models.actor.trains=top_layers or lora, or models.ref.path."
+            "Set models.actor.trains=top_layers or lora, or models.ref.path. An adapter that models.actor.path "
+            "contains must be merged (adapter=merge)."
         ),
     ),
     (

@@ -32,7 +32,6 @@ ALLOWED = {
     ("config/words.py", "getattr"): "whether a class is a Protocol",
     ("config/words.py", "vars"): "classes that a module defines",
     ("runtime/counters.py", "vars"): "fields of a dataclass of this module",
-    ("runtime/models.py", "hasattr"): "methods of a tokenizer, which is the user's",
     ("runtime/ray/host.py", "getattr"): "its own verbs by name",
     ("runtime/ray/wire_format.py", "getattr"): "a dtype of torch by name",
     ("runtime/ray/wire_format.py", "hasattr"): "whether a tuple is a named one",

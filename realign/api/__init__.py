@@ -30,7 +30,7 @@ from realign.api.interface import (
 )
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
-from realign.api.model import Model, ModelFacts, ModelSpec
+from realign.api.model import Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.requests import Completion, Handle, Request, Tokens
 from realign.api.rewards import total_rewards
 from realign.api.rl_dataflow import SAMPLED, rl_graph
@@ -103,6 +103,7 @@ __all__ = [
     "Sum",
     "Sync",
     "TokenValues",
+    "TokenizerSource",
     "Tokens",
     "Trace",
     "Variance",

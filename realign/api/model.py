@@ -116,6 +116,20 @@ class ModelFacts:
     """Unit of `rate_ends`: optimizer_step or train_step."""
 
 
+@dataclass(frozen=True)
+class TokenizerSource:
+    """Where the tokenizer of a role is read from."""
+
+    path: str
+    """Folder or hub name."""
+    key: str
+    """Config key that contains the path, for messages."""
+    role: str
+    """Role of this key."""
+    trust_remote_code: bool = False
+    """Whether to run code in the folder or hub repository."""
+
+
 class ModelSpec(ABC):
     """Loads the model of a role, such as `realign.engines.TransformersModel`. Subclasses implement `load`."""
 
@@ -145,9 +159,21 @@ class ModelSpec(ABC):
         """Return the spec of a copy that only samples, for asynchronous rollout."""
         return self
 
+    def tokenizer_source(self, role: str) -> TokenizerSource | None:
+        """Return where the tokenizer of `role` is read from, so that other roles can use it; None if unknown."""
+        return None
+
+    def with_tokenizer(self, source: TokenizerSource) -> ModelSpec:
+        """Return a spec that uses this tokenizer, unless the spec itself names one.
+
+        The default implementation returns the spec itself, for specs that load a tokenizer of their own.
+        """
+        return self
+
 
 __all__ = [
     "Model",
     "ModelFacts",
     "ModelSpec",
+    "TokenizerSource",
 ]

@@ -39,8 +39,23 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--info", "-i", nargs="?", const="all")
     found.add_argument("--format", choices=("text", "mermaid", "svg"))
     found.add_argument("--out")
+    found.add_argument("--to")
+    found.add_argument("--merge", action="store_true")
+    found.add_argument("--push")
     found.add_argument("--shell-completion", choices=("bash", "zsh", "fish"))
     return found
+
+
+def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse options and words of a command line, with flags of other tools as overrides.
+
+    Raises:
+        ConfigError: an option is unknown or lacks its value.
+    """
+    args, unknown = parser().parse_known_intermixed_args(with_overrides_for_flags(argv))
+    if unknown:
+        raise ConfigError(unknown_option(unknown))
+    return args
 
 
 def options() -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from realign.cli.arguments import TRAIN, command_words, parser, unknown_option, with_overrides_for_flags
+from realign.cli.arguments import TRAIN, command_words, read_arguments
 from realign.cli.errors import guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from realign.cli.train import Start
     from realign.runtime import Experiment
 
-OWN_COMMANDS = (TRAIN, "help", "chat")
+OWN_COMMANDS = (TRAIN, "help", "chat", "export")
 """Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
@@ -50,6 +50,7 @@ Usage
   realign check <overrides>       run everything except training: graph, data, shapes, rewards, devices, disk
   realign graph <overrides>       show the dataflow graph: [--format text|mermaid|svg] [--out FILE]
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
+  realign export RUN_OR_FOLDER    write a model with its model card: --to DIR, --push HUB_NAME, [--merge] an adapter
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y
@@ -111,9 +112,7 @@ def _of_all_ranks(args: list[str], debug: bool) -> int:
 def _dispatch(argv: list[str], start: Start) -> int:
     if argv[:1] == [COMPLETE]:
         return complete(argv[1:])
-    args, unknown = parser().parse_known_intermixed_args(with_overrides_for_flags(argv))
-    if unknown:
-        raise ConfigError(unknown_option(unknown))
+    args = read_arguments(argv)
     if args.shell_completion:
         return shell_completion(args.shell_completion)
     if args.version:
@@ -129,6 +128,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return show_key_help(args, overrides)
     if command != "graph" and (args.format or args.out):
         raise ConfigError("--format and --out apply only to realign graph")
+    if command != "export" and (args.to or args.merge or args.push):
+        raise ConfigError("--to, --merge and --push apply only to realign export")
     if command != TRAIN and (args.multirun or args.cfg or args.info):
         raise ConfigError(f"--multirun, --cfg and --info do not apply to realign {command}")
     if not argv:
@@ -136,6 +137,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return 0
     if command == "chat":
         return chat(args, overrides)
+    if command == "export":
+        return export(args, overrides)
     if not overrides and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
     overrides = _prepared(args, overrides)
@@ -270,6 +273,17 @@ def chat(args: argparse.Namespace, words: list[str]) -> int:
     conversation = chat_of(words)
     quiet_transformers()
     conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), _say)
+    return 0
+
+
+def export(args: argparse.Namespace, words: list[str]) -> int:
+    """Run `realign export`: write a saved model for other programs, and push it to the hub."""
+    from realign.cli.export import Export
+
+    if len(words) != 1 or args.config_dir:
+        raise ConfigError(f"realign export expects one run or model folder, found {words or 'none'}")
+    quiet_transformers()
+    Export(words[0], None if args.to is None else Path(args.to), args.merge, args.push).run(_say)
     return 0
 
 

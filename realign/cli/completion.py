@@ -35,7 +35,7 @@ from realign.config.source import (
 )
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 
-COMMANDS = ("train", "check", "graph", "chat", "help")
+COMMANDS = ("train", "check", "graph", "chat", "export", "help")
 PER_ROLE = ("models", "interfaces", "sync", "trackers", "callbacks")
 """Root keys that map names to components."""
 DEFAULTS: Mapping[str, str] = MappingProxyType(
@@ -98,7 +98,7 @@ def completions(line: str) -> list[str]:
     if before[-1:] == ["--shell-completion"]:
         return _starting(word, SCRIPTS)
     command = next((one for one in before if "=" not in one and not one.startswith("-")), None)
-    if command == "chat":
+    if command in ("chat", "export"):
         return []
     key, equals, value = word.partition("=")
     try:

@@ -19,6 +19,7 @@ from realign.config.errors import ConfigError, one_line, unknown_key
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 from realign.config.words import TARGET
 from realign.errors import GraphError, SettingsError
+from realign.settings import AcceptsForeign, StandIn
 
 INTERFACES = "interfaces"
 """Parameter of a graph function that receives the built interfaces. No config value can set it."""
@@ -52,6 +53,10 @@ def build(node: Any, kind: Any, where: str) -> Any:
     name = type_name(kind)
     cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
     key = f"{where}.{TARGET}"
+    if is_foreign(cls, kind):
+        stand_in: type[StandIn] = import_target(kind.stand_in, key)
+        given = {name: value for name, value in node.items() if name != TARGET}
+        cls, node = stand_in, stand_in.fields_for(node[TARGET], given)
     if not inspect.isclass(cls):
         wrong = f"{node[TARGET]} is not a class; expected a class that is {name}"
         raise ConfigError(f"{key}: {wrong}{beside(node[TARGET], fits, name)}")
@@ -61,6 +66,12 @@ def build(node: Any, kind: Any, where: str) -> Any:
         raise ConfigError(f"{key}: {cls.__qualname__} is not a {name}{why}{beside(node[TARGET], fits, name)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
+
+
+def is_foreign(cls: Any, kind: Any) -> bool:
+    """Return whether `cls` is a class of another library that a component of this kind stands for."""
+    accepts = inspect.isclass(kind) and issubclass(kind, AcceptsForeign)
+    return accepts and inspect.isclass(cls) and not issubclass(cls, kind) and issubclass(cls, kind.foreign_base())
 
 
 def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str, Any] | None = None) -> T:

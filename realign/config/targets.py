@@ -18,6 +18,8 @@ PACKAGES = ("interfaces", "engines", "data", "runtime")
 """Packages of realign that contain components."""
 NEAR = 0.75
 """Minimum similarity (0 to 1) of two names to suggest one for the other."""
+EXTRAS: Mapping[str, str] = MappingProxyType({"bitsandbytes": "realign-rl[quantization]"})
+"""Extra of realign that installs an optional package with components."""
 EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
     {
         "ModelInterface": "realign.interfaces.grpo.GRPOActorInterface",
@@ -60,6 +62,8 @@ def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
         if step is None and (found is None or isinstance(found, ModuleType)):
             step = _import(name, where)
         if step is None:
+            if name in EXTRAS:
+                raise ConfigError(f"{where}={path}: {name} is not installed. Run pip install {EXTRAS[name]!r}.")
             place = done or "the current directory and the installed packages"
             raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, found, fits)}")
         found, done = step, name

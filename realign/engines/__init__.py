@@ -1,7 +1,9 @@
 """Engines run a transformers model on packed sequences. They contain no algorithm.
 
 - `transformers_model` and `shared_model`: config nodes that load an engine, or share the model of another role.
+- `module_reader`: reads the module of a model, and merges an adapter into it.
 - `network`: the model, its attention, heads, LoRA adapters, branches and outputs.
+- `quantization`: base models in 4 bits.
 - `training`: the single-process engine, optimizer, gradient steps and moving averages of the weights.
 - `sampling`: generation with the model in the same process.
 - `distributed`: the engine that shards weights and batches over several processes.
@@ -11,15 +13,18 @@ The transformers package is imported when a model is loaded.
 """
 
 from realign.engines.distributed.spec import Sharding
+from realign.engines.files.adapters import AdapterStart
 from realign.engines.network.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
 from realign.engines.network.kernels import Backend
 from realign.engines.network.trains import All, Lora, TopLayers, Trained
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
+from realign.engines.training.torch_optimizer import TorchOptimizer
 from realign.engines.transformers_model import DType, TransformersModel
 
 __all__ = [
+    "AdapterStart",
     "All",
     "Backend",
     "Causal",
@@ -37,6 +42,7 @@ __all__ = [
     "Share",
     "SharedModel",
     "TopLayers",
+    "TorchOptimizer",
     "Trained",
     "TransformersModel",
     "Value",

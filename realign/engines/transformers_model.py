@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -12,21 +12,32 @@ from typing import Any
 
 import torch
 
-from realign.api.model import Model, ModelFacts, ModelSpec
+from realign.api.model import Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
+from realign.engines.files.adapters import (
+    AdapterFolder,
+    AdapterStart,
+    check_continues,
+    find_adapter,
+    is_adapter,
+)
 from realign.engines.files.folders import check_path, read_states
-from realign.engines.files.inspection import check_head, check_hub, no_trained_head, pick_device, weight_names
-from realign.engines.files.pretrained import TOKENIZER_FILES, quiet_transformers, read_tokenizer, readable
+from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
+from realign.engines.files.pretrained import readable
+from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
+from realign.engines.module_reader import ModuleReader
 from realign.engines.network.cpu_lanes import ParallelPasses
-from realign.engines.network.heads import Causal, Head, head_mapping, read_head
+from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend
+from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.network.trains import All, Trained
+from realign.engines.network.trains import All, Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
@@ -46,10 +57,11 @@ class TransformersModel(Settings, ModelSpec):
     """A transformers model as a role of an experiment.
 
     Attributes:
-        path: Local folder or hub name of the model.
+        path: Local folder or hub name of the model, or a local folder with an adapter of peft (adapter_config.json).
         head: Output of the model: causal (language model) | score (reward model, one number per sequence) | value
             (critic, one number per token). See `Causal`, `Score`, `Value`.
-        tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer in `path`.
+        tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer of the actor, and for the actor the
+            one in `path`.
         dtype: Precision of matrix products: float32 | bfloat16 (autocast over fp32 weights).
         device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if it is available.
         attention: Attention kernel: auto | sdpa | flash | varlen. See `Backend`.
@@ -59,6 +71,9 @@ class TransformersModel(Settings, ModelSpec):
             two passes over the same text.
         optimizer: Optimizer settings; null freezes the model.
         trains: Weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
+        adapter: What to do with an adapter folder in `path`: auto | merge | continue. See `AdapterStart`.
+        load_in_4bit: Load linear layers in 4 bits with bitsandbytes (QLoRA). Requires trains=lora with
+            merge_on_save=false, and the extra `quantization`.
         trust_remote_code: Run the model code in the folder or hub repository.
         shared_prompts: auto | off. auto computes the shared prompt of a group once, in training and scoring, if that
             saves at least 5% of the group's tokens. The results are the same. It applies on CPU only; a training pass
@@ -83,12 +98,15 @@ class TransformersModel(Settings, ModelSpec):
     dropout: bool = False
     optimizer: OptimizerSpec | None = None
     trains: Trained = field(default_factory=All)
+    adapter: AdapterStart = AdapterStart.auto
+    load_in_4bit: bool = False
     trust_remote_code: bool = False
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
     sharding: Sharding = field(default_factory=Sharding)
     sampler: SamplerSpec = field(default_factory=InProcessSampling)
+    inherited: TokenizerSource | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +124,7 @@ class TransformersModel(Settings, ModelSpec):
             device=self.device,
             outputs=self.head.outputs,
             trainable=self.optimizer is not None,
-            branches=self.trains.keeps_start,
+            branches=self.trains.keeps_start and not self._continues,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
         if schedule is None or schedule.kind is ScheduleKind.constant or schedule.min_ratio:
@@ -115,14 +133,44 @@ class TransformersModel(Settings, ModelSpec):
 
     def frozen_start(self, role: str) -> ModelSpec:
         """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
-        if self.optimizer is not None and self.trains.keeps_start:
+        if self.optimizer is not None and self.trains.keeps_start and not self._continues:
             return SharedModel(role, Share.reference)
+        if self.load_in_4bit:
+            raise ConfigError(
+                f"models.{role}.load_in_4bit=true: a continued adapter has no reference in 4 bits. Merge it with "
+                f"realign export --merge, and set models.{role}.path to the merged model."
+            )
         head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
-        return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False)
+        adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
+        return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False, adapter=adapter)
 
     def for_sampling(self) -> ModelSpec:
         """See `ModelSpec.for_sampling`; the copy keeps no moving average of the weights."""
-        return self if self.optimizer is None else replace(self, optimizer=replace(self.optimizer, ema_decay=None))
+        if self.optimizer is None:
+            return self
+        copy = replace(self, optimizer=replace(self.optimizer, ema_decay=None))
+        return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
+
+    def tokenizer_source(self, role: str) -> TokenizerSource:
+        """See `ModelSpec.tokenizer_source`; returns an inherited tokenizer too."""
+        if self.tokenizer is not None:
+            return TokenizerSource(self.tokenizer, f"models.{role}.tokenizer", role, self.trust_remote_code)
+        return self.inherited or TokenizerSource(
+            self._own_tokenizer(role), f"models.{role}.path", role, self.trust_remote_code
+        )
+
+    def _own_tokenizer(self, role: str) -> str:
+        """Return `path`, or the base model of an adapter folder without a tokenizer."""
+        adapter = None if has_tokenizer(self.path) else find_adapter(f"models.{role}.path={self.path!r}", self.path)
+        return self.path if adapter is None else adapter.base
+
+    def with_tokenizer(self, source: TokenizerSource) -> TransformersModel:
+        """See `ModelSpec.with_tokenizer`."""
+        if self.tokenizer is not None:
+            return self
+        copy = replace(self)
+        copy.inherited = source
+        return copy
 
     def check(self, name: str) -> None:
         """Check the settings before any weights are read.
@@ -134,6 +182,8 @@ class TransformersModel(Settings, ModelSpec):
         what = f"models.{name}"
         self.sampler.check(f"{what}.sampler")
         self.trains.check(f"{what}.trains")
+        if self.load_in_4bit:
+            check_4bit(what, self.trains, self.head, current().size)
         if self.attention is Backend.flash and find_spec("flash_attn") is None:
             raise ConfigError(
                 f"{what}.attention=flash: flash-attn is not installed. Run pip install 'realign-rl[flash-attn]', or "
@@ -143,16 +193,21 @@ class TransformersModel(Settings, ModelSpec):
             pick_device(self.device)
         except ConfigError as error:
             raise ConfigError(f"{what}.{error}") from error
-        path = check_path(f"{what}.path", self.path)
-        if self.tokenizer is not None:
-            tokenizer = check_path(f"{what}.tokenizer", self.tokenizer, TOKENIZER_FILES)
-            if not Path(tokenizer).is_dir():
-                check_hub(f"{what}.tokenizer", tokenizer, "tokenizer_config.json")
+        adapter = self._adapter(name)
+        path = check_path(f"{what}.path", self.path if adapter is None else adapter.base)
+        self._check_tokenizer(name)
         if not Path(path).is_dir():
             check_hub(f"{what}.path", path)
         elif names := weight_names(Path(path)):
+            names |= adapter.head_names() if adapter is not None else frozenset()
             random_head = self.optimizer is not None or self.head.replaces
             check_head(what, self.path, names, self.head, random_head=random_head)
+
+    def _check_tokenizer(self, name: str) -> None:
+        source = self.tokenizer_source(name)
+        path = check_tokenizer(source.key, source.path, _no_tokenizer(source))
+        if not Path(path).is_dir() and source.path != self.path:
+            check_hub(source.key, path, "tokenizer_config.json")
 
     def load(self, name: str, *, seed: int) -> Model:
         """Read weights and tokenizer, probe the model, and build its engine.
@@ -173,27 +228,39 @@ class TransformersModel(Settings, ModelSpec):
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
-        module = self._read_module(name, seed)
+        adapter, device = self._adapter(name), pick_device(self.device)
+        dtype = torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32
+        reader = ModuleReader(
+            name,
+            self.path,
+            adapter,
+            self.head,
+            self.optimizer is not None,
+            self.trust_remote_code,
+            derive_seed(seed, name, "init"),
+            settings_4bit(device, dtype) if self.load_in_4bit else {},
+        )
+        module = reader.read(merge=not self._continues)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
-        tokenizer = read_tokenizer(name, self.tokenizer or self.path, trust_remote_code=self.trust_remote_code)
         words = module.get_input_embeddings().weight.shape[0]
-        if len(tokenizer) > words:
-            raise DataError(
-                f"models.{name}: the tokenizer has {len(tokenizer)} tokens, but the model only {words}. Use the "
-                f"tokenizer of the model (models.{name}.tokenizer)."
-            )
+        tokenizer = self._read_tokenizer(name, words)
         vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
         if vocabulary is not None and vocabulary > words:
             raise ConfigError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
-        module = module.to(pick_device(self.device)).eval()
+        keep_layout(module)
+        module = (module if self.load_in_4bit else module.to(device)).eval()
         value_head = self._read_value_head(name, module, seed)
         with readable(f"models.{name}.trains", ConfigError):
-            self.trains.prepare(module, path=self.path, seed=derive_seed(seed, name, "lora"))
+            base = self.path if adapter is None else adapter.base
+            self.trains.prepare(module, path=base, seed=derive_seed(seed, name, "lora"))
+        if adapter is not None and self._continues:
+            with readable(f"models.{name}.path={self.path!r}"):
+                load_adapters(module, adapter.path)
         engine = build(
             name,
             module,
             tokenizer,
-            dtype=torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32,
+            dtype=dtype,
             attention=self.attention,
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
@@ -203,12 +270,29 @@ class TransformersModel(Settings, ModelSpec):
             trains=self.trains,
             vocabulary=vocabulary,
             shared_prompts=self.shared_prompts,
-            fused_rollout=self.fused_rollout,
+            fused_rollout=self.fused_rollout and not self.load_in_4bit,
             parallel_passes=self.parallel_passes,
             max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
+
+    def _read_tokenizer(self, name: str, words: int) -> Any:
+        """Read the tokenizer, and check that it fits a model of `words` tokens and the tokenizer in `path`."""
+        source = self.tokenizer_source(name)
+        tokenizer = read_tokenizer(
+            source.key, source.path, trust_remote_code=source.trust_remote_code, cure=_no_tokenizer(source)
+        )
+        if len(tokenizer) > words:
+            raise DataError(
+                f"models.{name}: the tokenizer of {source.key}={source.path!r} has {len(tokenizer)} tokens, but the "
+                f"model only {words}. Set models.{name}.tokenizer to the tokenizer of the model."
+            )
+        path = self._own_tokenizer(name)
+        if self.inherited is source and source.path != path and has_tokenizer(path):
+            own = read_tokenizer(f"models.{name}.path", path, trust_remote_code=self.trust_remote_code)
+            check_vocabulary(name, own, source.role, tokenizer)
+        return tokenizer
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
         """See `realign.api.sampler_spec.SamplesInBackground`; uses a copy of the model without its moving average."""
@@ -217,55 +301,44 @@ class TransformersModel(Settings, ModelSpec):
         engine = self.for_sampling().load(name, seed=seed).machine
         return StreamingEngine(name, engine, recompute=recompute)
 
-    def _read_module(self, name: str, seed: int) -> Any:
-        from transformers import AutoConfig
+    @property
+    def _adapter_only(self) -> bool:
+        """Whether a saved folder contains only adapters."""
+        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
 
-        from realign.engines.network.attention import ATTENTION
+    @property
+    def _continues(self) -> bool:
+        """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
+        if self.adapter is AdapterStart.auto:
+            return self._adapter_only and is_adapter(self.path)
+        return self.adapter is AdapterStart.continue_
 
-        path = check_path(f"models.{name}.path", self.path)
-        hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
-        with readable(f"models.{name}: cannot load {self.path!r}{hub}"):
-            family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
-        labels = {"num_labels": 1} if self.head.is_scalar else {}
-        what = f"models.{name}: model family {family!r} cannot be loaded from {self.path!r} with head={self.head}"
-
-        def read(**more: Any) -> tuple[Any, dict[str, Any]]:
-            with torch.random.fork_rng(), quiet_transformers():
-                torch.manual_seed(derive_seed(seed, name, "init"))
-                return self.head.auto_class().from_pretrained(
-                    path,
-                    dtype=torch.float32,
-                    attn_implementation=ATTENTION,
-                    trust_remote_code=self.trust_remote_code,
-                    use_safetensors=True,  # the alternative format is a pickle
-                    output_loading_info=True,
-                    **labels,
-                    **more,
-                )
-
-        with readable(what):
-            try:
-                module, info = read()
-                if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
-                    module, info = read(key_mapping=mapping)
-            except KeyError as error:
-                if error.args != (ATTENTION,):
-                    raise
-                raise ConfigError("packed attention is not supported by its attention classes") from error
-        self._check_complete(name, module.base_model_prefix, sorted(info["missing_keys"]))
-        return module
-
-    def _check_complete(self, name: str, body: str, missing: Sequence[str]) -> None:
-        """Raise DataError for weights that are randomly initialized but never train; transformers only warns."""
-        inside = [key for key in missing if key.startswith(f"{body}.")]
-        heads = [key for key in missing if key not in inside and key.endswith(".weight")]
-        if absent := inside or ([] if self.head.is_scalar else heads):
-            raise DataError(
-                f"models.{name}.path={self.path!r}: the folder lacks weights for head={self.head}: {absent[0]}"
-                + (f" and {len(absent) - 1} more" if absent[1:] else "")
+    def _adapter(self, name: str) -> AdapterFolder | None:
+        """Return the adapter in `path`, if any, after a check of its files and of the settings that concern it."""
+        what = f"models.{name}.path={self.path!r}"
+        found = find_adapter(what, self.path)
+        if found is None and self.adapter is not AdapterStart.auto:
+            raise ConfigError(
+                f"models.{name}.adapter={self.adapter.value}: models.{name}.path={self.path!r} is not an adapter "
+                "folder (it has no adapter_config.json). Remove this key."
             )
-        if heads and self.optimizer is None and not self.head.replaces:
-            raise no_trained_head(f"models.{name}", self.path, self.head, heads[0])
+        if found is None:
+            return None
+        require_peft_for(found.path)
+        found.check(what)
+        if self._continues:
+            if not isinstance(self.trains, Lora):
+                raise ConfigError(f"models.{name}.adapter=continue: requires models.{name}.trains=lora.")
+            try:
+                check_continues(found, rank=self.trains.rank, alpha=self.trains.alpha)
+            except ConfigError as error:
+                raise ConfigError(f"{what}: {error}") from error
+        elif self._adapter_only:
+            raise ConfigError(
+                f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
+                f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
+            )
+        return found
 
     def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
         """Return the value head in the model folder, or a new one; None if the config has no value head."""
@@ -284,3 +357,8 @@ class TransformersModel(Settings, ModelSpec):
             probe_branch(module, network.branch)
         network.load(self.path, what)
         return network
+
+
+def _no_tokenizer(source: TokenizerSource) -> str:
+    """Return the end of the message about a folder without a tokenizer."""
+    return "" if source.key.endswith(".tokenizer") else f" Set models.{source.role}.tokenizer to a tokenizer."

@@ -1,8 +1,8 @@
-"""Add roles that an interface needs (`ModelInterface.roles`) and that the config does not define."""
+"""Defaults of roles: roles that an interface needs and the config does not define, and the tokenizer of the actor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from realign.api import DataflowGraph, ModelInterface, ModelSpec, Role, RoleModel
@@ -71,4 +71,18 @@ def _model(kind: RoleModel, owner: str, models: Mapping[str, ModelSpec]) -> Mode
     return SharedModel(owner) if kind is RoleModel.shared else spec.frozen_start(owner)
 
 
-__all__ = ["Roles", "with_default_roles"]
+def lead_of(roles: Iterable[str], models: Mapping[str, ModelSpec]) -> str | None:
+    """Return the role that tokenizes the data: "actor", or else the first of `roles` with a model; None without any."""
+    with_model = [role for role in roles if role in models]
+    return "actor" if "actor" in with_model else next(iter(with_model), None)
+
+
+def with_tokenizer_of(lead: str | None, models: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
+    """Return models that use the tokenizer of the role `lead`, except those whose spec names a tokenizer."""
+    source = models[lead].tokenizer_source(lead) if lead is not None else None
+    if source is None:
+        return dict(models)
+    return {role: spec if role == lead else spec.with_tokenizer(source) for role, spec in models.items()}
+
+
+__all__ = ["Roles", "lead_of", "with_default_roles", "with_tokenizer_of"]

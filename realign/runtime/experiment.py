@@ -24,7 +24,7 @@ from realign.runtime.checks.combinations import (
     check_temperatures,
 )
 from realign.runtime.checks.contract import check_keys
-from realign.runtime.default_roles import with_default_roles
+from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.metrics.trackers import TrackerSpec
@@ -156,6 +156,7 @@ class Experiment(Settings):
                 error.args = (f"{where}.{error}",)
                 raise
         check_shared(self.models)
+        self.models = with_tokenizer_of(lead_of(self.roles, self.models), self.models)
         check_syncs(self.graph, self.models, ahead=self.rollout.ahead)
         check_temperatures(self.temperatures)
         check_calibration(self.calibration, self.graph, self.interfaces, self.models)

@@ -14,7 +14,9 @@ from realign.api.sampler_spec import ConfiguresSampler
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
+from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
+from realign.runtime.default_roles import lead_of
 from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
@@ -175,37 +177,14 @@ def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface,
 def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
     """Check that a token of two roles has the same id in both, because roles exchange token ids and not text.
 
-    Additional tokens of one role (padding or reserved tokens) are harmless. An id that means different words in two
-    vocabularies is an error.
-
     Raises:
-        ConfigError: the message contains the role and the token.
+        ConfigError: see `check_vocabulary`.
     """
-    tokenizers = {role: model.tokenizer for role, model in models.items() if hasattr(model.tokenizer, "get_vocab")}
-    words = {role: _words(tokenizer) for role, tokenizer in tokenizers.items()}
-    for role, tokenizer in tokenizers.items():
-        own, known = tokenizer.get_vocab(), tokenizers.get(lead, tokenizer).get_vocab()
-        if differing := [token for token in known.keys() & own.keys() if known[token] != own[token]]:
-            token = min(differing)
-            raise ConfigError(
-                f"models.{role}: its vocabulary differs from that of models.{lead}, but roles exchange token ids. "
-                f"Token {token!r} has id {own[token]} in models.{role} and {known[token]} in models.{lead} "
-                f"({len(differing)} tokens differ). Choose models with one tokenizer."
-            )
-        theirs, ours = words.get(lead, words[role]), words[role]
-        if differing_ids := [i for i in theirs.keys() & ours.keys() if theirs[i] != ours[i]]:
-            i = min(differing_ids)
-            raise ConfigError(
-                f"models.{role}: its vocabulary differs from that of models.{lead}, but roles exchange token ids. Id "
-                f"{i} is {ours[i]!r} in models.{role} and {theirs[i]!r} in models.{lead} ({len(differing_ids)} ids "
-                "differ). Choose models with one tokenizer."
-            )
-
-
-def _words(tokenizer: Any) -> dict[int, str]:
-    """Return the ids and tokens of a vocabulary, without added tokens such as padding and reserved ones."""
-    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
-    return {i: token for token, i in tokenizer.get_vocab().items() if token not in added}
+    known = models[lead].tokenizer
+    for role, model in models.items():
+        own = model.tokenizer
+        if own is not known and isinstance(own, HasVocabulary) and isinstance(known, HasVocabulary):
+            check_vocabulary(role, own, lead, known)
 
 
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:
@@ -254,7 +233,7 @@ def lead_role(experiment: Experiment) -> str:
     Raises:
         ConfigError: no role has a model.
     """
-    with_model = [role for role in experiment.roles if role in experiment.models]
-    if not with_model:
+    lead = lead_of(experiment.roles, experiment.models)
+    if lead is None:
         raise ConfigError("models: no role of the graph has a model. Set models.ROLE.path of the trained role.")
-    return "actor" if "actor" in with_model else with_model[0]
+    return lead

@@ -13,7 +13,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from realign.api import MicroBatchSpec
 from realign.engines import (
@@ -351,7 +356,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, offline):
 
 def test_a_folder_without_tokenizer_asks_for_one(tmp_path, offline):
     tiny_model().save_pretrained(tmp_path / "model")
-    with pytest.raises(DataError, match=r"models\.actor\.tokenizer=.*: the folder has no tokenizer\* or"):
+    with pytest.raises(DataError, match=r"models\.actor\.path=.*no tokenizer\* or .* Set models\.actor\.tokenizer"):
         load(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     assert len(load(tmp_path / "model", tokenizer=str(tmp_path / "tokenizer")).tokenizer) == 97
@@ -359,7 +364,7 @@ def test_a_folder_without_tokenizer_asks_for_one(tmp_path, offline):
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "model", "llama", vocab_size=60)
-    with pytest.raises(DataError, match=r"models\.actor: the tokenizer has 97 tokens, but the model only 60"):
+    with pytest.raises(DataError, match=r"models\.actor: the tokenizer of .* has 97 tokens, but the model only 60"):
         load(folder)
 
 
@@ -447,20 +452,49 @@ def test_a_copy_for_rollouts_has_no_average():
     assert TransformersModel("x").for_sampling() == TransformersModel("x")
 
 
-def test_a_tokenizer_that_transformers_rebuilds_as_another_kind_is_warned_of(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+def test_a_tokenizer_that_transformers_rebuilds_as_another_kind_is_read_from_its_file(tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen2")
-    words = Tokenizer(models.WordLevel({"<unk>": 0, **{f"word{i}": i + 1 for i in range(90)}}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    by_word = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="word1")
-    by_word.save_pretrained(folder)
-    with pytest.warns(
-        UserWarning, match="models.actor: transformers reads .* as Qwen2Tokenizer, which tokenizes text differently"
-    ):
-        TransformersModel(str(folder), device="cpu").load("actor", seed=0)
-    by_word.save_pretrained(tmp_path / "words")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TransformersModel(str(folder), tokenizer=str(tmp_path / "words"), device="cpu").load("actor", seed=0)
+        model = TransformersModel(str(folder), device="cpu").load("actor", seed=0)
+    text = "1+2= 3\nok"
+    assert type(AutoTokenizer.from_pretrained(folder)).__name__ == "Qwen2Tokenizer"
+    assert model.tokenizer(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+    assert model.tokenizer.eos_token == "<eos>"
+
+
+def test_a_role_uses_the_tokenizer_of_the_actor_unless_it_names_one(tmp_path):
+    actor = TransformersModel("model", tokenizer="words")
+    source = actor.tokenizer_source("actor")
+    assert (source.path, source.key) == ("words", "models.actor.tokenizer")
+    assert TransformersModel("other").with_tokenizer(source).tokenizer_source("ref") == source
+    own = TransformersModel("other", tokenizer="own").with_tokenizer(source)
+    assert own.tokenizer_source("ref").key == "models.ref.tokenizer"
+    trained = TransformersModel("other", optimizer=OptimizerSpec(ema_decay=0.9)).with_tokenizer(source)
+    assert trained.for_sampling().tokenizer_source("critic") == source
+
+
+def test_an_inherited_tokenizer_must_fit_the_tokenizer_in_the_folder_of_the_role(tmp_path):
+    actor, other = save_tiny(tmp_path / "actor"), save_tiny(tmp_path / "other")
+    source = TransformersModel(str(actor)).tokenizer_source("actor")
+    inherits = TransformersModel(str(other), device="cpu").with_tokenizer(source)
+    assert inherits.load("ref", seed=0).tokenizer.name_or_path == str(actor)
+    words = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(
+        ConfigError, match=r"models\.ref: .* Token '1' has id .* models\.actor .* models\.ref\.tokenizer"
+    ):
+        inherits.load("ref", seed=0)
+    small = save_tiny(tmp_path / "small", vocab_size=60)
+    with pytest.raises(DataError, match=r"models\.ref: the tokenizer of models\.actor\.path=.* 97 tokens, .* only 60"):
+        TransformersModel(str(small), device="cpu").with_tokenizer(source).load("ref", seed=0)
+
+
+def test_a_role_whose_folder_has_no_tokenizer_works_with_that_of_the_actor(tmp_path):
+    source = TransformersModel(str(save_tiny(tmp_path / "actor"))).tokenizer_source("actor")
+    tiny_model("llama").save_pretrained(tmp_path / "bare")
+    bare = TransformersModel(str(tmp_path / "bare"), device="cpu").with_tokenizer(source)
+    bare.check("ref")
+    assert len(bare.load("ref", seed=0).tokenizer) == 97

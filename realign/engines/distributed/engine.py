@@ -29,6 +29,7 @@ from realign.engines.distributed.spec import Sharding
 from realign.engines.distributed.state import ShardedState
 from realign.engines.distributed.stepper import ShardedStepper
 from realign.engines.files.folders import AVERAGED, save_folder
+from realign.engines.files.tokenizers import save_tokenizer
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.network import Network, check_finite, write_network
@@ -258,7 +259,7 @@ class ShardedEngine(TransformersEngine):
 
         def fill(folder: Path) -> None:
             write_network(folder, gathered.module, gathered.value_head, self.network.trains)
-            self.tokenizer.save_pretrained(folder)
+            save_tokenizer(self.tokenizer, folder)
 
         def write() -> None:
             check_finite(self.name, gathered.module, gathered.value_head)

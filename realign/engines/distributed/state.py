@@ -71,8 +71,9 @@ class ShardedState:
         at = {id(p): place for place, p in enumerate(self._network.owned())}
         return dict(enumerate(at[id(p)] for group in stepper.optimizer.param_groups for p in group["params"]))
 
-    def _as_shard(self, x: Tensor, place: int) -> Tensor:
-        return x if x.ndim == 0 else self._network.like(x, place)
+    def _as_shard(self, x: Any, place: int) -> Any:
+        """Wrap a moment as a shard; counts and absent moments stay unchanged."""
+        return self._network.like(x, place) if isinstance(x, Tensor) and x.ndim else x
 
 
 class _Reader:
@@ -93,9 +94,9 @@ class _Reader:
         found: Tensor = wanted[x.name]
         return found
 
-    def plain(self, x: Tensor | Saved, like: Any) -> Tensor:
-        """Return this rank's shard of the tensor as a plain tensor, sharded like `like`."""
-        if not isinstance(x, Saved) and x.ndim == 0:
+    def plain(self, x: Any, like: Any) -> Any:
+        """Return this rank's shard of the tensor as a plain tensor, sharded like `like`; see `_as_shard`."""
+        if not isinstance(x, Saved) and not (isinstance(x, Tensor) and x.ndim):
             return x
         part: Any = self.part(x, like)
         slice_: Tensor = part.to_local()

@@ -41,32 +41,6 @@ class DiskFullError(TransientError, OSError):
     """The disk is full. A restart can succeed once there is free space."""
 
 
-def warn_if_misread(what: str, tokenizer: Any, path: str) -> None:
-    """Warn if a loaded tokenizer tokenizes text differently from its `tokenizer.json`.
-
-    transformers selects the class by the model's family, and may silently rebuild another kind of tokenizer as that
-    class. For example, it reads a word-level vocabulary in the folder of a qwen2 model as characters.
-    """
-    file = Path(path, "tokenizer.json")
-    if not file.is_file():
-        return
-    from tokenizers import Tokenizer
-
-    saved = Tokenizer.from_file(str(file))
-    ids = sorted(saved.get_vocab().values())
-    text = saved.decode(ids[:: max(1, len(ids) // 64)])
-    found = tokenizer(text, add_special_tokens=False)["input_ids"]
-    expected = saved.encode(text, add_special_tokens=False).ids
-    if found != expected:
-        warnings.warn(
-            f"{what}: transformers reads {file} as {type(tokenizer).__name__}, which tokenizes text differently from "
-            f"the file ({len(found)} tokens of a test text, expected {len(expected)}). The run continues with this "
-            "tokenizer. To fix it, copy the tokenizer to a folder without config.json, and set "
-            f"{what}.tokenizer to that folder.",
-            stacklevel=2,
-        )
-
-
 def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
     """Return the path of an existing folder, or a hub name. It does not access the network.
 

@@ -1,37 +1,11 @@
-"""Reading with transformers: tokenizers, and errors and warnings of its loaders."""
+"""Reading with transformers: errors and warnings of its loaders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from realign.engines.files.folders import check_path, warn_if_misread
 from realign.errors import DataError, RealignError
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Tokenizer files. Without any of them, AutoTokenizer silently builds an empty tokenizer of the model's family."""
-
-
-def read_tokenizer(role: str, source: str, *, trust_remote_code: bool) -> Any:
-    """Read a tokenizer, and warn if transformers changes how it tokenizes.
-
-    Args:
-        role: role of the model, for messages.
-        source: folder or hub name.
-        trust_remote_code: whether to run code in the folder or hub repository.
-
-    Raises:
-        ConfigError: `source` is neither a folder nor a hub name.
-        DataError: the tokenizer cannot be read.
-    """
-    from transformers import AutoTokenizer
-
-    path = check_path(f"models.{role}.tokenizer", source, TOKENIZER_FILES)
-    with readable(f"models.{role}: cannot load a tokenizer from {path!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        warn_if_misread(f"models.{role}", tokenizer, path)
-    return tokenizer
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
 from realign.engines.network.heads import read_head
 from realign.engines.network.output import ScalarHead
-from realign.errors import ConfigError
+from realign.errors import ConfigError, DataError
 
 ADAPTER = "default"
 
@@ -56,7 +58,7 @@ def add_adapters(
         exclude_modules=_scalar_heads(module) or None,
         lora_dropout=dropout,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
-        base_model_name_or_path=path,
+        base_model_name_or_path=absolute(path),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -111,12 +113,90 @@ def save_adapters(module: Any, folder: Path) -> None:
 
     state = get_peft_model_state_dict(module, adapter_name=ADAPTER)
     config = copy.copy(module.peft_config[ADAPTER])
+    config.task_type = "CAUSAL_LM"  # for the Auto classes of peft
     if heads := _scalar_heads(module):
-        config.modules_to_save = heads
+        config.task_type, config.modules_to_save = None, heads
         state |= {k: x for k, x in module.state_dict().items() if k.startswith(tuple(f"{name}." for name in heads))}
     folder.mkdir()
-    save_file({f"base_model.model.{k}": x.contiguous() for k, x in state.items()}, folder / "adapter_model.safetensors")
+    save_file({f"{PREFIX}{k}": x.contiguous() for k, x in state.items()}, folder / WEIGHTS)
     config.save_pretrained(folder)
+
+
+def load_adapters(module: Any, folder: Path) -> None:
+    """Load the adapters and scalar head in a folder into a module to which `add_adapters` added adapters.
+
+    Raises:
+        DataError: the folder has other weights than the module.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    state, head = _read_adapter(folder, "")
+    _check_same(folder, state.keys(), get_peft_model_state_dict(module, adapter_name=ADAPTER).keys())
+    set_peft_model_state_dict(module, state, adapter_name=ADAPTER)
+    _load_head(module, folder, head)
+
+
+def merge_adapter(module: Any, folder: Path) -> Any:
+    """Return the module with an adapter of peft (of any type) added to its weights.
+
+    Raises:
+        ConfigError: peft is not installed.
+        DataError: the weights of the adapter do not fit the module.
+    """
+    require_peft_for(folder)
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.task_type = None  # peft would wrap the head
+    config.base_model_name_or_path = module.name_or_path
+    config.modules_to_save = [name for name in config.modules_to_save or () if name not in SCALAR_HEADS] or None
+    state, head = _read_adapter(folder, PREFIX)
+    with torch.random.fork_rng(), warnings.catch_warnings():  # initial values, all of which are replaced
+        warnings.simplefilter("ignore")  # deprecations inside transformers, and modules that this model lacks
+        adapted: Any = get_peft_model(module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+    _check_same(folder, state.keys(), get_peft_model_state_dict(adapted, adapter_name=ADAPTER).keys())
+    set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
+    merged = adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
+    _load_head(merged, folder, head)
+    return merged
+
+
+def _read_adapter(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of the adapter, whose names start with `prefix`, and those of the scalar head, by name."""
+    from safetensors.torch import load_file
+
+    state = {name.removeprefix(PREFIX): x for name, x in load_file(folder / WEIGHTS).items()}
+    head = {name: x for name, x in state.items() if name.startswith(tuple(f"{name}." for name in SCALAR_HEADS))}
+    return {f"{prefix}{name}": x for name, x in state.items() if name not in head}, head
+
+
+def _load_head(module: Any, folder: Path, head: Mapping[str, Tensor]) -> None:
+    """Load a scalar head, whose name differs between reward models and critics of some families."""
+    if not head:
+        return
+    own = next(iter(_scalar_heads(module)), None)
+    if own is None:
+        raise DataError(
+            f"the adapter in {str(folder)!r} has a weight {min(head)!r}, which the model has no place for. Set "
+            "head=score."
+        )
+    module.load_state_dict({f"{own}.{name.partition('.')[2]}": x for name, x in head.items()}, strict=False)
+
+
+def require_peft_for(folder: Path) -> None:
+    """Raise ConfigError if peft, which reads adapter folders, is not installed."""
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"{str(folder)!r} is an adapter folder, but peft is not installed. Run pip install 'realign-rl[peft]'."
+        )
+
+
+def _check_same(folder: Path, found: Collection[str], expected: Collection[str]) -> None:
+    """Raise DataError with the name of a weight that only the folder or only the module has."""
+    if unknown := sorted(set(found) - set(expected)):
+        raise DataError(f"the adapter in {str(folder)!r} has a weight {unknown[0]!r}, which the model has no place for")
+    if missing := sorted(set(expected) - set(found)):
+        raise DataError(f"the adapter in {str(folder)!r} lacks the weight {missing[0]!r}")
 
 
 def adapter_dropouts(module: nn.Module) -> list[nn.Module]:

@@ -207,6 +207,13 @@ class Network(nn.Module):
             hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention))
         return hidden[0]
 
+    def outer_ids(self) -> set[int]:
+        """Return the ids of the weights outside of the layers: embeddings, heads and the value head."""
+        found = {id(p) for part in self.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        head = self.head
+        found.add(id(head.weight_VH if isinstance(head, LMHead) else head.weight_1H))
+        return found | {id(p) for p in (() if self.value_head is None else self.value_head.parameters())}
+
     def fixed_names(self) -> set[str]:
         """Return the names, in the module's state dict, of the weights that do not train."""
         return {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -214,7 +221,11 @@ class Network(nn.Module):
     def module_state(self, *, fixed: bool) -> dict[str, Tensor]:
         """Return the module's frozen weights (`fixed`), or its trained weights and buffers."""
         names = self.fixed_names()
-        return {name: x for name, x in self.module.state_dict().items() if (name in names) == fixed}
+
+        def is_fixed(name: str) -> bool:  # Linear4bit of bitsandbytes keeps the scales of `weight` as `weight.absmax`
+            return name in names or name.partition(".weight.")[0] + ".weight" in names
+
+        return {name: x for name, x in self.module.state_dict().items() if is_fixed(name) == fixed}
 
     def load_module_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `module_state(fixed=False)`.

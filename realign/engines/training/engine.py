@@ -22,6 +22,7 @@ from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.files.folders import AVERAGED, save_folder
+from realign.engines.files.tokenizers import save_tokenizer
 from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
 from realign.engines.network.kernels import Backend
 from realign.engines.network.network import Network, check_finite
@@ -114,7 +115,7 @@ class TransformersEngine(InferenceEngine):
         return Network(name, module, **settings)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
-        return Stepper(self.name, spec, self.network.owned())
+        return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())
 
     def describe(self) -> str:
         """Return the number of parameters, without those of a value head, and the device."""
@@ -263,7 +264,7 @@ class TransformersEngine(InferenceEngine):
 
     def _write(self, folder: Path) -> None:
         self.network.save(folder)
-        self.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that training changes: weights, optimizer moments and step counts.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from realign.errors import SettingsError
-from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
+from realign.settings import AcceptsForeign, Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
 
 
 class ScheduleKind(StrEnum):
@@ -56,7 +56,7 @@ class Schedule(Settings):
 
 
 @dataclass
-class OptimizerSpec(Settings):
+class OptimizerSpec(Settings, AcceptsForeign):
     """AdamW (arXiv:1711.05101), or with `eps_hat` the Adam variant of TensorFlow.
 
     Attributes:
@@ -75,6 +75,8 @@ class OptimizerSpec(Settings):
             ends. Steps before that are skipped.
     """
 
+    stand_in: ClassVar[str] = "realign.engines.training.torch_optimizer.TorchOptimizer"
+
     lr: NonNegative = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: Positive = 1e-8
@@ -89,6 +91,51 @@ class OptimizerSpec(Settings):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise SettingsError(f"betas={list(self.betas)}: must be two numbers of at least 0 and below 1")
+
+    @classmethod
+    def foreign_base(cls) -> type:
+        """See `AcceptsForeign`; a config may name any optimizer class of torch or of another library."""
+        return torch.optim.Optimizer
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of a weight is updated on its own, so that the shards of a weight can be updated."""
+        return True
+
+    @property
+    def label(self) -> str:
+        """Name of the optimizer, for messages."""
+        return "AdamW"
+
+    def build(self, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()) -> Any:
+        """Build the optimizer over the parameters that require a gradient.
+
+        Args:
+            parameters: weights of the model.
+            outer: ids of the weights outside of the layers: embeddings and heads.
+        """
+        return build_adamw(self, parameters)
+
+    def set_step(self, optimizer: Any, *, lr: float, step: int) -> None:
+        """Set learning rate and epsilon for optimizer step number `step`, counted from 1.
+
+        Let c1 = 1 - beta1^step and c2 = 1 - beta2^step be the bias corrections. TensorFlow's update is lr * sqrt(c2) /
+        c1 * m / (sqrt(v) + eps). Torch's update is lr / c1 * m / (sqrt(v / c2) + eps'). They are equal with eps' = eps
+        / sqrt(c2).
+        """
+        eps = self.eps / math.sqrt(1 - self.betas[1] ** step) if self.eps_hat else self.eps
+        for group in optimizer.param_groups:
+            group["lr"], group["eps"] = lr, eps
+
+    def check_moments(self, index: int, parameter: Tensor, moments: Mapping[str, Any]) -> None:
+        """Raise ValueError if the saved state of a parameter does not fit it.
+
+        Fused kernels would read outside of the memory of a smaller tensor.
+        """
+        shapes = {name: list(x.shape) for name, x in moments.items() if x.is_floating_point()}
+        shape = list(parameter.shape)
+        if shapes != {"step": [], "exp_avg": shape, "exp_avg_sq": shape}:
+            raise ValueError(f"parameter {index} has shape {shape}, but its moments have {shapes}")
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
@@ -108,31 +155,24 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     return spec.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
 
 
-def build_optimizer(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """Build the optimizer over `parameters`, with fused kernels where torch has them, else with foreach kernels."""
-    trained = [p for p in parameters if p.requires_grad]
+def parameter_groups(trained: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer: weight decay applies to matrices only."""
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def build_adamw(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Build AdamW over `parameters`, with fused kernels where torch has them, else with foreach kernels."""
+    trained = [p for p in parameters if p.requires_grad]
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
+        parameter_groups(trained, spec.weight_decay),
         lr=spec.lr,
         betas=spec.betas,
         eps=spec.eps,
         fused=fused,
         foreach=None if fused else True,
     )
-
-
-def set_step(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, *, lr: float, step: int) -> None:
-    """Set learning rate and epsilon for optimizer step number `step`, counted from 1.
-
-    Let c1 = 1 - beta1^step and c2 = 1 - beta2^step be the bias corrections. TensorFlow's update is lr * sqrt(c2) / c1
-    * m / (sqrt(v) + eps). Torch's update is lr / c1 * m / (sqrt(v / c2) + eps'). They are equal with eps' = eps /
-    sqrt(c2).
-    """
-    eps = spec.eps / math.sqrt(1 - spec.betas[1] ** step) if spec.eps_hat else spec.eps
-    for group in optimizer.param_groups:
-        group["lr"], group["eps"] = lr, eps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from realign.api.engine import LossWeightFn
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, Sum
-from realign.engines.training.optimizer import OptimizerSpec, ScheduleUnit, build_optimizer, learning_rate, set_step
+from realign.engines.training.optimizer import OptimizerSpec, ScheduleUnit, learning_rate
 from realign.errors import RunError
 
 REASONS = ("zero_weight_steps", "zero_gradient_steps", "nonfinite_steps", "vetoed_steps")
@@ -25,12 +25,17 @@ class Stepper:
     still change the weights through its moments and weight decay.
     """
 
-    def __init__(self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> None:
-        """Build the optimizer for role `name` over the entries of `parameters` that require a gradient."""
+    def __init__(
+        self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()
+    ) -> None:
+        """Build the optimizer for role `name` over the entries of `parameters` that require a gradient.
+
+        `outer` contains the ids of embeddings and heads, which some optimizers treat differently.
+        """
         self.name = name
         self.spec = spec
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.optimizer = build_optimizer(spec, self.parameters)
+        self.optimizer: Any = spec.build(self.parameters, outer)
         self.optimizer_steps = 0
         """Number of optimizer steps taken."""
         self.train_steps = 0
@@ -88,7 +93,7 @@ class Stepper:
         if skipped is None:
             if self.spec.grad_clip is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.grad_clip, norm)
-            set_step(self.optimizer, self.spec, lr=self.lr, step=self.optimizer_steps + 1)
+            self.spec.set_step(self.optimizer, lr=self.lr, step=self.optimizer_steps + 1)
             self.optimizer.step()
             self.optimizer_steps += 1
         self.zero_grad()
@@ -143,6 +148,7 @@ class Stepper:
         settings = [{k: x for k, x in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self._check_moments(state["optimizer"]["state"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._check_dtypes(state["optimizer"]["state"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.optimizer_steps = state["optimizer_steps"]
@@ -154,10 +160,16 @@ class Stepper:
         if unknown := [index for index in states if not 0 <= index < len(parameters)]:
             raise ValueError(f"the optimizer has {len(parameters)} parameters, but the state has number {unknown[0]}")
         for index, moments in states.items():
-            shapes = {name: list(x.shape) for name, x in moments.items() if x.is_floating_point()}
-            shape = list(parameters[index].shape)
-            if shapes != {"step": [], "exp_avg": shape, "exp_avg_sq": shape}:
-                raise ValueError(f"parameter {index} has shape {shape}, but its moments have {shapes}")
+            self.spec.check_moments(index, parameters[index], moments)
+
+    def _check_dtypes(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Check that the optimizer has kept the dtypes of its state: torch converts it to the dtype of the weights."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, moments in states.items():
+            for name, x in moments.items():
+                now = self.optimizer.state[parameters[index]].get(name)
+                if isinstance(x, Tensor) and not x.is_floating_point() and now.dtype != x.dtype:
+                    raise ValueError(f"{self.spec.label} restores its {name} as {now.dtype}, but it was {x.dtype}")
 
 
 def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:

@@ -215,11 +215,15 @@ PATH = text(r"(?!/)(?!.*(^|/)\.\.?(/|$))[^\0]+", "the path of a file inside the 
 FILES = mapping(record({"bytes": COUNT, "sha256": HASH}), PATH)
 WORD = whole(0, 2**32 - 1)
 
+_LEAF = optional(one_of(tensor, number(), expected="a tensor or a number"))
+MOMENT = one_of(_LEAF, mapping(_LEAF), expected="a tensor, a number, or a mapping of those")
+"""Part of an optimizer's state for one weight; bitsandbytes nests the tensors of 8-bit states."""
+
 OPTIMIZER = record(
     {
         "optimizer": record(
             {
-                "state": mapping(mapping(tensor), COUNT),
+                "state": mapping(mapping(MOMENT), COUNT),
                 "param_groups": items(record({"params": items(COUNT)}, known_only=False)),
             }
         ),

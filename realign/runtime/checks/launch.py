@@ -116,7 +116,7 @@ def _check_metrics(experiment: Experiment) -> None:
         )
     for name, callback in experiment.callbacks.items():
         for metric in callback.reads():
-            if metric.startswith("eval/") and experiment.evaluation is None:
+            if metric.startswith("eval/") and not experiment.all_evaluations:
                 raise ConfigError(
                     f"callbacks.{name}: the run has no evaluation that measures {metric}. Configure an evaluation, or "
                     "choose another metric."

@@ -52,7 +52,8 @@ def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
     if facts.trainable and facts.branches is False:
         raise ConfigError(
             f"models.{role}.branch=reference: models.{of} trains all of its weights, so it keeps no frozen branch. Set "
-            f"models.{of}.trains=top_layers or lora, or models.{role}.path."
+            f"models.{of}.trains=top_layers or lora, or models.{role}.path. An adapter that models.{of}.path contains "
+            "must be merged (adapter=merge)."
         )
 
 

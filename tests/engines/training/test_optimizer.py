@@ -7,18 +7,17 @@ import pytest
 import torch
 
 from realign.engines import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
-from realign.engines.training.optimizer import build_optimizer, set_step
 from realign.errors import SettingsError
 
 
 def run(spec, start, gradients):
     """Return the parameters after each step of our optimizer, with the learning rates of the schedule."""
     parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
-    optimizer = build_optimizer(spec, [parameter])
+    optimizer = spec.build([parameter])
     path = []
     for t, gradient in enumerate(gradients, start=1):
         parameter.grad = torch.tensor(gradient, dtype=torch.float64)
-        set_step(optimizer, spec, lr=learning_rate(spec, t - 1), step=t)
+        spec.set_step(optimizer, lr=learning_rate(spec, t - 1), step=t)
         optimizer.step()
         path.append(parameter.detach().numpy().copy())
     return np.stack(path)
@@ -60,16 +59,16 @@ def test_adamw_against_its_paper():
 def test_weight_decay_spares_biases_and_norms():
     spec = OptimizerSpec(lr=0.1, weight_decay=0.5, eps=1e-8)
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer(spec, [matrix, vector])
+    optimizer = spec.build([matrix, vector])
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
-    set_step(optimizer, spec, lr=spec.lr, step=1)
+    spec.set_step(optimizer, lr=spec.lr, step=1)
     optimizer.step()
     assert torch.allclose(matrix, torch.full((2, 2), 0.95))
     assert torch.equal(vector, torch.ones(2))
 
 
 def test_one_fused_call_updates_all_parameters():
-    optimizer = build_optimizer(OptimizerSpec(), [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)])
+    optimizer = OptimizerSpec().build([torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)])
     assert all(group["fused"] for group in optimizer.param_groups)
 
 

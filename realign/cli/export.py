@@ -1,0 +1,191 @@
+"""`realign export`: write a saved model as a folder for other programs, with a model card, and push it to the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realign.cli.model_card import model_card
+from realign.engines.files.adapters import CONFIG, AdapterFolder, absolute, find_adapter
+from realign.engines.files.folders import AVERAGED, check_path, save_folder
+from realign.engines.files.inspection import check_hub
+from realign.engines.files.model_folder import check_model_folder
+from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.engines.files.tokenizers import has_tokenizer, read_tokenizer, reread_difference, save_tokenizer
+from realign.errors import ConfigError, TransientError
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Export:
+    """Settings of an export.
+
+    Attributes:
+        source: run folder, or model or adapter folder.
+        to: new folder; None writes none, which requires `push`.
+        merge: merge an adapter into its base model.
+        push: hub name of a model repository; None pushes nothing.
+    """
+
+    source: str
+    to: Path | None = None
+    merge: bool = False
+    push: str | None = None
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Write the folder, push it, and report both with `say`.
+
+        Raises:
+            RealignError: a setting is invalid, the model cannot be read, or the hub refuses the upload.
+            OSError: the folder cannot be written.
+        """
+        folder = model_folder(self.source)
+        adapter = find_adapter(f"export {self.source!r}", str(folder))
+        self._check(adapter)
+        with tempfile.TemporaryDirectory() as scratch:
+            target = self.to or Path(scratch, "model")
+            save_folder(target, lambda new: self._write(new, folder, adapter))
+            if self.to is not None:
+                say(f"{'Merged model' if self.merge else 'Adapter' if adapter else 'Model'} written to {self.to}")
+            if self.push is not None:
+                say(f"Pushed to {push_folder(target, self.push)}")
+
+    def _check(self, adapter: AdapterFolder | None) -> None:
+        if self.to is None and self.push is None:
+            raise ConfigError("realign export: the target is missing. Set --to DIR, --push NAME, or both.")
+        if self.to is not None and self.to.exists() and (not self.to.is_dir() or any(self.to.iterdir())):
+            raise ConfigError(f"--to {self.to}: it exists and is not an empty folder. Choose a new folder.")
+        if self.push is not None and not HUB_NAME.fullmatch(self.push):
+            raise ConfigError(f"--push {self.push}: not a hub name. Use owner/name.")
+        if adapter is None and self.merge:
+            raise ConfigError(f"--merge: {self.source!r} is a full model, not an adapter. Remove --merge.")
+        if adapter is None:
+            return
+        adapter.check(f"export {self.source!r}")
+        if not Path(adapter.base).is_dir():
+            check_hub(f"the base model of {self.source!r}", adapter.base)
+        elif self.push is not None and not self.merge:
+            raise ConfigError(
+                f"--push {self.push}: the base model of the adapter is the local folder {adapter.base!r}, which other "
+                "machines do not have. Add --merge."
+            )
+
+    def _write(self, new: Path, folder: Path, adapter: AdapterFolder | None) -> None:
+        new.mkdir()
+        if adapter is not None and self.merge:
+            _write_merged(new, adapter)
+        else:
+            _copy_files(folder, new)
+        if adapter is not None and not self.merge:
+            kind = adapter.config.get("task_type") or (None if adapter.head_names() else "CAUSAL_LM")
+            config = {**adapter.config, "base_model_name_or_path": absolute(adapter.base), "task_type": kind}
+            (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        source = adapter.base if adapter is not None and not has_tokenizer(str(folder)) else str(folder)
+        _write_tokenizer(new, source)
+        name = self.push or (self.to.name if self.to is not None else "")
+        (new / CARD).write_text(model_card(name, folder, new, adapter), encoding="utf-8")
+
+
+def model_folder(source: str) -> Path:
+    """Return the model folder that a path means: the folder itself, or the model in `final` of a run folder.
+
+    Raises:
+        ConfigError: the path does not exist, or the run has several models and none is an actor.
+        DataError: the folder contains neither a model nor a run.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        check_path("export", source)  # raises, unless it is a hub name
+        raise ConfigError(f"export {source!r}: this folder does not exist.")
+    final = folder if folder.name in ("final", "best") else folder / "final"
+    found = {path.name: path for path in sorted(final.glob("*")) if _is_model(path)}
+    if _is_model(folder) or not found:
+        if (folder / CONFIG).is_file():
+            return folder
+        return Path(check_path("export", str(folder)))
+    trained = [name for name in found if not name.endswith(AVERAGED)]
+    if "actor" not in found and len(trained) != 1:
+        raise ConfigError(
+            f"export {source!r}: the run has several models. Choose one: {', '.join(map(str, found.values()))}."
+        )
+    return found["actor" if "actor" in found else trained[0]]
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", CONFIG))
+
+
+def _copy_files(folder: Path, new: Path) -> None:
+    """Copy the files of a model folder, except its model card and hidden files."""
+    check_model_folder(folder)
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.name != CARD and not file.name.startswith("."):
+            shutil.copy(file, new / file.name)
+
+
+def _write_tokenizer(new: Path, source: str) -> None:
+    """Make AutoTokenizer read the tokenizer in `new` as realign reads the one in `source`."""
+    tokenizer = read_tokenizer("export", source, trust_remote_code=False)
+    if not has_tokenizer(str(new)) or reread_difference(tokenizer, new) is not None:
+        save_tokenizer(tokenizer, new)
+
+
+def _write_merged(new: Path, adapter: AdapterFolder) -> None:
+    """Write the base model with the adapter merged into it, in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from realign.engines.network.lora import merge_adapter
+
+    scalar = bool(adapter.head_names())
+    kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    labels = {"num_labels": 1} if scalar else {}
+    with readable(f"export: cannot merge {str(adapter.path)!r} into {adapter.base!r}"), quiet_transformers():
+        module = kind.from_pretrained(adapter.base, dtype=torch.float32, use_safetensors=True, **labels)
+        merge_adapter(module, adapter.path).save_pretrained(new)
+    for file in adapter.path.iterdir():
+        if file.name.startswith("interface_state") or file.name == "value_head.safetensors":
+            shutil.copy(file, new / file.name)
+
+
+def push_folder(folder: Path, name: str) -> str:
+    """Upload a folder to a model repository of the hub, which is created if it does not exist. Return its URL.
+
+    The token comes from `HF_TOKEN` or `hf auth login`; no message contains it.
+
+    Raises:
+        ConfigError: the hub refuses the upload.
+        TransientError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Export from realign")
+    except OfflineModeIsEnabled as error:
+        raise ConfigError(f"--push {name}: HF_HUB_OFFLINE=1 disables the hub. Unset it.") from error
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        text = text.replace(token, "***") if (token := get_token()) else text
+        if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
+            raise ConfigError(
+                f"--push {name}: the hub refuses access ({text}). Set HF_TOKEN to a token with write access."
+            ) from None
+        if isinstance(error, HfHubHTTPError) and status is not None and status < 500:
+            raise ConfigError(f"--push {name}: the hub refuses the upload ({text}).") from None
+        raise TransientError(f"--push {name}: the hub cannot be reached ({text}). Repeat the command later.") from None
+    return str(repository)
+
+
+__all__ = ["Export", "model_folder", "push_folder"]

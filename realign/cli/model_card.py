@@ -1,0 +1,197 @@
+"""Model cards (README.md of the hub) of exported models: base model, data, algorithm, metrics, config and version."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from realign.engines.files.adapters import AdapterFolder
+from realign.engines.files.model_folder import read_object
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+SHOWN = ("reward", "loss", "kl", "preference_loss", "rewards/accuracy", "nll")
+"""Metrics of training in a model card, in addition to those of evaluations."""
+MOST_STAGES = 10
+
+
+def model_card(name: str, source: Path, exported: Path, adapter: AdapterFolder | None) -> str:
+    """Return the model card of an exported model.
+
+    Args:
+        name: title.
+        source: the folder that was exported; the run that contains it describes the training.
+        exported: the new folder.
+        adapter: the adapter in `source`, if any.
+    """
+    stages = list(_stages(source))
+    run, role = stages[0] if stages else (None, source.name)
+    config = _config_of(run) if run is not None else {}
+    base = _base(stages) or (adapter.base if adapter is not None else None)
+    rows = {
+        "Base model": base and _public(base),
+        "Algorithm": _algorithm(config, role),
+        "Data": ", ".join(map(_public, _data(config))),
+        "Steps": _steps(config, run),
+        "Role in the run": role if run is not None else None,
+        "Earlier stages": ", ".join(f"{_config_of(folder).get('name')}" for folder, _ in stages[:0:-1]),
+        "realign": version("realign"),
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(_front_matter(exported, base, config), sort_keys=False)}---",
+        f"# {name}",
+        "Trained with realign, a library for reinforcement learning of language models.",
+        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items() if value)]),
+        _usage(name, exported),
+        *_metrics(run),
+    ]
+    if config:
+        shown = yaml.safe_dump(_without_paths(config), sort_keys=False, allow_unicode=True)
+        parts.append(f"## Config\n\n```yaml\n{shown}```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _stages(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield run folder and role of the run that saved `folder`, then of the run that saved its start, and so on."""
+    for _ in range(MOST_STAGES):
+        folder = folder.expanduser().resolve()
+        run = next((p for p in (folder.parent, folder.parent.parent) if (p / "config.yaml").is_file()), None)
+        if run is None:
+            return
+        yield run, folder.name
+        start = _start(_config_of(run), folder.name)
+        if start is None or not Path(start).expanduser().is_dir():
+            return
+        folder = Path(start)
+
+
+def _start(config: Mapping[str, Any], role: str) -> str | None:
+    """Return the path that a role of a run started from."""
+    spec = (config.get("models") or {}).get(role.removesuffix("_ema"))
+    path = spec.get("path") if isinstance(spec, Mapping) else None
+    return path if isinstance(path, str) else None
+
+
+def _base(stages: list[tuple[Path, str]]) -> str | None:
+    """Return the path that the first stage started from."""
+    return _start(_config_of(stages[-1][0]), stages[-1][1]) if stages else None
+
+
+def _config_of(run: Path) -> dict[str, Any]:
+    found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
+def _front_matter(exported: Path, base: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata that the hub reads. The hub accepts only its own names as base model and data."""
+    adapter = (exported / "adapter_config.json").is_file()
+    model = read_object(exported / "config.json") or {}
+    scalar = any("Classification" in name for name in model.get("architectures") or ())
+    algorithm = _graph_name(config)
+    data = [name for name in _data(config) if _is_hub_name(name)]
+    found = {
+        "library_name": "peft" if adapter else "transformers",
+        "base_model": base if base is not None and _is_hub_name(base) else None,
+        "datasets": data or None,
+        "pipeline_tag": "text-classification" if scalar else "text-generation",
+        "tags": ["realign", *([algorithm] if algorithm else []), *(["lora"] if adapter else [])],
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _is_hub_name(name: str) -> bool:
+    """Return whether a text is `owner/name` and no existing path."""
+    return "/" in name and HUB_NAME.fullmatch(name) is not None and not Path(name.split("/")[0]).exists()
+
+
+def _graph_name(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the algorithm's file, such as grpo."""
+    target = (config.get("graph") or {}).get("_target_")
+    return target.split(".")[-2] if isinstance(target, str) and target.count(".") else None
+
+
+def _algorithm(config: Mapping[str, Any], role: str) -> str | None:
+    name = _graph_name(config)
+    interface = ((config.get("interfaces") or {}).get(role.removesuffix("_ema")) or {}).get("_target_")
+    return None if name is None else f"{name} ({interface.rpartition('.')[2]})" if interface else name
+
+
+def _data(config: Mapping[str, Any]) -> list[str]:
+    """Return the values of all `path` keys below `data`."""
+
+    def below(node: Any, key: str = "") -> Iterator[str]:
+        if isinstance(node, Mapping):
+            for name, value in node.items():
+                yield from below(value, str(name))
+        elif isinstance(node, list):
+            for value in node:
+                yield from below(value, key)
+        elif key == "path" and isinstance(node, str):
+            yield node
+
+    return list(dict.fromkeys(below(config.get("data") or {})))
+
+
+def _steps(config: Mapping[str, Any], run: Path | None) -> str | None:
+    if run is None or "steps" not in config:
+        return None
+    prompts, seed = config.get("batch_prompts"), config.get("seed")
+    return f"{config['steps']}, with {prompts} prompts each, seed {seed}"
+
+
+def _usage(name: str, exported: Path) -> str:
+    """Return the section with the code that loads the model."""
+    architecture = ((read_object(exported / "config.json") or {}).get("architectures") or [""])[0]
+    package, loader = "transformers", "AutoModelForCausalLM"
+    for kind in ("SequenceClassification", "TokenClassification"):
+        if architecture.endswith(kind):
+            loader = f"AutoModelFor{kind}"
+    if (exported / "adapter_config.json").is_file():
+        package, loader = "peft", "AutoPeftModelForCausalLM"
+    lines = [
+        f"from {package} import {loader}",
+        "from transformers import AutoTokenizer",
+        "",
+        f'model = {loader}.from_pretrained("{name}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+    ]
+    return "\n".join(["## Use", "", "```python", *lines, "```"])
+
+
+def _metrics(run: Path | None) -> Iterator[str]:
+    """Yield a table of the first and last value of each metric of the evaluation, and of some metrics of training."""
+    file = None if run is None else run / "metrics.jsonl"
+    if file is None or not file.is_file():
+        return
+    series: dict[str, list[tuple[int, float]]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        for key, value in record.items():
+            if (key.startswith("eval/") or key in SHOWN) and isinstance(value, int | float):
+                series.setdefault(key, []).append((record.get("step", 0), value))
+    if not series:
+        return
+    rows = [
+        f"| {key} | {found[0][1]:.4g} (step {found[0][0]}) | {found[-1][1]:.4g} (step {found[-1][0]}) |"
+        for key, found in sorted(series.items())
+    ]
+    yield "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
+
+
+def _without_paths(node: Any) -> Any:
+    """Return a config in which absolute paths are shortened to their last name, since cards are often public."""
+    if isinstance(node, Mapping):
+        return {key: _without_paths(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_without_paths(value) for value in node]
+    return _public(node) if isinstance(node, str) else node
+
+
+def _public(text: str) -> str:
+    """Return a path without the folders of this machine; other text stays unchanged."""
+    return f".../{Path(text).name}" if text.startswith(("/", "~")) else text

@@ -1,0 +1,276 @@
+"""Read tokenizers as their `tokenizer.json` defines them, save them so that AutoTokenizer reads them, and compare them.
+
+transformers selects the class of a tokenizer by the family of the model in the same folder. For some families (qwen2,
+phi3 and others), it ignores the class in `tokenizer_config.json` and rebuilds any `tokenizer.json` as the family's own
+tokenizer. A tokenizer of another kind then drops or changes text without a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from realign.engines.files.folders import check_path
+from realign.engines.files.model_folder import read_object
+from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Tokenizer files. Without any of them, AutoTokenizer silently builds an empty tokenizer of the model's family."""
+
+PROBES = (
+    "The quick brown fox, 1234567.89 + 3 = ?",
+    "  two  blanks\tand a tab ",
+    "first line\nsecond line\r\n\n\nfifth line\n",
+    'def f(x):\n    return {"key": [x**2, -1]}  # 50%',
+    "Größe, naïve café, coöperate",
+    "Съешь ещё этих мягких булок; Ξεσκεπάζω την ψυχή",
+    "السلام عليكم שלום עולם",
+    "नमस्ते दुनिया สวัสดีชาวโลก",
+    "汉字和かな交じり文、한국어",
+    "emoji 👩‍👩‍👧 🇪🇺 and e\u0301 combined",
+)
+"""Texts on which two tokenizers are compared, in addition to their own tokens."""
+
+_CONFIG = "tokenizer_config.json"
+MODULE, CLASS = "tokenizer_of_file", "TokenizerOfFile"
+_CODE = f'''"""Reads tokenizer.json as it is, instead of as the tokenizer of the model's family."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class {CLASS}(PreTrainedTokenizerFast):
+    """The tokenizer in tokenizer.json."""
+'''
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_tokenizer(key: str, source: str, *, trust_remote_code: bool, cure: str = "") -> Any:
+    """Read a tokenizer. If transformers' class would change the text of `tokenizer.json`, the file is used instead.
+
+    Args:
+        key: key of the setting that contains `source`, for messages.
+        source: folder or hub name.
+        trust_remote_code: whether to run code in the folder or hub repository.
+        cure: end of the message about a folder without a tokenizer.
+
+    Raises:
+        ConfigError: `source` is neither a folder nor a hub name.
+        DataError: the folder has no tokenizer, or the tokenizer cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    path = check_tokenizer(key, source, cure)
+    with readable(f"{key}: cannot load a tokenizer from {path!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return _as_in_file(key, tokenizer, path)
+
+
+def check_tokenizer(key: str, source: str, cure: str = "") -> str:
+    """Return the path of a tokenizer folder or a hub name; see `read_tokenizer` for arguments and errors."""
+    try:
+        return check_path(key, source, TOKENIZER_FILES)
+    except DataError as error:
+        raise DataError(f"{error}{cure}") from error
+
+
+def has_tokenizer(path: str) -> bool:
+    """Return whether a local folder contains a tokenizer; False for a hub name."""
+    folder = Path(path).expanduser()
+    return folder.is_dir() and any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def _as_in_file(key: str, tokenizer: Any, path: str) -> Any:
+    """Return `tokenizer`, or the tokenizer in its `tokenizer.json` if the class of `tokenizer` changes the text."""
+    from transformers import PreTrainedTokenizerFast
+
+    rebuilt = isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer) is not PreTrainedTokenizerFast
+    if not rebuilt or _is_remote_code(tokenizer) or not _has_json(path):
+        return tokenizer
+    with quiet_transformers():
+        exact = PreTrainedTokenizerFast.from_pretrained(path)
+    _keep_special(exact, tokenizer)
+    found = difference(tokenizer, exact)
+    if found is None:
+        return tokenizer
+    logger.info(
+        "%s: the tokenizer is read from tokenizer.json, since %s of transformers changes it: %s.",
+        *(key, type(tokenizer).__name__, found),
+    )
+    return exact
+
+
+def _has_json(path: str) -> bool:
+    """Return whether a folder, or the cached files of a hub name, contain `tokenizer.json`."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(path).is_dir():
+        return Path(path, "tokenizer.json").is_file()
+    return isinstance(try_to_load_from_cache(path, "tokenizer.json"), str)
+
+
+def _is_remote_code(tokenizer: Any) -> bool:
+    """Return whether the class comes from a user's code in a model folder; `_name_class` writes no such code."""
+    return type(tokenizer).__module__.startswith("transformers_modules.") and type(tokenizer).__name__ != CLASS
+
+
+def _keep_special(exact: Any, tokenizer: Any) -> None:
+    """Copy special tokens and chat template that only the class defines, if the vocabulary contains the tokens."""
+    vocabulary = exact.get_vocab()
+    for name in _SPECIAL:
+        token = getattr(tokenizer, name)
+        if getattr(exact, name) is None and token in vocabulary:
+            setattr(exact, name, token)
+    if exact.chat_template is None:
+        exact.chat_template = tokenizer.chat_template
+
+
+def difference(tokenizer: Any, expected: Any) -> str | None:
+    """Return how `tokenizer` differs from `expected`, as a phrase; None if it does not.
+
+    Compares token ids and decoded text of `PROBES` and of the tokenizer's own tokens, the number of tokens, the special
+    tokens and the chat template.
+    """
+    for text in _probes(expected):
+        for special in (False, True):
+            found, wanted = (_ids(each, text, special) for each in (tokenizer, expected))
+            if found != wanted:
+                return f"the text {_short(text)} has {len(found)} tokens, expected {len(wanted)} or other ids"
+        if (decoded := tokenizer.decode(wanted)) != expected.decode(wanted):
+            return f"the text {_short(text)} is decoded as {_short(decoded)}"
+    if len(tokenizer) != len(expected):
+        return f"it has {len(tokenizer)} tokens, expected {len(expected)}"
+    for name in (*_SPECIAL, "chat_template"):
+        if getattr(tokenizer, name) != getattr(expected, name):
+            return f"{name} is {_short(getattr(tokenizer, name))}, expected {_short(getattr(expected, name))}"
+    return None
+
+
+def _probes(tokenizer: Any) -> Sequence[str]:
+    ids = sorted(tokenizer.get_vocab().values())
+    own = tokenizer.decode(ids[:: max(1, len(ids) // 64)])
+    special = tokenizer.all_special_tokens
+    return (*PROBES, own, "".join(special), *(f"a{token} b\n{token}" for token in special))
+
+
+def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer, read it back as users and as realign do, and compare.
+
+    If AutoTokenizer would rebuild it as another kind of tokenizer, a class that reads `tokenizer.json` is named in
+    `tokenizer_config.json`. A remaining difference is a warning, since the weights of the run must still be saved.
+    """
+    tokenizer.save_pretrained(folder)
+    _forget_class(folder)
+    found = reread_difference(tokenizer, folder)
+    if found is not None and (folder / "tokenizer.json").is_file() and not _is_remote_code(tokenizer):
+        _name_class(folder)
+        found = reread_difference(tokenizer, folder)
+    if found is not None:
+        warnings.warn(
+            f"{folder}: the saved tokenizer differs from the tokenizer of the run: {found}. The save continues. Copy "
+            "the tokenizer files that the run started with into this folder.",
+            stacklevel=2,
+        )
+
+
+def reread_difference(tokenizer: Any, folder: Path) -> str | None:
+    """Return how the tokenizer saved in `folder` differs when it is read back, as a phrase; None if it does not."""
+    from transformers import AutoTokenizer
+
+    trusted = _is_remote_code(tokenizer)
+    try:
+        with quiet_transformers():
+            back = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+            found = difference(back, tokenizer)
+            if found is None:
+                return difference(_as_in_file(str(folder), back, str(folder)), tokenizer)
+    except Exception as error:  # transformers raises many kinds
+        return f"AutoTokenizer cannot read it ({type(error).__name__}: {error})"
+    return f"AutoTokenizer reads it as {type(back).__name__}: {found}"
+
+
+def _name_class(folder: Path) -> None:
+    """Make AutoTokenizer read `tokenizer.json` as it is.
+
+    With an `auto_map`, AutoTokenizer does not replace the class by that of the model's family. Without
+    `trust_remote_code`, it then uses `tokenizer_class`, and with it, the class in the file that `auto_map` names.
+    """
+    config = read_object(folder / _CONFIG) or {}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": [None, f"{MODULE}.{CLASS}"]}}
+    _write_config(folder, config)
+    (folder / f"{MODULE}.py").write_text(_CODE, encoding="utf-8")
+
+
+def _forget_class(folder: Path) -> None:
+    """Remove what `_name_class` wrote into the folder that the tokenizer was read from: transformers saves it again."""
+    config = read_object(folder / _CONFIG) or {}
+    if f"{MODULE}.{CLASS}" in json.dumps(config.get("auto_map")):
+        del config["auto_map"]
+        _write_config(folder, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+        (folder / f"{MODULE}.py").unlink(missing_ok=True)
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    text = json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True)
+    (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A tokenizer whose vocabulary can be compared."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token."""
+
+
+def check_vocabulary(role: str, own: HasVocabulary, lead: str, known: HasVocabulary) -> None:
+    """Check that every token has the same id in the vocabularies of two roles, which exchange token ids and not text.
+
+    Additional tokens of one role (padding or reserved tokens) are harmless.
+
+    Args:
+        role: the role, for messages.
+        own: its tokenizer.
+        lead: the role whose tokenizer tokenizes the data.
+        known: the tokenizer of `lead`.
+
+    Raises:
+        ConfigError: a token has two ids, or an id two tokens. The message contains the role and the token.
+    """
+    start = f"models.{role}: its vocabulary differs from that of models.{lead}, but roles exchange token ids. "
+    cure = f"Choose models with one tokenizer, or set models.{role}.tokenizer if this folder contains a wrong one."
+    ids, lead_ids = own.get_vocab(), known.get_vocab()
+    if differing := [token for token in lead_ids.keys() & ids.keys() if lead_ids[token] != ids[token]]:
+        token = min(differing)
+        raise ConfigError(
+            f"{start}Token {token!r} has id {ids[token]} in models.{role} and {lead_ids[token]} in models.{lead} "
+            f"({len(differing)} tokens differ). {cure}"
+        )
+    words, lead_words = _words(own), _words(known)
+    if unlike := [i for i in lead_words.keys() & words.keys() if lead_words[i] != words[i]]:
+        i = min(unlike)
+        raise ConfigError(
+            f"{start}Id {i} is {words[i]!r} in models.{role} and {lead_words[i]!r} in models.{lead} ({len(unlike)} ids "
+            "differ). {cure}"
+        )
+
+
+def _words(tokenizer: Any) -> Mapping[int, str]:
+    """Return the ids and tokens of a vocabulary, without added tokens such as padding and reserved ones."""
+    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+    return {i: token for token, i in tokenizer.get_vocab().items() if token not in added}

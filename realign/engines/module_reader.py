@@ -1,0 +1,110 @@
+"""Read the module of a model from a folder or the hub, with transformers; merge an adapter into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realign.engines.files.adapters import AdapterFolder
+from realign.engines.files.folders import check_path
+from realign.engines.files.inspection import no_trained_head
+from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.engines.network.heads import Head, head_mapping
+from realign.engines.network.lora import merge_adapter
+from realign.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class ModuleReader:
+    """Reads the module of one role.
+
+    Attributes:
+        role: the role, for messages.
+        path: folder or hub name in the config.
+        adapter: the adapter in `path`; None if `path` contains a full model.
+        head: output of the model.
+        trains: whether the role has an optimizer, so that a new head is allowed.
+        trust_remote_code: whether to run code in the folder or hub repository.
+        seed: seed of weights that the folder lacks.
+        settings: further arguments of `from_pretrained`, such as a quantization.
+    """
+
+    role: str
+    path: str
+    adapter: AdapterFolder | None
+    head: Head
+    trains: bool
+    trust_remote_code: bool
+    seed: int
+    settings: Mapping[str, Any]
+
+    def read(self, *, merge: bool) -> Any:
+        """Return the module; `merge` adds the adapter to its weights, otherwise they are those of the base model.
+
+        Raises:
+            ConfigError: the model family is not supported with this head.
+            DataError: the folder cannot be read, or lacks weights.
+        """
+        from transformers import AutoConfig
+
+        path = self.path if self.adapter is None else self.adapter.base
+        path = check_path(f"models.{self.role}.path", path)
+        hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
+        with readable(f"models.{self.role}: cannot load {path!r}{hub}"):
+            family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
+        what = f"models.{self.role}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"
+        with readable(what):
+            module, info = self._loaded(path)
+        supplied = frozenset() if self.adapter is None else self.adapter.head_names()
+        missing = sorted(set(info["missing_keys"]) - supplied)
+        self._check_complete(module.base_model_prefix, missing)
+        if self.adapter is not None and merge:
+            with readable(f"models.{self.role}.path={self.path!r}"):
+                module = merge_adapter(module, self.adapter.path)
+        return module
+
+    def _loaded(self, path: str) -> tuple[Any, dict[str, Any]]:
+        from realign.engines.network.attention import ATTENTION
+
+        labels = {"num_labels": 1} if self.head.is_scalar else {}
+
+        def load(**more: Any) -> tuple[Any, dict[str, Any]]:
+            with torch.random.fork_rng(), quiet_transformers():
+                torch.manual_seed(self.seed)
+                return self.head.auto_class().from_pretrained(
+                    path,
+                    dtype=torch.float32,
+                    attn_implementation=ATTENTION,
+                    trust_remote_code=self.trust_remote_code,
+                    use_safetensors=True,  # the alternative format is a pickle
+                    output_loading_info=True,
+                    **labels,
+                    **self.settings,
+                    **more,
+                )
+
+        try:
+            module, info = load()
+            if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
+                module, info = load(key_mapping=mapping)
+        except KeyError as error:
+            if error.args != (ATTENTION,):
+                raise
+            raise ConfigError("packed attention is not supported by its attention classes") from error
+        return module, info
+
+    def _check_complete(self, body: str, missing: Sequence[str]) -> None:
+        """Raise DataError for weights that are randomly initialized but never train; transformers only warns."""
+        inside = [key for key in missing if key.startswith(f"{body}.")]
+        heads = [key for key in missing if key not in inside and key.endswith(".weight")]
+        if absent := inside or ([] if self.head.is_scalar else heads):
+            raise DataError(
+                f"models.{self.role}.path={self.path!r}: the folder lacks weights for head={self.head}: {absent[0]}"
+                + (f" and {len(absent) - 1} more" if absent[1:] else "")
+            )
+        if heads and not self.trains and not self.head.replaces:
+            raise no_trained_head(f"models.{self.role}", self.path, self.head, heads[0])
