@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import ray
+import torch
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
@@ -106,6 +107,7 @@ class WorkerGroup:
             ValueError: The hook cannot be pickled.
             RealignError: The worker raised this error.
             OSError: The worker raised this error.
+            OutOfMemoryError: A device of the worker, or its host, has no memory left.
             WorkerLost: A worker died.
             RemoteError: A worker failed unexpectedly. The message contains its traceback.
             WorkerHangs: A rank did not answer in time.
@@ -191,9 +193,12 @@ class WorkerGroup:
 
     def _error(self, failure: Failure, what: str, rank: int) -> Exception:
         there = RemoteError(f"{self._where(what, rank)} failed:\n\n{failure.traceback}")
-        if failure.error is None:
+        if failure.out_of_memory:  # the caller, `memory_limited`, adds the setting that lowers the memory use
+            error: Exception = torch.OutOfMemoryError(f"{self._workers_of(what, rank)}: {failure.text}")
+        elif failure.error is None:
             return there
-        error: Exception = pickle.loads(failure.error)
+        else:
+            error = pickle.loads(failure.error)
         error.__cause__ = there
         return error
 
@@ -208,9 +213,11 @@ class WorkerGroup:
 
     def _where(self, what: str, rank: int | None = None) -> str:
         hops = current_hops()
-        call = f"RPC {hops.name!r}, " if hops is not None else ""
+        return (f"RPC {hops.name!r}, " if hops is not None else "") + self._workers_of(what, rank)
+
+    def _workers_of(self, what: str, rank: int | None) -> str:
         of = f" on rank {rank} of {len(self)}" if rank is not None and len(self) > 1 else ""
-        return f"{call}{what}{of} (workers of {' + '.join(self.group.roles)})"
+        return f"{what}{of} (workers of {' + '.join(self.group.roles)})"
 
 
 def _pickled(x: Any, what: str) -> bytes:

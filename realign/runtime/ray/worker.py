@@ -22,6 +22,7 @@ from ray import cloudpickle
 from realign.engines.distributed.ranks import current
 from realign.errors import RealignError
 from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.out_of_memory import is_out_of_memory
 from realign.runtime.ray.host import WHOLE, Host
 from realign.runtime.ray.wire_format import from_wire, to_wire
 
@@ -64,6 +65,8 @@ class Failure:
     traceback: str
     error: bytes | None
     """The pickled exception if it is a `RealignError` or an `OSError`, and None otherwise."""
+    out_of_memory: bool = False
+    """Whether a device, or the host, has no memory left."""
 
 
 @dataclass(frozen=True)
@@ -191,4 +194,4 @@ def _failure(error: Exception) -> Failure:
             pickle.loads(made)
             pickled = made
     text = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(type(error).__name__, str(error), text, pickled)
+    return Failure(type(error).__name__, str(error), text, pickled, is_out_of_memory(error))
