@@ -1,4 +1,4 @@
-"""Check that all ranks of a distributed run have the same packages, code, settings and data.
+"""Check that all processes of a distributed run have the same packages, code, settings and data.
 
 A machine with another version would compute something else, or wait in another collective than the other machines.
 """
@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "realign")
 """Packages whose version can change results or collectives."""
 LONGEST = 32
 """Number of items from which a list is compared as a whole."""
-CURE = "All ranks need the same packages, code, settings and data."
+CURE = "All processes need the same packages, code, settings and data."
 
 
 def software() -> dict[str, str]:
@@ -37,21 +37,27 @@ def software() -> dict[str, str]:
     return {"python": python, **packages, "source code of realign": _source_of_realign()}
 
 
-def check_same(found: Sequence[Mapping[str, str]], error: type[RealignError] = ConfigError) -> None:
-    """Check that the facts of all ranks are equal.
+def check_same(found: Mapping[str, Mapping[str, str]], error: type[RealignError] = ConfigError) -> None:
+    """Check that the facts of all processes are equal.
 
     Args:
-        found: Facts of each rank by name, in rank order.
+        found: Facts by name, of each process by its description.
         error: Class of the error.
 
     Raises:
         RealignError: The facts differ. The message contains the first fact that differs, with both values.
     """
-    for rank, facts in enumerate(found):
-        for name in {**found[0], **facts}:
-            first, other = (of.get(name, "(none)") for of in (found[0], facts))
-            if first != other:
-                raise error(f"{name}: rank 0 has {first}, but rank {rank} has {other}. {CURE}")
+    first = next(iter(found))
+    for other, facts in found.items():
+        for name in {**found[first], **facts}:
+            wanted, has = (of.get(name, "(none)") for of in (found[first], facts))
+            if wanted != has:
+                raise error(f"{name}: {first} has {wanted}, but {other} has {has}. {CURE}")
+
+
+def by_rank(found: Sequence[Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """Return facts in rank order as `check_same` takes them."""
+    return {f"rank {rank}": facts for rank, facts in enumerate(found)}
 
 
 def check_same_settings(experiment: Experiment, ranks: Ranks) -> None:
@@ -61,7 +67,15 @@ def check_same_settings(experiment: Experiment, ranks: Ranks) -> None:
         ConfigError: They differ. The message contains the key.
     """
     if ranks.size > 1:
-        check_same(ranks.gather(software() | dict(_settings("", experiment, frozenset()))))
+        check_same(by_rank(ranks.gather(software() | settings_of(experiment))))
+
+
+def settings_of(experiment: Experiment) -> dict[str, str]:
+    """Return the settings of an experiment by key, and the hashes of the files with classes and functions of the user.
+
+    The state of a component is not part of its settings.
+    """
+    return dict(_settings("", experiment, frozenset()))
 
 
 def check_same_data(datasets: Mapping[str, Any], ranks: Ranks) -> None:
@@ -76,7 +90,7 @@ def check_same_data(datasets: Mapping[str, Any], ranks: Ranks) -> None:
     """
     if ranks.size > 1:
         own = {key: _content(dataset) for key, dataset in datasets.items() if dataset is not None}
-        check_same(ranks.gather(own), DataError)
+        check_same(by_rank(ranks.gather(own)), DataError)
 
 
 def _content(dataset: Any) -> str:
@@ -144,4 +158,4 @@ def _source_of_realign() -> str:
     return f"sha256 {digest.hexdigest()[:12]}"
 
 
-__all__ = ["check_same", "check_same_data", "check_same_settings", "software"]
+__all__ = ["by_rank", "check_same", "check_same_data", "check_same_settings", "settings_of", "software"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, TransientError
-from realign.runtime.checks.ranks import check_same, software
+from realign.runtime.checks.ranks import by_rank, check_same, software
 from realign.runtime.processes.rank_watchdog import Describe, RankWatch
 
 if TYPE_CHECKING:
@@ -77,8 +77,9 @@ class Meeting:
             )
         if self.ranks.leader:
             self._wait_for_all()
-            found = [json.loads(self._store.get(self._present(rank)))[1] for rank in range(self.ranks.size)]
-            check_same(found)
+            check_same(
+                by_rank([json.loads(self._store.get(self._present(rank)))[1] for rank in range(self.ranks.size)])
+            )
 
     def _wait_for_all(self) -> None:
         absent, until = list(range(self.ranks.size)), time.monotonic() + START.total_seconds()

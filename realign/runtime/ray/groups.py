@@ -17,6 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from realign.runtime.checks.ranks import check_same, software
 from realign.runtime.processes.placement import Group
 from realign.runtime.processes.worker_failures import WorkerHangs, WorkerLost
 from realign.runtime.ray.host import Loaded
@@ -69,8 +70,15 @@ class WorkerGroup:
         return len(self._workers)
 
     def ready(self) -> None:
-        """Wait until all processes have started and, if there are several ranks, joined a process group."""
+        """Wait until all processes have started and, if there are several ranks, joined a process group.
+
+        Raises:
+            ConfigError: A worker has another version of a package than the driver.
+        """
         self.pids = self._gathered([worker.pid.remote() for worker in self._workers], "start")
+        found = self._gathered([worker.software.remote() for worker in self._workers], "start")
+        workers = {self._workers_of(f"worker {rank}", None): facts for rank, facts in enumerate(found)}
+        check_same({"the driver": software(), **workers})
         if len(self) > 1 and self._alone:
             point = self._gathered([self._workers[0].meeting_point.remote()], "start")[0]
             self._values([worker.join.remote(point, self._limit_s / 60) for worker in self._workers], "join")

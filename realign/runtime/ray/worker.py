@@ -22,6 +22,7 @@ from ray import cloudpickle
 from realign.engines.distributed.ranks import current
 from realign.errors import RealignError
 from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.checks.ranks import software
 from realign.runtime.out_of_memory import is_out_of_memory
 from realign.runtime.ray.host import WHOLE, Host
 from realign.runtime.ray.wire_format import from_wire, to_wire
@@ -81,7 +82,7 @@ class Reply:
 
 
 class Worker:
-    """One rank of a group, in a separate process. Every method except `pid` and `meeting_point` returns a `Reply`."""
+    """One rank of a group, in a separate process. Methods return a `Reply`, except `pid`, `software` and `meeting_point`."""
 
     def __init__(self, rank: int, size: int, setup: Setup) -> None:
         """Set up this process as rank `rank` of `size`."""
@@ -99,6 +100,10 @@ class Worker:
     def pid(self) -> int:
         """Return the process id; also serves as a health check."""
         return os.getpid()
+
+    def software(self) -> dict[str, str]:
+        """Return the versions of this process; see `checks.ranks.software`."""
+        return software()
 
     def meeting_point(self) -> tuple[str, int]:
         """Return host and port for the rendezvous of the group's ranks; called on rank 0."""
