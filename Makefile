@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf torture scale fuzz mutation test lint types contracts check clean
+.PHONY: bench demo rlhf torture scale fuzz mutation test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,10 @@ mutation: $(VENV)/.installed
 test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-slow: export OMP_NUM_THREADS = 1
+test-slow: $(VENV)/.installed
+	@$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
