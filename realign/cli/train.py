@@ -10,12 +10,13 @@ import argparse
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from realign.cli.errors import described, exit_code, guarded
 from realign.config.errors import ConfigError
-from realign.errors import ExitCode
+from realign.errors import ExitCode, TransientError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from realign.config import ExperimentConfig
     from realign.runtime import Experiment
     from realign.runtime.processes.rendezvous import Meeting
+    from realign.runtime.processes.watchdog import Record
 
 Start: TypeAlias = "Callable[[ExperimentConfig], int]"
 """Function that runs a composed config and returns the exit code."""
@@ -144,26 +146,38 @@ def alone(config: ExperimentConfig, debug: bool, command: Sequence[str] | None =
     def make() -> None:
         from realign.runtime import run
         from realign.runtime.output_folder import check_output_folder
+        from realign.runtime.processes.watchdog import watchdog_for
 
         experiment = build(config)
         check_output_folder(experiment)
-        with _end_recorded(experiment):
-            run(experiment, console=_console(experiment), command=command, description=described_run(experiment))
+        watch = watchdog_for(experiment.runtime)
+        watch.record = _recorder(experiment, secrets.token_hex(8))
+        try:
+            described = described_run(experiment)
+            run(experiment, console=_console(experiment), watch=watch, command=command, description=described)
+        except (Exception, KeyboardInterrupt) as error:
+            watch.record(error, exit_code(error))
+            raise
+        _record_success(experiment)
 
     return guarded(make, debug)
 
 
-@contextmanager
-def _end_recorded(experiment: Experiment) -> Iterator[None]:
-    """Write or remove `last_failure.json` when the run ends. A configuration error is no failure of the run."""
+def _recorder(experiment: Experiment, attempt: str) -> Record:
+    """Return a function that writes `last_failure.json`. A configuration error is no failure of the run."""
     from realign.runtime.checkpoint.last_failure import record_end
 
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
+    def record(error: BaseException, code: int) -> None:
         if not isinstance(error, ConfigError):
-            record_end(experiment.output_dir, exit_code(error), str(error))
-        raise
+            record_end(experiment.output_dir, code, str(error), attempt)
+
+    return record
+
+
+def _record_success(experiment: Experiment) -> None:
+    """Remove `last_failure.json`."""
+    from realign.runtime.checkpoint.last_failure import record_end
+
     record_end(experiment.output_dir, ExitCode.success)
 
 
@@ -178,6 +192,8 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
     Returns:
         The exit code, identical on all ranks: that of the first rank that failed, or 0.
     """
+    # without a server, torch's store prints the C++ stack of each failed request at level WARNING
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from realign.config.composition import config_of
     from realign.engines.distributed.ranks import launched
     from realign.runtime.processes.rendezvous import met
@@ -194,10 +210,16 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
             if plan := meeting.plan():
                 _take_part(meeting, config_of(json.loads(plan)))
             return 0
-    except BaseException:
+    except BaseException as error:
         if meeting is None:
+            if isinstance(error, TransientError) and not _is_first_of_machine():
+                return exit_code(error)  # the ranks of a machine fail to connect for one reason, which the first prints
             raise
         return meeting.watch.code  # the first rank that failed has reported the reason
+
+
+def _is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str] | None) -> int:
@@ -222,9 +244,12 @@ def _take_part(meeting: Meeting, config: ExperimentConfig, words: Sequence[str] 
     experiment = build(config)
     leads = meeting.ranks.leader
     console = _console(experiment) if leads else None
-    with meeting.joined(experiment.runtime.call_minutes), _end_recorded(experiment) if leads else nullcontext():
+    meeting.watch.record = _recorder(experiment, meeting.attempt)
+    with meeting.joined(experiment.runtime.call_minutes):
         description = described_run(experiment) if leads else ""
         run(experiment, console=console, watch=meeting.watch, command=words, description=description)
+    if leads:
+        _record_success(experiment)
 
 
 def build(config: ExperimentConfig) -> Experiment:

@@ -23,6 +23,10 @@ class Datasets:
     calibration: Dataset | None
     """Prompts of the calibration; None without one."""
 
+    def by_key(self) -> dict[str, Dataset | None]:
+        """Return the datasets by config key."""
+        return {"data": self.training, "evaluation.data": self.held_out, "calibration.data": self.calibration}
+
 
 def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datasets:
     """Load and check all datasets of a run with the tokenizers of its models.

@@ -32,6 +32,7 @@ from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.report import RunReport
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.models import lead_role
+from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from realign.runtime.processes.worker_failures import WorkerLost
@@ -81,7 +82,8 @@ class Training:
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
         if start is not None:
             check_frozen(start.state["frozen"], frozen)
-            restore(runtime, start.state, e.resume_skip)
+            with memory_limited("restoring the checkpoint", SMALLER):
+                restore(runtime, start.state, e.resume_skip)
             runtime.batches_ahead = runtime.prompts.drawn - start.step
             if not start.new_run:
                 self.saves.load_state_dict(start.state["saves"])

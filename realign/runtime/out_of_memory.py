@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from realign.engines.distributed.ranks import current
 from realign.errors import RunError
 
-CPU_ALLOCATOR = "can't allocate memory"
-"""Text of the RuntimeError of torch's CPU allocator."""
+OTHER_ALLOCATORS = re.compile(
+    r"can't allocate memory"  # torch on CPU
+    r"|CUDA error: out of memory|Cuda failure \d+ 'out of memory'"  # CUDA outside of torch's allocator, and NCCL
+    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
+)
+"""Matches the RuntimeErrors of torch for allocations that do not raise `torch.OutOfMemoryError`."""
+SMALLER = "Use a smaller model, more ranks, or devices with more memory."
+"""What to change if the weights themselves do not fit."""
 
 
 @contextmanager
@@ -27,10 +35,19 @@ def memory_limited(what: str, cure: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and CPU_ALLOCATOR not in str(error):
+        if not is_out_of_memory(error):
             raise
         found = str(error).strip().partition("\n")[0].rstrip(".")
-        raise RunError(f"{what}: out of memory ({found}). {cure}") from error
+        ranks = current()
+        where = f" on rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
+        raise RunError(f"{what}{where}: out of memory ({found}). {cure}") from error
 
 
-__all__ = ["memory_limited"]
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch raised this error because a device, or the host, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and OTHER_ALLOCATORS.search(str(error)) is not None
+
+
+__all__ = ["SMALLER", "is_out_of_memory", "memory_limited"]

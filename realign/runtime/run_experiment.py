@@ -18,6 +18,7 @@ from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.checkpoint.recovery import Attempts
 from realign.runtime.checkpoint.resume import Start, find_start
 from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.checks.ranks import check_same_data, check_same_settings
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult, Training
 from realign.runtime.metrics.data_row import show_row
@@ -69,6 +70,7 @@ def run(
     experiment = _with_callbacks(experiment, callbacks)
     ranks, watch, trackers = current(), watch or watchdog_for(experiment.runtime), tuple(trackers)
     _check_ranks(experiment, ranks)
+    check_same_settings(experiment, ranks)
     ranks.lead(partial(check_output_folder, experiment))
     attempts = Attempts(experiment)
     training: Training | None = None
@@ -134,6 +136,7 @@ def _opened(
         runtime = open_runtime(experiment)
     stack.callback(runtime.close)
     runtime.watch = watch
+    check_same_data(runtime.datasets.by_key(), ranks)
     if console is not None:
         show_row(console, runtime.first_row())
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))

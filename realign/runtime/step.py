@@ -36,7 +36,7 @@ from realign.runtime.evaluation.generation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.samples import readable
 from realign.runtime.models import lead_role, load_models, save_on_all_ranks
-from realign.runtime.out_of_memory import memory_limited
+from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.operations import Watch
 from realign.runtime.rollout.asynchronous import RolloutAhead
 from realign.runtime.rollout.background import background_sampler, sampled_roles
@@ -78,8 +78,9 @@ class LocalRuntime:
         check_ready(experiment)
         try:
             open_interfaces(experiment)
-            self.models = self._load_models()
-            self.sync = WeightSync(experiment.graph.sync, self.models)
+            with memory_limited("loading the models", SMALLER):
+                self.models = self._load_models()
+                self.sync = WeightSync(experiment.graph.sync, self.models)
             self.datasets = load_datasets(experiment, self.models)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             if isinstance(rollout := experiment.rollout, Async):
@@ -156,7 +157,8 @@ class LocalRuntime:
             batch, found = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
             values |= found
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
-        values |= self.sync.after_step(step)
+        with memory_limited("weight sync", SMALLER):
+            values |= self.sync.after_step(step)
         if "rewards" in batch:
             self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
         values |= stat_values(sequence_stats(batch))
@@ -273,7 +275,7 @@ class LocalRuntime:
 
     def save(self, folder: Path) -> None:
         """Save each trained model, see `save_on_all_ranks`."""
-        with self.watch.doing("saving the models"):
+        with self.watch.doing("saving the models"), memory_limited("saving the models", SMALLER):
             save_on_all_ranks(folder, self.models, self.interfaces)
 
     def check_progress(self) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from realign.cli.chat import chat_of
 from realign.cli.arguments import read_arguments
+from realign.cli.chat import chat_of
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
 from realign.runtime import run

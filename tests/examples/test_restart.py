@@ -24,6 +24,19 @@ STAND_INS = {
         fi
         exit "$code"
     """,
+    # As `realign`, but exits with 1 for every failure. The record contains the exit code of the rank.
+    "torchrun": """
+        echo "$*" >> calls
+        read -r code count < outcomes
+        sed -i 1d outcomes
+        mkdir -p out
+        if [ "$count" != - ]; then
+            printf '{"step": 7, "time": "%s", "exit_code": %s, "count": %s}' "$RANDOM" "$code" "$count" \\
+                > out/last_failure.json
+        fi
+        [ "$code" -ne 143 ] || kill -TERM $PPID  # a scheduler sends SIGTERM to the whole job
+        [ "$code" -eq 0 ]
+    """,
     "srun": 'exec "$@"',
     "scontrol": 'echo "$*" >> requeues',
 }
@@ -133,6 +146,40 @@ def test_the_scripts_stop_after_the_third_failure_without_a_record(execute, monk
 def test_the_loop_stops_at_sigterm(execute):
     result = execute("restart.sh", (75, 1), (143, None))
     assert (result.code, len(result.calls)) == (143, 2)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    monkeypatch.setenv("RANKS", "2")
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_loop_starts_ranks_under_torchrun(execute):
+    words = "--nproc-per-node 2 -m realign experiment=grpo output_dir=out resume=auto seed=3"
+    assert execute("restart.sh", (0, None)).calls == [words]
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("code", [1, 2])
+def test_the_exit_code_of_the_first_rank_that_failed_decides_under_torchrun(execute, code):
+    result = execute("restart.sh", (75, 1), (75, 1), (75, 2), (code, 1))
+    assert (result.code, len(result.calls)) == (code, 4)
+    assert execute("restart.sh", (75, 1), (0, None)).code == 0
+
+
+@pytest.mark.usefixtures("ranks")
+def test_ranks_that_were_killed_without_a_record_are_restarted_whatever_an_earlier_record_says(execute):
+    """The third failure without a record stops the loop. The record of the first failure has a count of 2."""
+    result = execute("restart.sh", (75, 2), (137, None), (137, None), (137, None))
+    assert (result.code, len(result.calls)) == (75, 4)
+    assert "3 consecutive failures without progress" in result.errors
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_signal_ends_the_loop_under_torchrun(execute):
+    """torchrun exits with 1 after a signal, and the ranks record none."""
+    result = execute("restart.sh", (143, None))
+    assert (result.code, len(result.calls)) == (143, 1)
 
 
 @pytest.mark.parametrize("indent", [None, 2])

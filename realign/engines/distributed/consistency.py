@@ -1,8 +1,9 @@
-"""Batch fingerprints that ranks exchange to verify that they have the same batch; a few bytes per key."""
+"""Fingerprints that ranks exchange to verify that they have the same batch and model; a few bytes per tensor."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,15 @@ from torch import Tensor
 
 from realign.api.sample import SequenceSample
 from realign.engines.distributed.ranks import Ranks
+from realign.errors import DataError
 
 ROUNDING = 1e-4
 """Tolerance relative to the sum of magnitudes; different processors may round differently."""
+
+WEIGHT_ROUNDING = 1e-12
+"""Tolerance for sums over weights, which are computed in fp64."""
+NO_WEIGHT = ((-1,), 0.0, 0.0)
+"""Facts of a weight that a rank does not have."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,38 @@ def check_same_batch(role: str, ranks: Ranks, method: str, data: SequenceSample)
                 f"models.{role}: rank {rank} called {method} with a different batch than rank 0, or another method "
                 f"({differing}). Interfaces, rewards and data must return the same on every rank."
             )
+
+
+def check_same_weights(role: str, ranks: Ranks, weights: Mapping[str, Tensor]) -> None:
+    """Check that all ranks have loaded the same model; collective.
+
+    Each rank keeps a slice of its own model. Slices of different models would make a model that nobody trained.
+
+    Raises:
+        DataError: a weight differs; the message names the weight and the rank.
+    """
+    found = ranks.gather(weight_facts(weights))
+    for rank, facts in enumerate(found):
+        for name in {**found[0], **facts}:
+            shape, total, size = found[0].get(name, NO_WEIGHT)
+            own_shape, own_total, _ = facts.get(name, NO_WEIGHT)
+            if shape != own_shape or abs(total - own_total) > WEIGHT_ROUNDING * size:
+                raise DataError(
+                    f"models.{role}: weight {name!r} of rank {rank} differs from that of rank 0. All ranks need the "
+                    "same model folder."
+                )
+
+
+def weight_facts(weights: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], float, float]]:
+    """Return the shape, the sum and the sum of magnitudes of each weight."""
+    sums = []
+    for weight in weights.values():
+        x = weight.detach() if weight.is_floating_point() else weight.double()
+        sums.append(torch.stack((x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, 1, dtype=torch.float64))))
+    totals = torch.stack(sums).nan_to_num().tolist() if sums else []
+    return {
+        name: (tuple(x.shape), total, size) for (name, x), (total, size) in zip(weights.items(), totals, strict=True)
+    }
 
 
 def facts_of(method: str, data: SequenceSample) -> Facts:

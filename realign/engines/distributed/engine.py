@@ -21,7 +21,7 @@ from realign.api.seeds import derive_seed
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
-from realign.engines.distributed.consistency import check_same_batch
+from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.fsdp import ShardedNetwork
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shards import is_part, part_of, whole
@@ -59,12 +59,14 @@ class ShardedEngine(TransformersEngine):
 
         Raises:
             ConfigError: the model family cannot run packed or sharded, or a setting is incompatible with sharding.
+            DataError: the ranks have loaded different weights.
         """
         self.sharding = sharding
         self._ranks = current()
         device = next(module.parameters()).device
         if sharding.offload and device.type == "cpu":
             raise ConfigError(f"models.{name}.sharding.offload=true: the model is already on the CPU. Remove this key.")
+        check_same_weights(name, self._ranks, named_weights(module, settings.get("value_head")))
         settings["parallel_passes"] = ParallelPasses.off  # every pass is a collective: passes cannot run concurrently
         super().__init__(name, module, tokenizer, **settings)
         self._sharded_state = ShardedState(self.network, self._stepper, self._average)

@@ -38,18 +38,21 @@ class LastFailure:
     """Error message."""
     count: int
     """Number of consecutive failures at this step with this exit code."""
+    attempt: str = ""
+    """Id of the attempt that failed, the same for all of its processes; empty if unknown."""
 
 
-def record_end(output_dir: Path, exit_code: int, message: str = "") -> LastFailure | None:
+def record_end(output_dir: Path, exit_code: int, message: str = "", attempt: str = "") -> LastFailure | None:
     """Write `last_failure.json` for a run that failed, or remove it for a run that succeeded.
 
-    Does nothing if a signal stopped the run, or if the folder does not exist. An error of the disk is a warning, so
-    that it does not hide the failure of the run.
+    Does nothing if a signal stopped the run, if the folder does not exist, or if the failure of this attempt is already
+    recorded. An error of the disk is a warning, so that it does not hide the failure of the run.
 
     Args:
         output_dir: Folder of the run.
         exit_code: Exit code of the process.
         message: Error message of the run.
+        attempt: Id of this attempt. Several processes of one attempt may record the same failure.
 
     Returns:
         The failure, or None if there is none to record.
@@ -60,7 +63,10 @@ def record_end(output_dir: Path, exit_code: int, message: str = "") -> LastFailu
         if exit_code == ExitCode.success:
             (output_dir / NAME).unlink(missing_ok=True)
             return None
-        failure = _next(output_dir, exit_code, message)
+        before = last_failure(output_dir)
+        if before is not None and attempt and before.attempt == attempt:
+            return before
+        failure = _next(output_dir, before, LastFailure(0, "", int(exit_code), message, 1, attempt))
         _write(output_dir, failure)
     except OSError as error:
         warnings.warn(f"{output_dir / NAME} could not be written ({error}). The failure is not recorded.", stacklevel=2)
@@ -76,19 +82,23 @@ def last_failure(output_dir: Path) -> LastFailure | None:
             return None
         found = json.loads(path.read_bytes())
         return LastFailure(
-            int(found["step"]), str(found["time"]), int(found["exit_code"]), str(found["message"]), int(found["count"])
+            int(found["step"]),
+            str(found["time"]),
+            int(found["exit_code"]),
+            str(found["message"]),
+            int(found["count"]),
+            str(found.get("attempt", "")),
         )
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
 
 
-def _next(output_dir: Path, exit_code: int, message: str) -> LastFailure:
-    """Return the new failure, whose count starts again if the run made progress or failed differently."""
+def _next(output_dir: Path, before: LastFailure | None, failure: LastFailure) -> LastFailure:
+    """Complete the new failure, whose count starts again if the run made progress or failed differently."""
     step = max((checkpoint.step for checkpoint in list_checkpoints(output_dir / CHECKPOINTS)), default=0)
-    before = last_failure(output_dir)
-    again = before is not None and (before.step, before.exit_code) == (step, exit_code)
+    again = before is not None and (before.step, before.exit_code) == (step, failure.exit_code)
     count = before.count + 1 if before is not None and again else 1
-    return LastFailure(step, datetime.now(UTC).isoformat(timespec="seconds"), int(exit_code), message, count)
+    return dataclasses.replace(failure, step=step, time=datetime.now(UTC).isoformat(timespec="seconds"), count=count)
 
 
 def _write(output_dir: Path, failure: LastFailure) -> None:

@@ -18,6 +18,7 @@ from realign.runtime.checkpoint.final_models import FINAL, settle
 from realign.runtime.checkpoint.state import interface_states, run_state
 from realign.runtime.experiment import CHECKPOINTS
 from realign.runtime.metrics.records import Records
+from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.step import LocalRuntime
 
 
@@ -102,7 +103,8 @@ class RunCheckpoints:
         started = time.perf_counter()
         _warn_of(f"{problem} Training continues." for problem in self._take_problems())
         try:
-            state = run_state(self._runtime, self._frozen)
+            with memory_limited(f"checkpoint at step {step}", SMALLER):
+                state = run_state(self._runtime, self._frozen)
             state["callbacks"] = self._callbacks.state_dict()
             state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict() | dict(of_saves or {})}
             if self._interfaces is not None:

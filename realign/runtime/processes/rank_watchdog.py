@@ -56,6 +56,8 @@ class RankWatch(Watchdog):
     Attributes:
         code: Exit code of this process, set when a rank fails.
         limit_s: Time limit of a limited operation, in seconds.
+        record: Called on the first rank that fails, before the other ranks end. Without a connection to the store,
+            ranks cannot agree on the first one, and each of them calls it.
     """
 
     def __init__(self, ranks: Ranks, store: Store, describe: Describe) -> None:
@@ -109,21 +111,44 @@ class RankWatch(Watchdog):
             raise SystemExit(self.code)
 
     def _tell(self, error: BaseException) -> None:
-        text, self.code = self._describe(self._classified(error))
-        first = self._ranks.rank
-        with suppress(Exception):  # the store is gone
-            if is_of_another_rank(error):
-                self._ended.wait(GRACE_S)
-            first = self.end(self.code)
-        if first != self._ranks.rank:
+        if is_of_another_rank(error):
+            self._ended.wait(GRACE_S)
+        if self._ended.is_set():  # another rank failed first, which may be the reason for this error
             return
+        found = self._classified(error)
+        text, self.code = self._describe(found)
+        with suppress(Exception):  # the store is gone
+            if self.end(self.code) != self._ranks.rank:
+                self._report_state()
+                return
+            if isinstance(error, KeyboardInterrupt) and (lost := self._missing()):
+                text, self.code = self._describe(found := self._loss_of(lost))
+                self._store.set(ENDED, self._claim(self.code))
         if "\n" in text.rstrip():
-            text = f"rank {first} of {self._ranks.size} failed first{self._where()}\n{text}"
+            where = "" if self._failed_in is None else f", in {self._failed_in.describe()}"
+            text = f"rank {self._ranks.rank} of {self._ranks.size} failed first{where}\n{text}"
         sys.stderr.write(f"{text.rstrip()}\n")
         sys.stderr.flush()
+        self._recorded(found, self.code)
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that do not report their state, although the store tells them that the run ends.
+
+        A launcher sends SIGTERM to the ranks that are left when it finds that one was killed.
+        """
+        self._report_state()
+        self._wait_for_states()
+        return [rank for rank, key in enumerate(self._states()) if not self._store.check([key])]
+
+    def _loss_of(self, ranks: list[int]) -> TransientError:
+        names = ", ".join(map(str, ranks))
+        return TransientError(
+            f"rank {names} of {self._ranks.size} was killed, or its machine failed. Restart the run with resume=auto."
+        )
 
     def _where(self) -> str:
-        return f", in {self._failed_in.describe()}" if self._failed_in is not None else ""
+        """Return the operation that failed, without its data, for a message in one line."""
+        return f", in {self._failed_in.what}" if self._failed_in is not None else ""
 
     def _classified(self, error: BaseException) -> BaseException:
         """Return a `TransientError` for an error of torch that another rank caused, and any other error unchanged."""
@@ -142,10 +167,12 @@ class RankWatch(Watchdog):
 
     def end(self, code: int) -> int:
         """Claim to be the first rank that exits. Return the rank that was first, and adopt its exit code."""
-        mine = json.dumps({"rank": self._ranks.rank, "code": code})
-        ended: dict[str, Any] = json.loads(self._store.compare_set(ENDED, "", mine))
+        ended: dict[str, Any] = json.loads(self._store.compare_set(ENDED, "", self._claim(code)))
         self.code = ended["code"]
         return int(ended["rank"])
+
+    def _claim(self, code: int) -> str:
+        return json.dumps({"rank": self._ranks.rank, "code": code})
 
     def _watch(self) -> None:
         gone = ""
@@ -159,18 +186,24 @@ class RankWatch(Watchdog):
                     return
             self.end(ExitCode.transient)
             self._ended.set()
-            self._store.set(self._states()[self._ranks.rank], self._state())
+            self._report_state()
         except Exception as error:  # the process that hosts the store is gone: the launcher of all ranks
-            gone = f"error: rank {self._ranks.rank} lost the launcher ({error}). The rank ends.\n"
+            first = str(error).partition("\n")[0]
+            gone = f"rank {self._ranks.rank} lost the launcher ({first}). Restart the run with resume=auto."
             self.code = self.code or ExitCode.transient
         if self._over.wait(GRACE_S):
             return
-        os.write(2, gone.encode())
+        if gone:
+            self._recorded(TransientError(gone), self.code)
+            os.write(2, f"error: {gone}\n".encode())
         os._exit(self.code)
 
     def _states(self) -> list[str]:
         """Return the keys of the store under which the ranks report their state."""
         return [f"doing/{rank}" for rank in range(self._ranks.size)]
+
+    def _report_state(self) -> None:
+        self._store.set(self._states()[self._ranks.rank], self._state())
 
     def _wait_for_states(self) -> None:
         """Wait until the other ranks have reported their state. Poll, because the store can wait for one key only."""
@@ -191,10 +224,11 @@ class RankWatch(Watchdog):
         """End all ranks, and print the current operation of each rank."""
         if self.end(ExitCode.transient) != self._ranks.rank:
             return
+        limit = f"{operation.what} exceeds runtime.rpc_timeout_minutes={self.limit_s / 60:g}."
+        self._recorded(TransientError(f"{limit} Restart the run with resume=auto."), ExitCode.transient)
         keys = self._states()
-        self._store.set(keys[self._ranks.rank], self._state())
+        self._report_state()
         self._wait_for_states()
         states = [self._store.get(key).decode() if self._store.check([key]) else "no answer" for key in keys]
         lines = [f"rank {rank}: {state}" for rank, state in enumerate(states)]
-        head = f"error: {operation.what} exceeds runtime.rpc_timeout_minutes={self.limit_s / 60:g}. The run ends."
-        os.write(2, "\n".join([head, *lines, ""]).encode())
+        os.write(2, "\n".join([f"error: {limit} The run ends.", *lines, ""]).encode())

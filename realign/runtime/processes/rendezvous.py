@@ -1,13 +1,17 @@
 """Rendezvous of the processes that torchrun started.
 
 The ranks connect to the launcher's store, a small key-value server, before they load anything. From then on, a failure
-of one rank ends all ranks (`realign.runtime.processes.rank_watchdog`). Rank 0 publishes the plan of the run. When the
-time limit of calls is known, the ranks join torch's default process group.
+of one rank ends all ranks (`realign.runtime.processes.rank_watchdog`). Rank 0 waits for all ranks, compares their
+versions, and publishes the plan of the run. When the time limit of calls is known, the ranks join torch's default
+process group.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import rendezvous  # type: ignore[attr-defined]
 
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, TransientError
+from realign.runtime.checks.ranks import by_rank, check_same, software
 from realign.runtime.processes.rank_watchdog import Describe, RankWatch
 
 if TYPE_CHECKING:
@@ -33,7 +37,11 @@ GONE = timedelta(seconds=30)
 """Time that rank 0 waits for the other ranks to leave."""
 PLAN = "plan"
 """Key of the store: the plan of rank 0."""
+ATTEMPT = "attempt"
+"""Key of the store: a random id of this attempt of the run, the same on all ranks."""
 ASK_S = 0.1
+ANSWER_S = 10.0
+"""Timeout of one connection attempt, in seconds."""
 
 
 class Meeting:
@@ -41,6 +49,7 @@ class Meeting:
 
     Attributes:
         watch: Watchdog of this rank.
+        attempt: Random id of this attempt of the run, the same on all ranks.
     """
 
     def __init__(self, ranks: Ranks, describe: Describe) -> None:
@@ -51,6 +60,43 @@ class Meeting:
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self.watch = RankWatch(ranks, own, describe)
+        self._token = secrets.token_hex(8)
+        self.attempt = self._store.compare_set(ATTEMPT, "", self._token).decode()
+
+    def check_in(self) -> None:
+        """Publish the versions of this process. Rank 0 waits for the versions of all ranks, and compares them.
+
+        Raises:
+            ConfigError: Another process has the same rank, or versions differ between ranks.
+            TransientError: A rank did not connect within `START`.
+        """
+        mine = json.dumps([self._token, {**software(), "WORLD_SIZE": str(self.ranks.size)}])
+        if self._store.compare_set(self._present(self.ranks.rank), "", mine).decode() != mine:
+            raise ConfigError(
+                f"RANK={self.ranks.rank}: another process has the same rank. Start the ranks with torchrun."
+            )
+        if self.ranks.leader:
+            self._wait_for_all()
+            check_same(
+                by_rank([json.loads(self._store.get(self._present(rank)))[1] for rank in range(self.ranks.size)])
+            )
+
+    def _wait_for_all(self) -> None:
+        absent, until = list(range(self.ranks.size)), time.monotonic() + START.total_seconds()
+        while absent := [rank for rank in absent if not self._store.check([self._present(rank)])]:
+            self.watch.leave_if_ended()
+            if time.monotonic() > until:
+                raise TransientError(
+                    f"WORLD_SIZE={self.ranks.size}: rank {', '.join(map(str, absent))} did not connect within "
+                    f"{START.total_seconds() / 60:g} minutes. Check the machines of these ranks, and restart the run "
+                    "with resume=auto."
+                )
+            time.sleep(ASK_S)
+
+    @staticmethod
+    def _present(rank: int) -> str:
+        """Return the key of the store under which a rank publishes its versions."""
+        return f"present/{rank}"
 
     def plan(self, text: str | None = None) -> str:
         """Publish the plan on rank 0, or wait for it on the other ranks without a timeout.
@@ -118,22 +164,55 @@ def met(ranks: Ranks, describe: Describe) -> Iterator[Meeting]:
     """
     meeting = Meeting(ranks, describe)
     with meeting.watch, meeting.watch.telling():
+        meeting.check_in()
         yield meeting
     meeting.part()
 
 
 def _connected(ranks: Ranks) -> Store:
-    """Connect to the launcher's store, and wait until all ranks are connected."""
+    """Connect to the launcher's store. Without a launcher that hosts a store, rank 0 hosts it."""
+    host, port = os.environ["MASTER_ADDR"], _port()
+    hosts = ranks.leader and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not hosts:
+        _wait_for_server(host, port, ranks)
     try:
-        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=START))
-    except ValueError as error:  # an environment variable is missing
-        raise ConfigError(f"WORLD_SIZE={ranks.size}: {error}. Start the ranks with torchrun.") from error
+        options = {"is_master": hosts, "wait_for_workers": False, "multi_tenant": True}
+        return dist.TCPStore(host, port, timeout=START, **options)  # type: ignore[attr-defined]
     except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        doing = "listen for the other ranks at" if hosts else "connect to"
         raise TransientError(
-            f"rank {ranks.rank} of {ranks.size} could not connect to the other ranks ({str(error).splitlines()[0]}). "
-            "Check that all ranks run with the same MASTER_ADDR and MASTER_PORT."
+            f"rank {ranks.rank} of {ranks.size} could not {doing} MASTER_ADDR={host}, MASTER_PORT={port} ({first}). "
+            "Choose a free port, and restart the run with resume=auto."
         ) from error
-    return store
+
+
+def _port() -> int:
+    text = os.environ["MASTER_PORT"]
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise ConfigError(f"MASTER_PORT={text!r}: must be a port number. Start the run with torchrun.")
+    return int(text)
+
+
+def _wait_for_server(host: str, port: int, ranks: Ranks) -> None:
+    """Wait until a process listens at the address. In contrast to torch, a signal can end the wait.
+
+    Raises:
+        TransientError: No process listened within `START`.
+    """
+    until = time.monotonic() + START.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=ANSWER_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise TransientError(
+                    f"rank {ranks.rank} of {ranks.size} could not connect to MASTER_ADDR={host}, MASTER_PORT={port} "
+                    f"within {START.total_seconds() / 60:g} minutes ({error}). Check that rank 0 runs, and that all "
+                    "ranks have its address."
+                ) from error
+            time.sleep(ASK_S)
 
 
 def _backend() -> str:

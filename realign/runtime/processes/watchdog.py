@@ -13,9 +13,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeAlias
 
 from realign.errors import ExitCode
 from realign.runtime.processes.operations import Operation, Watch, stacks
@@ -29,6 +30,9 @@ GRACE_S = 10.0
 """Seconds that the run has to end after the watchdog ended it. After that, the thread terminates the process."""
 END = None if sys.platform == "win32" else signal.SIGVTALRM
 """Signal that interrupts the main thread of a run that hangs, also in a blocking system call."""
+
+Record: TypeAlias = Callable[[BaseException, int], None]
+"""Records a failure that ends the run: the error, and the exit code of the process."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +55,15 @@ class Watchdog(Watch):
     Args:
         report_s: Seconds after which an operation is reported with the stacks of all threads. The run continues.
         limit_s: Seconds after which a limited operation ends the run with exit code 75. Infinite disables the limit.
+
+    Attributes:
+        record: Called before the watchdog terminates the process, which then has no other chance to record the failure.
     """
 
     def __init__(self, report_s: float = math.inf, limit_s: float = math.inf) -> None:
         super().__init__()
         self.report_s, self.limit_s = report_s, limit_s
+        self.record: Record = _no_record
         self._reported: set[Operation] = set()
         self._over = threading.Event()
         self._interrupts: int | None = None
@@ -113,7 +121,15 @@ class Watchdog(Watch):
             signal.pthread_kill(self._interrupts, END)
         if self._over.wait(GRACE_S):
             return
+        self._recorded(CallTimeout(self._message), ExitCode.transient)
         os._exit(ExitCode.transient)
+
+    def _recorded(self, error: BaseException, code: int) -> None:
+        """Call `record`, whose own failure must not keep the process from ending."""
+        try:
+            self.record(error, code)
+        except Exception as failed:
+            os.write(2, f"warning: the failure of the run was not recorded ({failed!r}).\n".encode(errors="replace"))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -132,6 +148,10 @@ class Watchdog(Watch):
         finally:
             self._interrupts = None
             signal.signal(END, before)
+
+
+def _no_record(error: BaseException, code: int) -> None:
+    """Record nothing: the caller of the run did not ask for a record."""
 
 
 def watchdog_for(runtime: RuntimeSpec) -> Watchdog:

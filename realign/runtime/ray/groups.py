@@ -11,11 +11,13 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import ray
+import torch
 from ray import cloudpickle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from realign.runtime.checks.ranks import check_same, software
 from realign.runtime.processes.placement import Group
 from realign.runtime.processes.worker_failures import WorkerHangs, WorkerLost
 from realign.runtime.ray.host import Loaded
@@ -68,8 +70,15 @@ class WorkerGroup:
         return len(self._workers)
 
     def ready(self) -> None:
-        """Wait until all processes have started and, if there are several ranks, joined a process group."""
+        """Wait until all processes have started and, if there are several ranks, joined a process group.
+
+        Raises:
+            ConfigError: A worker has another version of a package than the driver.
+        """
         self.pids = self._gathered([worker.pid.remote() for worker in self._workers], "start")
+        found = self._gathered([worker.software.remote() for worker in self._workers], "start")
+        workers = {self._workers_of(f"worker {rank}", None): facts for rank, facts in enumerate(found)}
+        check_same({"the driver": software(), **workers})
         if len(self) > 1 and self._alone:
             point = self._gathered([self._workers[0].meeting_point.remote()], "start")[0]
             self._values([worker.join.remote(point, self._limit_s / 60) for worker in self._workers], "join")
@@ -106,6 +115,7 @@ class WorkerGroup:
             ValueError: The hook cannot be pickled.
             RealignError: The worker raised this error.
             OSError: The worker raised this error.
+            OutOfMemoryError: A device of the worker, or its host, has no memory left.
             WorkerLost: A worker died.
             RemoteError: A worker failed unexpectedly. The message contains its traceback.
             WorkerHangs: A rank did not answer in time.
@@ -191,9 +201,12 @@ class WorkerGroup:
 
     def _error(self, failure: Failure, what: str, rank: int) -> Exception:
         there = RemoteError(f"{self._where(what, rank)} failed:\n\n{failure.traceback}")
-        if failure.error is None:
+        if failure.out_of_memory:  # the caller, `memory_limited`, adds the setting that lowers the memory use
+            error: Exception = torch.OutOfMemoryError(f"{self._workers_of(what, rank)}: {failure.text}")
+        elif failure.error is None:
             return there
-        error: Exception = pickle.loads(failure.error)
+        else:
+            error = pickle.loads(failure.error)
         error.__cause__ = there
         return error
 
@@ -208,9 +221,11 @@ class WorkerGroup:
 
     def _where(self, what: str, rank: int | None = None) -> str:
         hops = current_hops()
-        call = f"RPC {hops.name!r}, " if hops is not None else ""
+        return (f"RPC {hops.name!r}, " if hops is not None else "") + self._workers_of(what, rank)
+
+    def _workers_of(self, what: str, rank: int | None) -> str:
         of = f" on rank {rank} of {len(self)}" if rank is not None and len(self) > 1 else ""
-        return f"{call}{what}{of} (workers of {' + '.join(self.group.roles)})"
+        return f"{what}{of} (workers of {' + '.join(self.group.roles)})"
 
 
 def _pickled(x: Any, what: str) -> bytes:

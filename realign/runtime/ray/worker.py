@@ -22,6 +22,8 @@ from ray import cloudpickle
 from realign.engines.distributed.ranks import current
 from realign.errors import RealignError
 from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.checks.ranks import software
+from realign.runtime.out_of_memory import is_out_of_memory
 from realign.runtime.ray.host import WHOLE, Host
 from realign.runtime.ray.wire_format import from_wire, to_wire
 
@@ -64,6 +66,8 @@ class Failure:
     traceback: str
     error: bytes | None
     """The pickled exception if it is a `RealignError` or an `OSError`, and None otherwise."""
+    out_of_memory: bool = False
+    """Whether a device, or the host, has no memory left."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,10 @@ class Reply:
 
 
 class Worker:
-    """One rank of a group, in a separate process. Every method except `pid` and `meeting_point` returns a `Reply`."""
+    """One rank of a group, in a separate process.
+
+    Methods return a `Reply`, except `pid`, `software` and `meeting_point`.
+    """
 
     def __init__(self, rank: int, size: int, setup: Setup) -> None:
         """Set up this process as rank `rank` of `size`."""
@@ -96,6 +103,10 @@ class Worker:
     def pid(self) -> int:
         """Return the process id; also serves as a health check."""
         return os.getpid()
+
+    def software(self) -> dict[str, str]:
+        """Return the versions of this process; see `checks.ranks.software`."""
+        return software()
 
     def meeting_point(self) -> tuple[str, int]:
         """Return host and port for the rendezvous of the group's ranks; called on rank 0."""
@@ -191,4 +202,4 @@ def _failure(error: Exception) -> Failure:
             pickle.loads(made)
             pickled = made
     text = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(type(error).__name__, str(error), text, pickled)
+    return Failure(type(error).__name__, str(error), text, pickled, is_out_of_memory(error))

@@ -25,6 +25,7 @@ from realign.engines import (
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shards import whole
 from realign.errors import RealignError
+from realign.interfaces.components import EarlyStop
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -92,6 +93,20 @@ def grpo(folder: Path) -> dict[str, Any]:
     drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
     batches = [data.select(data.keys - set(drop)) for data in map(batch, range(4))]
     return train(load(folder), GRPOActorInterface(n_minibatches=2), batches)
+
+
+def early_stop(folder: Path) -> dict[str, Any]:
+    """Train two epochs of three mini-batches per batch, on-policy at first, until the KL divergence exceeds a bound."""
+    model, metrics = load(folder), []
+    policy = GRPOActorInterface(epochs=2, n_minibatches=3, early_stop=EarlyStop(kl=0.3))
+    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
+    for data in map(batch, range(3)):
+        data = data.select(data.keys - set(drop))
+        logprobs_T = policy.inference(model, data, BUDGET)["logprobs"]
+        data = data.with_tokens(logprobs=logprobs_T, prox_logprobs=logprobs_T)
+        metrics.append(stat_values(policy.train_step(model, data, BUDGET)))
+        model.advance()
+    return {"metrics": metrics, "weights": weights_now(model)}
 
 
 def ppo(folder: Path) -> dict[str, Any]:
@@ -300,6 +315,24 @@ def mistakes(folder: Path) -> dict[str, str]:
     return {name: _message(attempt) for name, attempt in attempts.items()}
 
 
+def faults_of_one_rank(folder: Path) -> dict[str, Any]:
+    """Return the metrics of steps in which the loss or the gradient of the last rank alone is not finite, and whether
+    the weights stayed the same."""
+    machine, last = load(folder).machine, current().rank == current().size - 1
+    before = {name: x.clone() for name, x in machine.weights().items()}
+
+    def nan_loss(output: Any, part: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
+        return output.logprobs().sum() * (torch.nan if last else 1.0), {}
+
+    def nan_gradient(output: Any, part: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
+        loss = output.logprobs().sum()
+        return (loss + (loss.detach() - loss).abs().sqrt() if last else loss), {}  # the derivative of sqrt at 0
+
+    data = random_sample([(6,)] * 6)
+    metrics = [stat_values(machine.train_batch(data, BUDGET, loss, weight)) for loss in (nan_loss, nan_gradient)]
+    return {"metrics": metrics, "same": all(torch.equal(x, before[name]) for name, x in machine.weights().items())}
+
+
 def _message(attempt: Any) -> str:
     try:
         attempt()
@@ -318,7 +351,7 @@ def _renamed(data: SequenceSample) -> SequenceSample:
 
 def scenarios(folder: Path) -> dict[str, Any]:
     """Run the scenarios that give the same results on any number of ranks."""
-    return {f.__name__: f(folder) for f in (sft, grpo, ppo, dpo, settings, uneven, calls)}
+    return {f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, settings, uneven, calls)}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:
@@ -326,6 +359,7 @@ def of_a_group(folder: Path) -> dict[str, Any]:
     own = folder / f"of {current().size}"
     others = {path.name: path for path in folder.glob("of *") if path != own}
     more = {"low": low(folder), "kept": kept(folder, own, others), "mistakes": mistakes(folder)}
+    more["faults of one rank"] = faults_of_one_rank(folder)
     if current().size == 2:
         more["divided"] = divided(folder)
     return {**scenarios(folder), **more, "dropout": load(folder, dropout=True).machine.dropout_seed()}

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from realign.api import SequenceSample
-from realign.engines.distributed.consistency import Facts, facts_of
+from realign.engines.distributed.consistency import Facts, check_same_weights, facts_of, weight_facts
+from realign.engines.distributed.ranks import Ranks
+from realign.errors import DataError
 from tests.tiny import random_sample
 
 
@@ -35,6 +37,37 @@ def facts(method: str = "forward", seed: int = 0, **keys: torch.Tensor) -> Facts
 def test_what_differs_is_named_from_either_side(other: Facts, said: str) -> None:
     assert facts().difference(other) == said
     assert other.difference(facts()) == said
+
+
+WEIGHTS = {
+    "a": torch.linspace(-1, 1, 100_000),
+    "steps": torch.tensor(3),
+    "mask": torch.tensor([True, False]),
+    "nan": torch.tensor([torch.nan]),
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ({}, ""),
+        ({"a": WEIGHTS["a"].where(torch.arange(100_000) != 7, 0.5)}, "a"),
+        ({"a": WEIGHTS["a"].view(100, 1000)}, "a"),
+        ({"steps": torch.tensor(4)}, "steps"),
+        ({"mask": torch.tensor([True, True])}, "mask"),
+        ({"more": torch.zeros(())}, "more"),
+    ],
+)
+def test_weights_that_differ_between_ranks_are_named(monkeypatch, other, differs) -> None:
+    for pair in ((WEIGHTS, WEIGHTS | other), (WEIGHTS | other, WEIGHTS)):
+        facts = [weight_facts(weights) for weights in pair]
+        monkeypatch.setattr(Ranks, "gather", lambda self, x, facts=facts: facts)
+        if not differs:
+            check_same_weights("actor", Ranks(1, 2), pair[1])
+            continue
+        message = rf"^models\.actor: weight '{differs}' of rank 1 differs from that of rank 0"
+        with pytest.raises(DataError, match=message):
+            check_same_weights("actor", Ranks(1, 2), pair[1])
 
 
 def test_values_that_are_not_finite_and_batches_of_nothing_are_compared_too() -> None:

@@ -63,6 +63,22 @@ def test_trap_d4_e7_e10_four_steps_on_uneven_data_are_those_of_one_process(
         assert_same(found[algorithm], alone[algorithm])
 
 
+def test_both_epochs_stop_early_at_the_mini_batch_of_one_process(
+    ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    wanted = alone["early_stop"]
+    steps = [(values["optimizer_steps"], values["early_stopped"]) for values in wanted["metrics"]]
+    assert steps == [(3, 1), (4, 1), (5, 0)]  # the first and second mini-batch of the second epoch, and no early stop
+    for found in ranks:
+        assert_same(found["early_stop"], wanted)
+
+
+def test_a_loss_or_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["faults of one rank"] for rank in ranks):
+        assert [values["nonfinite_steps"] for values in found["metrics"]] == [1, 1]
+        assert found["same"]
+
+
 def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
     ranks: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:

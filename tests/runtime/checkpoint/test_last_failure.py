@@ -22,21 +22,33 @@ def test_failures_at_the_same_step_are_counted_and_progress_starts_the_count_aga
     assert record_end(tmp_path, 75, "disk full").count == 2
 
 
+def test_only_the_first_failure_of_an_attempt_is_recorded(tmp_path):
+    """Several ranks may record the end of one attempt, for example if the machine of the launcher failed."""
+    first = record_end(tmp_path, 2, "out of memory", "a1")
+    assert record_end(tmp_path, 75, "lost rank 1", "a1") == last_failure(tmp_path) == first
+    assert record_end(tmp_path, 2, "out of memory", "a2").count == 2
+
+
+def test_a_record_of_an_earlier_version_without_an_attempt_is_counted(tmp_path):
+    (tmp_path / NAME).write_text('{"step": 0, "time": "", "exit_code": 75, "message": "disk full", "count": 2}')
+    assert record_end(tmp_path, 75, "disk full", "a1").count == 3
+
+
 def test_another_exit_code_starts_the_count_again(tmp_path):
     assert record_end(tmp_path, 75, "disk full").count == 1
     assert record_end(tmp_path, 1, "KeyError").count == 1
     assert record_end(tmp_path, 75, "disk full").count == 1
 
 
-def test_the_file_contains_step_time_exit_code_message_and_count(tmp_path):
+def test_the_file_contains_step_time_exit_code_message_count_and_attempt(tmp_path):
     checkpointed(tmp_path, 3)
     checkpointed(tmp_path, 5)
-    failure = record_end(tmp_path, 75, 'the judge at "http://x" does not answer: \ud800')
+    failure = record_end(tmp_path, 75, 'the judge at "http://x" does not answer: \ud800', "a1")
     assert last_failure(tmp_path) == failure
     found = json.loads((tmp_path / NAME).read_text())
     assert datetime.fromisoformat(found.pop("time")).utcoffset() == timedelta(0)
     message = 'the judge at "http://x" does not answer: \ud800'
-    assert found == {"step": 5, "exit_code": 75, "message": message, "count": 1}
+    assert found == {"step": 5, "exit_code": 75, "message": message, "count": 1, "attempt": "a1"}
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [NAME]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from realign.engines.distributed.ranks import Ranks
 from realign.errors import TransientError
 from realign.runtime.processes import rank_watchdog as watch
 from realign.runtime.processes.rank_watchdog import RankWatch
+from realign.runtime.processes.signals import Interrupted
 
 
 def waited_for(condition: Callable[[], bool]) -> None:
@@ -23,6 +25,8 @@ def waited_for(condition: Callable[[], bool]) -> None:
 
 
 def described(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, Interrupted):
+        return str(error), error.exit_code
     if isinstance(error, TransientError):
         return f"error: {error}", 75
     return f"Traceback\n{error}", 3
@@ -34,6 +38,14 @@ def two(monkeypatch) -> list[RankWatch]:
     monkeypatch.setattr(watch, "ANSWER_S", 1.0)
     store = HashStore()
     return [RankWatch(Ranks(rank, 2), store, described) for rank in range(2)]
+
+
+def recorded(ranks: list[RankWatch]) -> list[tuple[int, str, int]]:
+    """Return a list to which the watchdogs add rank, error and exit code of each record."""
+    found: list[tuple[int, str, int]] = []
+    for rank, one in enumerate(ranks):
+        one.record = lambda error, code, rank=rank: found.append((rank, str(error), code))
+    return found
 
 
 def test_the_first_error_is_printed_with_its_operation_and_ends_the_other_rank(two, capsys):
@@ -49,6 +61,55 @@ def test_the_first_error_is_printed_with_its_operation_and_ends_the_other_rank(t
     said = capsys.readouterr().err
     assert said == "rank 1 of 2 failed first, in call 'x' for 0 s on [5]\nTraceback\ndivision by zero\n"
     assert (first.code, second.code) == (3, 3)
+
+
+def test_a_rank_whose_connection_breaks_since_the_first_rank_ended_has_its_exit_code_and_prints_nothing(two, capsys):
+    first, second = two
+    records = recorded(two)
+    with first, second:
+        with pytest.raises(KeyError), first.telling():
+            raise KeyError("a bug")
+        waited_for(second._ended.is_set)
+        with pytest.raises(RuntimeError), second.telling():
+            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1416")
+    assert capsys.readouterr().err == "rank 0 of 2 failed first\nTraceback\n'a bug'\n"
+    assert (first.code, second.code) == (3, 3)
+    assert records == [(0, "'a bug'", 3)]
+
+
+def test_a_record_that_fails_changes_neither_the_message_nor_the_exit_code(two, capfd):
+    first = two[0]
+
+    def record(error, code):
+        raise ValueError("no such folder")
+
+    first.record = record
+    with first, pytest.raises(KeyError), first.telling():
+        raise KeyError("a bug")
+    said = "rank 0 of 2 failed first\nTraceback\n'a bug'\n"
+    said += "warning: the failure of the run was not recorded (ValueError('no such folder')).\n"
+    assert (capfd.readouterr().err, first.code) == (said, 3)
+
+
+def test_a_signal_of_the_launcher_after_a_rank_was_killed_is_reported_as_the_loss_of_that_rank(two, capsys):
+    """torchrun sends SIGTERM to the other ranks. The second rank does not start its watchdog here."""
+    first = two[0]
+    records = recorded(two)
+    with first, pytest.raises(Interrupted), first.telling():
+        raise Interrupted(signal.SIGTERM)
+    lost = "rank 1 of 2 was killed, or its machine failed. Restart the run with resume=auto."
+    assert capsys.readouterr().err == f"error: {lost}\n"
+    assert (first.code, records) == (75, [(0, lost, 75)])
+
+
+def test_a_signal_that_all_ranks_survive_is_an_interruption(two, capsys):
+    first, second = two
+    with first, second:
+        for rank in two:
+            with pytest.raises(Interrupted), rank.telling():
+                raise Interrupted(signal.SIGTERM)
+    assert capsys.readouterr().err == "interrupted\n"
+    assert (first.code, second.code) == (143, 143)
 
 
 def test_an_error_of_another_rank_is_printed_by_that_rank(two, capsys, monkeypatch):
@@ -103,6 +164,7 @@ def test_only_a_limited_operation_ends_the_ranks_with_exit_code_75(two, capfd, m
     monkeypatch.setattr(watch.os, "_exit", ended.append)
     first, second = two
     first.limit_s = second.limit_s = 0.1
+    records = recorded(two)
     first._thread.start()
     second._thread.start()
     with first.doing("evaluation"):
@@ -115,3 +177,5 @@ def test_only_a_limited_operation_ends_the_ranks_with_exit_code_75(two, capfd, m
     assert said[1].startswith("rank 0: evaluation for 0 s in ")
     assert said[2].startswith("rank 1: call 'x' for 0 s in ")
     assert ended == [75, 75]
+    error = "call 'x' exceeds runtime.rpc_timeout_minutes=0.00166667. Restart the run with resume=auto."
+    assert [(message, code) for _, message, code in records] == [(error, 75)]

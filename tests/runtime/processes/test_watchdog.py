@@ -95,6 +95,7 @@ from realign.runtime.processes.watchdog import CallTimeout, Watchdog
 
 watchdog.LOOK_S, watchdog.GRACE_S = 0.01, 0.1
 dog = Watchdog(limit_s=0)
+dog.record = lambda error, code: print(code, error)
 with dog.started(), dog.doing("call 'x'", limited=True):
     while True:
         try:
@@ -104,11 +105,12 @@ with dog.started(), dog.doing("call 'x'", limited=True):
 """
 
 
-def test_a_process_that_does_not_end_is_terminated_with_exit_code_75():
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+def test_a_process_that_does_not_end_is_recorded_and_terminated_with_exit_code_75():
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
     done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True)
     assert done.returncode == 75
     assert done.stderr.startswith("error: call 'x' for 0 s exceeds runtime.rpc_timeout_minutes=0. The run ends.")
+    assert done.stdout == "75 call 'x' exceeded runtime.rpc_timeout_minutes=0. Restart the run with resume=auto.\n"
 
 
 def test_a_run_that_ends_in_time_leaves_no_thread_and_no_report(capfd, caplog):

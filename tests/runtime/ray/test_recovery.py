@@ -12,6 +12,7 @@ import pytest
 
 from realign.runtime import CheckpointSpec, Ray, run
 from realign.runtime.ray.groups import WorkerGroup
+from realign.runtime.runtime_spec import RuntimeSpec
 from tests.runtime.checkpoint.test_state import assert_same_tree, experiment, start_anywhere, started, untimed
 from tests.runtime.ray.test_runtime import state
 
@@ -67,9 +68,49 @@ def test_a_run_whose_workers_are_killed_ends_with_the_same_bits(files, tmp_path,
         f"continues after step {step} (recovery {i} of at most 4)." for i, step in enumerate((0, 0, 0, 2), 1)
     ]
     assert any("RPC 'actor_gen', actor: generate" in str(w.message) for w in caught)
-    assert_same_tree(state(tmp_path / "killed"), state(tmp_path / "calm"))
-    kept = untimed(tmp_path / "killed" / "metrics.jsonl")
-    assert kept == untimed(tmp_path / "calm" / "metrics.jsonl")
     assert [record["step"] for record in result.history] == list(range(6))
+    assert_ended_as(tmp_path / "killed", tmp_path / "calm")
+
+
+PHASES = {
+    "loading": ("ref", "fixed_weights", 1),
+    "generation": ("actor", "generate", 4),
+    "inference": ("actor", "forward", 3),
+    "inference of the reference": ("ref", "forward", 2),
+    "optimizer step": ("actor", "apply", 5),
+    "end of the train step": ("actor", "start_step", 2),
+    "source of the weight sync": ("actor", "weights", 3),
+    "checkpoint": ("actor", "state_dict", 3),
+    "saving": ("actor", "save", 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_whose_worker_is_killed_in_any_phase_of_a_step_ends_with_the_same_bits(
+    files, tmp_path, monkeypatch, devices
+):
+    """With two devices, the last rank of two is killed, while the first rank waits in a collective."""
+
+    def runtime() -> RuntimeSpec:
+        return Ray(placement={"actor": {"devices": devices}}, max_recoveries=1)
+
+    start_anywhere()
+    run(experiment(files, tmp_path / "calm", SYNCED, runtime=runtime(), checkpoint=OFTEN))
+    for phase, death in PHASES.items():
+        with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            killing = Killing(patch, death)
+            start_anywhere()
+            run(experiment(files, tmp_path / phase, SYNCED, runtime=runtime(), checkpoint=OFTEN))
+        assert killing.left == [], phase
+        assert sum("recovery 1 of at most 1" in str(w.message) for w in caught) == 1, phase
+        assert_ended_as(tmp_path / phase, tmp_path / "calm")
+
+
+def assert_ended_as(killed: Path, calm: Path) -> None:
+    """Compare the last checkpoint, the metrics and the saved model of two runs bit for bit."""
+    assert_same_tree(state(killed), state(calm))
+    assert untimed(killed / "metrics.jsonl") == untimed(calm / "metrics.jsonl")
     saved = Path("final", "actor", "model.safetensors")
-    assert (tmp_path / "killed" / saved).read_bytes() == (tmp_path / "calm" / saved).read_bytes()
+    assert (killed / saved).read_bytes() == (calm / saved).read_bytes()

@@ -19,15 +19,18 @@ import torch
 from realign.api import MicroBatchSpec, Sum, stat_values
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.errors import ConfigError, RewardError, TransientError, is_transient
+from realign.errors import ConfigError, RewardError, RunError, TransientError, is_transient
 from realign.runtime import Async, Local, Ray
 from realign.runtime.backend import open_runtime
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.checks.ranks import software
 from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
+from realign.runtime.out_of_memory import memory_limited
 from realign.runtime.processes.placement import Group
 from realign.runtime.processes.worker_failures import WorkerHangs
+from realign.runtime.ray import groups
 from realign.runtime.ray.groups import RemoteError, WorkerGroup
 from realign.runtime.ray.overhead import counted_hops
 from realign.runtime.ray.runtime import RayRuntime, reserve
@@ -172,6 +175,27 @@ def test_a_full_disk_in_a_worker_is_an_os_error_of_the_driver(group):
     with pytest.raises(OSError, match="No space left") as caught:
         group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], full)
     assert is_transient(caught.value)
+
+
+def out_of_memory(output, mb):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nFurther lines.")
+
+
+def test_out_of_memory_in_a_worker_is_one_line_with_the_setting_that_lowers_the_memory_use(group):
+    message = (
+        r"RPC 'actor_inf': out of memory \(actor: forward \(workers of actor\): CUDA out of memory\. Tried to allocate "
+        r"20 GiB\)\. Lower x\."
+    )
+    with pytest.raises(RunError, match=message) as caught, memory_limited("RPC 'actor_inf'", "Lower x."):
+        group.ask("actor", "forward", [(WORDS, MicroBatchSpec(), HOOK)], out_of_memory)
+    assert "in out_of_memory" in str(caught.value.__cause__.__cause__)
+
+
+def test_a_worker_with_other_versions_than_the_driver_is_named(group, monkeypatch):
+    monkeypatch.setattr(groups, "software", lambda: software() | {"torch": "2.9.0"})
+    message = rf"^torch: the driver has 2\.9\.0, but worker 0 \(workers of actor\) has {re.escape(torch.__version__)}\."
+    with pytest.raises(ConfigError, match=message):
+        group.ready()
 
 
 def test_a_call_that_hangs_is_named_with_its_shapes(group, monkeypatch):
