@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
         runs=(),
         train=partial(train, model=(model or [""])[-1]),
         show=show,
+        usage=__doc__ or "",
     )
 
 

@@ -25,7 +25,8 @@ class Datasets:
 
     def by_key(self) -> dict[str, Dataset | None]:
         """Return the datasets by config key."""
-        return {"data": self.training, "evaluation.data": self.held_out, "calibration.data": self.calibration}
+        held_out = {f"{where}.data": dataset for where, dataset in self.held_out.items()}
+        return {"data": self.training, **held_out, "calibration.data": self.calibration}
 
 
 def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datasets:
