@@ -47,8 +47,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "batch_size=64"],
-        "batch_size: set batch_prompts, the number of prompts per step over all devices. interfaces.actor.n_minibatches "
-        "divides it into optimizer steps, and microbatch.max_tokens_per_microbatch limits memory, in tokens.",
+        "batch_size: set batch_prompts, the number of prompts per step over all devices. "
+        "interfaces.actor.n_minibatches divides it into optimizer steps, and "
+        "microbatch.max_tokens_per_microbatch limits memory, in tokens.",
     ),
     (
         [*GRPO, "interfaces.actor.objective.hgh=0.3"],

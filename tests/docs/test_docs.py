@@ -11,6 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from realign.cli.chat import chat_of
+from realign.cli.key_help import key_help
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
 from realign.runtime import run
@@ -73,6 +74,9 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")  # some commands run in this folder
     if arguments[0] == "chat":
         chat_of(arguments[1:])
+        return
+    if arguments[0] == "help":
+        assert key_help(arguments[1:])
         return
     for overrides in compositions(arguments):
         build_experiment(compose(overrides))
