@@ -91,11 +91,13 @@ class RunSummary:
         done = f"{self.step:,} of {self.steps:,} steps in {duration(self.seconds)}"
         if self.status is EndStatus.completed:
             return f"{self.name}: {done}"
-        return f"{self.name}: {self.status} after {done}" + (f". {self.reason}" if self.reason else "")
+        return f"{self.name}: {self.status} after {done}"
 
     def panel(self) -> Panel:
         """Return the summary for a rich console."""
         parts: list[Table | Text] = []
+        if self.status is EndStatus.stopped:
+            parts += [Text(self.reason), Text()]
         if self.metrics:
             parts += [_course_table(self.metrics), Text()]
         files = Table.grid(padding=(0, 2))
