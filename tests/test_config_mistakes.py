@@ -41,12 +41,18 @@ MISTAKES: list[tuple[list[str], str]] = [
         "unknown key 'stps'; did you mean 'steps'?",
     ),
     (
-        [*GRPO, "lr=1e-5"],
-        "unknown key 'lr'; did you mean models.actor.optimizer.lr?",
+        [*GRPO, "place=loss"],
+        "unknown key 'place'; did you mean interfaces.actor.kl.place?",
+    ),
+    (
+        [*GRPO, "batch_prompt=64"],
+        "unknown key 'batch_prompt'; did you mean 'batch_prompts'?",
     ),
     (
         [*GRPO, "batch_size=64"],
-        "unknown key 'batch_size'; did you mean 'batch_prompts'?",
+        "batch_size: set batch_prompts, the number of prompts per step over all devices. "
+        "interfaces.actor.n_minibatches divides it into optimizer steps, and "
+        "microbatch.max_tokens_per_microbatch limits memory, in tokens.",
     ),
     (
         [*GRPO, "interfaces.actor.objective.hgh=0.3"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ class SweptRun:
         """Read the overrides and the summary of a run from its folder."""
         record = folder / ".hydra" / "overrides.yaml"
         words = yaml.safe_load(record.read_text(encoding="utf-8")) if record.is_file() else []
-        path = folder / NAME
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        path, summary = folder / NAME, None
+        with suppress(ValueError):  # cut off by a full disk
+            summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return cls(folder, dict(word.lstrip("+").partition("=")[::2] for word in words or []), summary)
 
 

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from realign.cli.arguments import read_arguments
 from realign.cli.chat import chat_of
+from realign.cli.key_help import key_help
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
 from realign.runtime import run
@@ -78,6 +79,9 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
     if arguments[0] == "export":
         (folder,) = read_arguments(arguments[1:]).words
         assert folder
+        return
+    if arguments[0] == "help":
+        assert key_help(arguments[1:])
         return
     for overrides in compositions(arguments):
         build_experiment(compose(overrides))

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realign.api.callback import EndEvent, EndStatus
+from realign.errors import ConfigError
 from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.display import headline
 from realign.runtime.experiment import CHECKPOINTS, Experiment
@@ -53,7 +54,7 @@ class RunReport:
         summary = self.summary(experiment, event, history, seconds)
         try:
             summary.write(experiment.output_dir)
-        except OSError as error:
+        except (OSError, ConfigError) as error:  # ConfigError: the path is a link or a pipe
             warnings.warn(f"summary.json was not written ({error}). The run is not affected.", stacklevel=2)
         if event.status is EndStatus.failed:
             return

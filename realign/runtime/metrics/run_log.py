@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TextIO
+from typing import BinaryIO, TextIO
 
-from realign.errors import RealignError
+from realign.engines.files.durable import open_regular
+from realign.errors import ConfigError, RealignError
 
 NAME = "realign.log"
 PACKAGE = "realign"
@@ -31,7 +33,7 @@ class RunLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         self.warnings = 0
         self._waiting: list[str] = []
-        self._file: IO[str] | None = None
+        self._file: BinaryIO | None = None
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -67,8 +69,9 @@ class RunLog(logging.Handler):
         """Open the file in a folder and write the collected lines. With `fresh`, replace an earlier file."""
         if self._file is None:
             try:
-                self._file = (folder / NAME).open("w" if fresh else "a", encoding="utf-8", errors="backslashreplace")
-            except OSError:
+                flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if fresh else 0) | os.O_APPEND
+                self._file = open_regular(folder / NAME, flags, "ab")
+            except (OSError, ConfigError):  # ConfigError: the path is a link or a pipe
                 return
             waiting, self._waiting = self._waiting, []
             for line in waiting:
@@ -104,8 +107,7 @@ class RunLog(logging.Handler):
     def _put(self, line: str) -> None:
         assert self._file is not None
         try:
-            self._file.write(line)
-            self._file.flush()
+            self._file.write(line.encode(errors="backslashreplace"))
         except (OSError, ValueError):  # a full disk, or a thread that logs while the file is closed
             return
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.api.callback import EndStatus
+from realign.engines.files.durable import open_regular
 from realign.runtime.display import EVALUATION, GENERAL, first_metrics
 from realign.runtime.metrics.live_display import MISSING_REWARDS
 
@@ -81,18 +83,21 @@ class RunSummary:
                 {key: None for key, value in metric.items() if isinstance(value, float) and not math.isfinite(value)}
             )
         text = json.dumps(values, indent=2, ensure_ascii=False, default=str)
-        (folder / NAME).write_text(text + "\n", encoding="utf-8")
+        with open_regular(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
+            file.write(f"{text}\n".encode(errors="backslashreplace"))
 
     def headline(self) -> str:
         """Return the first line of the summary."""
         done = f"{self.step:,} of {self.steps:,} steps in {duration(self.seconds)}"
         if self.status is EndStatus.completed:
             return f"{self.name}: {done}"
-        return f"{self.name}: {self.status} after {done}" + (f". {self.reason}" if self.reason else "")
+        return f"{self.name}: {self.status} after {done}"
 
     def panel(self) -> Panel:
         """Return the summary for a rich console."""
         parts: list[Table | Text] = []
+        if self.status is EndStatus.stopped:
+            parts += [Text(self.reason), Text()]
         if self.metrics:
             parts += [_course_table(self.metrics), Text()]
         files = Table.grid(padding=(0, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 
@@ -54,17 +55,28 @@ def test_an_error_is_logged_with_its_traceback(tmp_path):
     assert 'raise KeyError("a bug")' in text
 
 
-def test_a_full_disk_and_a_missing_folder_do_not_matter(tmp_path, monkeypatch):
+def test_a_full_disk_and_a_missing_folder_do_not_matter(tmp_path):
     log = RunLog()
     with log.capturing():
         log.write("kept")
         log.open(tmp_path / "missing", fresh=True)
         log.open(tmp_path, fresh=True)
 
-        def full(text: str) -> int:
-            raise OSError(28, "No space left on device")
+        class Full(io.BytesIO):
+            def write(self, data):
+                raise OSError(28, "No space left on device")
 
         assert log._file is not None
-        monkeypatch.setattr(log._file, "write", full, raising=False)
+        log._file.close()
+        log._file = Full()
         log.write("lost")
     assert "kept" in (tmp_path / "realign.log").read_text()
+
+
+def test_a_link_in_place_of_the_log_or_the_summary_is_not_followed(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run" / "realign.log").symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / "summary.json").symlink_to(tmp_path / "precious")
+    run(experiment(tmp_path, overwrite=True))
+    assert (tmp_path / "precious").read_text() == "precious"
