@@ -13,7 +13,8 @@ from realign.config.construct import fill
 from realign.config.errors import ConfigError
 from realign.data import Template
 from realign.data.messages import Message
-from realign.data.templates import Writer, encode, start_tokens
+from realign.data.templates import encode, start_tokens
+from realign.data.writer import Writer
 from realign.engines import TransformersModel
 from realign.rewards.text import visible
 from realign.runtime.models import open_sampler

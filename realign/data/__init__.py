@@ -12,9 +12,10 @@ from realign.data.rows import Dropped, EncodedRow, RowEncoder, TooLong
 from realign.data.source import DataSource
 from realign.data.split import Split
 from realign.data.supervised import SupervisedData, SupervisedDataset
-from realign.data.templates import Template, Turns
+from realign.data.templates import Template
 from realign.data.text import Blocks, TextData
 from realign.data.unpaired import UnpairedData, UnpairedDataset
+from realign.data.writer import Turns
 
 __all__ = [
     "AssistantMasks",

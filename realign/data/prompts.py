@@ -13,7 +13,7 @@ from realign.data.dataset import PackedDataset
 from realign.data.messages import read_conversation
 from realign.data.rows import LengthLimit, RowText
 from realign.data.source import DataSource
-from realign.data.templates import Writer
+from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
 

@@ -11,28 +11,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from realign.data.faithful import TOOLS_CURE, Span, check_marks, check_parts, check_roles, marked, shape_of
 from realign.data.first_render import check_first_render
-from realign.data.messages import (
-    REASONING,
-    ROLES,
-    Conversation,
-    Message,
-    short,
-    texts_of,
-    tool_name,
-    with_text_arguments,
-)
+from realign.data.messages import Conversation, Message, texts_of, with_text_arguments
 from realign.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span: TypeAlias = tuple[int, int]
 _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THINK = re.compile(r"</?think>")
-_PRINTED_PART = re.compile(r"\{['\"]type['\"]: ?['\"]text['\"]")
 
 
 class AssistantMasks(StrEnum):
@@ -205,61 +194,27 @@ class ChatRenderer:
 
         Templates shorten earlier assistant turns in prompts on purpose, such as their reasoning.
         """
-        source = self._source(conversation)
-        for message in conversation.messages:
-            role = message["role"]
-            if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
-                raise DataError(f"unknown role {role!r} (valid: {', '.join(ROLES)}, or a role of the chat template).")
-        self._verify_shape(conversation, spans)
-        for index, message in enumerate(conversation.messages):
-            if message["role"] == "assistant" and index not in spans:
-                continue
-            within = text[slice(*spans[index])] if index in spans else text
-            if isinstance(message["content"], list) and _PRINTED_PART.search(within):
-                raise DataError(
-                    f"the chat template prints the list of content parts of {_named(message, index)} as code. "
-                    "Store the content as one string."
-                )
-            for what, part in _parts(message):
-                if not _contains(within, part):
-                    raise DataError(
-                        f"the chat template changes or drops the {what} of {_named(message, index)}: {short(part)}. "
-                        "Use a tokenizer whose chat template renders it, or remove it from the data."
-                    )
-        for tool in conversation.tools:
-            if tool_name(tool) not in text:
-                raise DataError(f"the chat template drops the tool {tool_name(tool)!r}. {_TOOLS_CURE}")
+        check_roles(conversation, self._source(conversation))
+        shape = shape_of(conversation, spans)
+        if shape not in self._verified:
+            self._verify_shape(conversation, spans)
+            self._verified.add(shape)
+        check_parts(conversation, text, spans)
 
     def _verify_shape(self, conversation: Conversation, spans: Mapping[int, Span]) -> None:
-        """Check once for each sequence of roles that the template renders every part, by texts that occur only once."""
-        shape = (
-            tuple((m["role"], *(key for key in ("tool_calls", *REASONING) if key in m)) for m in conversation.messages),
-            tuple(spans),
-            bool(conversation.tools),
-        )
-        if shape in self._verified:
-            return
+        """Check that the template renders every part of conversations of this shape, by texts that occur only once."""
         prompt_only = not spans
         if conversation.tools:
             without = Conversation(conversation.messages)
             both = (self._render(c, add_generation_prompt=prompt_only) for c in (conversation, without))
             if len(set(both)) == 1:
-                raise DataError(f"the chat template ignores the tools. {_TOOLS_CURE}")
-        marked = [_marker(message, index) for index, message in enumerate(conversation.messages)]
-        probe = Conversation(tuple(message for message, _ in marked), conversation.tools)
+                raise DataError(f"the chat template ignores the tools. {TOOLS_CURE}")
+        probe, parts = marked(conversation)
         try:
             text = self._render(probe, add_generation_prompt=prompt_only)
-        except DataError:  # the template depends on the content; `_verify` compares the content itself
-            text = None
-        for index, (message, parts) in enumerate(marked if text is not None else []):
-            for what, part in parts.items():
-                earlier = message["role"] == "assistant" and index not in spans
-                if part not in (text or "") and not (earlier and what == "reasoning"):
-                    raise DataError(
-                        f"the chat template drops the {what} of {_named(message, index)}. Use a tokenizer whose chat "
-                        "template renders it, or remove it from the data."
-                    )
-        self._verified.add(shape)
+        except DataError:  # the template depends on the content, which `check_parts` compares
+            return
+        check_marks(conversation, parts, text, spans)
 
     def _source(self, conversation: Conversation) -> str:
         """Return the source of the template that renders a conversation."""
@@ -313,9 +268,6 @@ class ChatRenderer:
             return wrong and bool(self._apply(with_text_arguments(messages), conversation, add_generation_prompt=False))
         except Exception:  # fails either way; the caller reports the reason
             return False
-
-
-_TOOLS_CURE = "Use a tokenizer whose chat template renders tools, or set tools_column='' to ignore them."
 
 
 def _guarded(render: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
@@ -380,51 +332,3 @@ def _difference(one: str, other: str) -> tuple[int, str, str]:
 
 def _ends(text: str) -> str:
     return repr(text) if len(text) <= 60 else f"{text[:30]!r} ... {text[-30:]!r}"
-
-
-def _named(message: Message, index: int) -> str:
-    return f"message {index} ({message['role']})"
-
-
-def _parts(message: Message) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of each part of a message that a rendering must contain."""
-    for text in texts_of(message):
-        yield "content", text
-    for call in message.get("tool_calls", ()):
-        yield "tool call", call["function"]["name"]
-    for key in REASONING:
-        if isinstance(message.get(key), str):
-            yield "reasoning", message[key]
-
-
-def _contains(text: str, part: str) -> bool:
-    """Return whether a text contains a part, as text or inside JSON.
-
-    Whitespace around the part may differ, and around `<think>` tags in it, which a template may move to the prompt.
-    """
-
-    def found(plain: str) -> bool:
-        return plain in text or any(json.dumps(plain, ensure_ascii=ascii_)[1:-1] in text for ascii_ in (False, True))
-
-    return all(found(piece.strip()) for piece in _THINK.split(part))
-
-
-def _marker(message: Message, index: int) -> tuple[Message, dict[str, str]]:
-    """Return a message with each part replaced by a text that occurs only once, and these texts by their names."""
-    mark = f"mark{index}x"
-    parts: dict[str, str] = {}
-    replaced = dict(message)
-    if any(text.strip() for text in texts_of(message)):
-        parts["content"] = f"{mark}content"
-        listed = isinstance(message["content"], list)
-        replaced["content"] = [{"type": "text", "text": parts["content"]}] if listed else parts["content"]
-    if "tool_calls" in message:
-        parts |= {"name of a tool call": f"{mark}name", "arguments of a tool call": f"{mark}value"}
-        call = message["tool_calls"][0]
-        replaced["tool_calls"] = [
-            {**call, "function": {"name": f"{mark}name", "arguments": {f"{mark}key": f"{mark}value"}}}
-        ]
-    for key in REASONING:
-        if isinstance(message.get(key), str) and message[key].strip():
-            parts["reasoning"] = replaced[key] = f"{mark}reasoning"
-    return replaced, parts

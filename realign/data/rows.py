@@ -12,7 +12,8 @@ from itertools import compress, islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from realign.data.columns import Row
-from realign.data.templates import Ending, Written, encode, start_tokens, started
+from realign.data.templates import Ending, encode, start_tokens, started
+from realign.data.writer import Written
 from realign.errors import DataError
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from realign.data.files import Table, read_rows
 from realign.data.rendering import AssistantMasks
 from realign.data.rows import Dropped, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.split import Split
-from realign.data.templates import Ending, Template, Writer
+from realign.data.templates import Ending, Template
+from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
 

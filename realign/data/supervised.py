@@ -10,7 +10,8 @@ from realign.data.dataset import SequenceDataset
 from realign.data.rendering import AssistantMasks
 from realign.data.rows import LengthLimit, RowText
 from realign.data.source import DataSource
-from realign.data.templates import Ending, Turns, Writer
+from realign.data.templates import Ending
+from realign.data.writer import Turns, Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
 

@@ -17,7 +17,8 @@ from realign.data.dataset import SequenceDataset
 from realign.data.messages import short
 from realign.data.rows import LengthLimit, RowText
 from realign.data.source import DataSource
-from realign.data.templates import Ending, Writer
+from realign.data.templates import Ending
+from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
 

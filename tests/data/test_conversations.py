@@ -1,4 +1,4 @@
-"""Conversations as supervised data: which text is trained, and which chat templates are refused."""
+"""Conversations as supervised data: which text is trained, and which chat templates raise an error."""
 
 import json
 
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from realign.api import SequenceSample
 from realign.data import AssistantMasks, PromptData, SupervisedData, Template, TooLong, Turns
 from realign.data.decoded import decoded_row
-from realign.data.templates import Ending, Writer
+from realign.data.templates import Ending
+from realign.data.writer import Writer
 from realign.errors import ConfigError, DataError, SettingsError
 from tests.data.chat_templates import (
     CHATML,

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from realign.data.first_render import check_first_render
-from realign.data.templates import Template, Writer
+from realign.data.templates import Template
+from realign.data.writer import Writer
 from realign.errors import DataError
 from tests.data.text_tokenizer import make_tokenizer
 

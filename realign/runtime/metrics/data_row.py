@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -43,10 +44,14 @@ def row_text(sequences: Sequence[DecodedSequence], *, color: bool) -> Text:
 
 
 def show_row(console: Console, sequences: Sequence[DecodedSequence]) -> None:
-    """Print a row; nothing if it has no sequences."""
-    if sequences:
-        color = console.color_system is not None and not console.no_color
+    """Print a row; nothing if it has no sequences. Warn if printing fails."""
+    if not sequences:
+        return
+    color = console.color_system is not None and not console.no_color
+    try:
         console.print(row_text(sequences, color=color), soft_wrap=True)
+    except OSError as error:  # standard output may be a file on a full disk
+        warnings.warn(f"The first row of the data could not be printed ({error}). The run continues.", stacklevel=2)
 
 
 __all__ = ["row_text", "show_row"]

@@ -1,5 +1,7 @@
+import errno
 import io
 
+import pytest
 from rich.console import Console
 
 from realign.data.decoded import DecodedSequence
@@ -39,6 +41,15 @@ def test_labels_long_texts_and_many_sequences():
     assert text.startswith("First row of the data\n  label 0\n  | aaa")
     assert text.endswith("\n  and 2 more sequences")
     assert text.count("(5 characters omitted)") == SEQUENCES
+
+
+def test_a_row_that_cannot_be_printed_is_a_warning():
+    class FullLog(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.warns(UserWarning, match="The first row of the data could not be printed .*The run continues"):
+        show_row(Console(file=FullLog()), ROW)
 
 
 def test_nothing_is_printed_without_sequences():

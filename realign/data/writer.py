@@ -1,0 +1,269 @@
+"""Format prompts, responses, conversations and preferences as text that is tokenized in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from realign.data.dialogues import common_prompt, dialogue_messages, dialogue_segments
+from realign.data.messages import Conversation, check_text, read_conversation, read_tools, short, texts_of
+from realign.data.rendering import AssistantMasks, ChatRenderer, Segment
+from realign.data.templates import Template
+from realign.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Turns(StrEnum):
+    """Assistant turns of a conversation in the loss."""
+
+    all = "all"
+    """All of them, in one sequence."""
+    last = "last"
+    """Only the last one."""
+    each = "each"
+    """Each of them, in a separate sequence, as generation sees it."""
+
+
+class Written(NamedTuple):
+    """The text of one sequence."""
+
+    segments: list[Segment]
+    """Parts that are tokenized separately, so no token spans two of them."""
+    chat: bool
+    """Whether a chat template wrote the text. Only plain text gets the start tokens of the tokenizer."""
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(segment.text for segment in self.segments)
+
+
+@dataclass(frozen=True, eq=False)
+class Writer:
+    """Formats prompts, and prompts with responses, as text.
+
+    Plain text is `prefix` + prompt + `suffix`. The start tokens of the tokenizer (often one BOS) precede the text,
+    unless it already begins with them.
+
+    Chat messages are formatted by `tokenizer.apply_chat_template`; only the template decides about BOS. With
+    template=chat, a string becomes one user message (between `prefix` and `suffix`). The text `system`, if set, becomes
+    a system message before the others.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Template = Template.auto
+    prefix: str = ""
+    suffix: str = ""
+    system: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    masks: AssistantMasks = AssistantMasks.auto
+
+    def __post_init__(self) -> None:
+        if self.template is Template.chat and not self.tokenizer.chat_template:
+            raise ConfigError("template=chat: the tokenizer has no chat template. Set template=plain.")
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """Renderer of chat messages.
+
+        Raises:
+            DataError: the tokenizer has no chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise DataError("the row has chat messages, but the tokenizer has no chat template. Use a chat model.")
+        return ChatRenderer(self.tokenizer, self.options, self.masks)
+
+    def prompt(self, value: Any, tools: Any = None) -> Written:
+        """Return the text of a prompt, up to the position where the response begins.
+
+        Raises:
+            DataError: the value is neither a string nor a list of messages, a setting does not apply to it, or the chat
+                template does not render it faithfully.
+        """
+        if self._is_chat(value):
+            return Written([Segment(self.renderer.prompt(self._prompt(value, tools)))], chat=True)
+        return Written([Segment(self._plain_prompt(value, tools))], chat=False)
+
+    def response(self, prompt: Any, response: Any, tools: Any = None, turns: Turns = Turns.all) -> list[Written]:
+        """Return the text of a prompt with its response; only the response is trained.
+
+        Args:
+            prompt: A string or a list of messages.
+            response: A string or a list of messages, the first one by the assistant.
+            tools: Tools of the conversation.
+            turns: Assistant turns of the response to train on.
+
+        Raises:
+            DataError: see `prompt`; or the template formats the prompt differently when a response follows. A model
+                would then train on other prompts than it samples.
+        """
+        if not self._is_chat(prompt, response):
+            start = Segment(self._plain_prompt(prompt, tools))
+            check_string(response, "response")
+            return [Written([start, Segment(response, trained=True)], chat=False)]
+        start_messages = self._prompt(prompt, tools)
+        if isinstance(response, str):
+            check_string(response, "response")
+            response = [{"role": "assistant", "content": response}]
+        elif not isinstance(response, list):
+            raise DataError(f"the response is {short(response)}; expected a string or a list of chat messages.")
+        answer = read_conversation(response)
+        if answer.messages[0]["role"] != "assistant":
+            raise DataError(
+                f"the response begins with a message by {answer.messages[0]['role']!r}; expected 'assistant'. For "
+                "whole conversations, use messages_column."
+            )
+        return self._sequences(start_messages, answer, turns)
+
+    def conversation(self, value: Any, tools: Any = None, turns: Turns = Turns.all) -> list[Written]:
+        """Return the text of a whole conversation, of which the assistant turns are trained.
+
+        Raises:
+            DataError: see `response`; or no assistant turn is trained.
+        """
+        if self.template is Template.plain:
+            raise DataError("template=plain: chat messages need a chat template. Set template=auto.")
+        if isinstance(value, str):
+            check_string(value, "conversation")
+        return self._sequences(Conversation(()), self._messages(value, tools), turns)
+
+    def comparison(self, prompt: Any, chosen: Any, rejected: Any, tools: Any = None) -> tuple[Written, Written]:
+        """Return the texts of two responses to the same prompt.
+
+        Args:
+            prompt: A string or a list of messages. None: the common start of both responses, which are then whole
+                conversations, or dialogues with `Human:` and `Assistant:`.
+            chosen: A string or a list of messages. The messages may begin with those of the prompt.
+            rejected: Like `chosen`.
+            tools: Tools of the conversation.
+
+        Raises:
+            DataError: see `response`; or the responses are of different types, or have no common prompt.
+        """
+        lists = isinstance(chosen, list)
+        if lists != isinstance(rejected, list):
+            raise DataError(
+                f"chosen is {short(chosen)} and rejected is {short(rejected)}; expected two strings or two lists."
+            )
+        if not lists and prompt is None:
+            check_string(chosen, "chosen response")
+            check_string(rejected, "rejected response")
+            if self.template is not Template.chat:
+                return self._dialogues(chosen, rejected, tools)
+            chosen, rejected, lists = dialogue_messages(chosen), dialogue_messages(rejected), True
+        if not lists or self.template is Template.plain:
+            return self.response(prompt, chosen, tools)[0], self.response(prompt, rejected, tools)[0]
+        start, *ends = self._parted(prompt, read_conversation(chosen, tools), read_conversation(rejected, tools))
+        one, other = (self._sequences(start, end, Turns.all)[0] for end in ends)
+        return one, other
+
+    def _sequences(self, prompt: Conversation, rest: Conversation, turns: Turns) -> list[Written]:
+        """Return the text of a prompt followed by messages, of which assistant turns are trained."""
+        whole = prompt.followed_by(rest)
+        answers = [turn for turn in whole.assistant_turns() if turn >= len(prompt)]
+        if turns is Turns.last:
+            answers = answers[-1:]
+        trained = [turn for turn in answers if turn not in whole.untrained]
+        if not trained:
+            raise DataError("the conversation has no assistant message to train on.")
+        if turns is Turns.each:
+            return [Written(self.renderer.segments(whole.up_to(turn + 1), [turn]), chat=True) for turn in trained]
+        return [Written(self.renderer.segments(whole, trained), chat=True)]
+
+    def _parted(self, prompt: Any, chosen: Conversation, rejected: Conversation) -> tuple[Conversation, ...]:
+        """Return the prompt of two conversations, and the messages of each after it."""
+        both = (chosen, rejected)
+        if prompt is not None and all(c.messages[0]["role"] == "assistant" for c in both):
+            return self._prompt(prompt, list(chosen.tools)), chosen, rejected
+        if isinstance(prompt, list):
+            n = len(prompt)
+            given = read_conversation(prompt).messages
+            if any(c.messages[:n] != given for c in both):
+                raise DataError("chosen and rejected must begin with the messages of the prompt, or with an answer.")
+        else:
+            pairs = zip(chosen.messages[:-1], rejected.messages[:-1], strict=False)
+            n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, both)) - 1)
+        if not n or any(len(c) == n or c.messages[n]["role"] != "assistant" for c in both):
+            raise DataError(
+                f"chosen and rejected have {n} messages in common, after which both must continue with an assistant "
+                "message. Preferences compare responses to the same prompt."
+            )
+        start = chosen.up_to(n)
+        asked = ["".join(texts_of(m)).strip() for m in start.messages if m["role"] == "user"]
+        if isinstance(prompt, str) and prompt.strip() not in asked:
+            raise DataError(
+                f"the prompt {short(prompt)} is not a user message that chosen and rejected have in common. Set "
+                "prompt_column='' to ignore this column."
+            )
+        return self._with_system(start), chosen.after(n), rejected.after(n)
+
+    def _dialogues(self, chosen: str, rejected: str, tools: Any) -> tuple[Written, Written]:
+        if self.prefix or self.suffix:
+            raise DataError("prefix and suffix need a prompt column. Remove them, or set prompt_column.")
+        prompt = self._plain_prompt(common_prompt(chosen, rejected), tools)
+        return (
+            Written(dialogue_segments(prompt, chosen), chat=False),
+            Written(dialogue_segments(prompt, rejected), chat=False),
+        )
+
+    def _is_chat(self, *values: Any) -> bool:
+        """Return whether the chat template formats these values."""
+        return self.template is Template.chat or (
+            self.template is Template.auto and any(isinstance(value, list) for value in values)
+        )
+
+    def _plain_prompt(self, value: Any, tools: Any) -> str:
+        check_string(value, "prompt")
+        unused = {"system": self.system, "template_options": self.options, "tools_column": read_tools(tools)}
+        for name, found in unused.items():
+            if found:
+                cure = ", or tools_column='' to ignore the tools" if name == "tools_column" else f", or remove {name}"
+                raise DataError(
+                    f"{name} applies only to chat messages, and the prompt is plain text. Set template=chat{cure}."
+                )
+        return f"{self.prefix}{value}{self.suffix}"
+
+    def _prompt(self, value: Any, tools: Any) -> Conversation:
+        """Return the messages of a prompt."""
+        if isinstance(value, str):
+            check_string(value, "prompt")
+            message = {"role": "user", "content": self.prefix + value + self.suffix}
+            return self._with_system(Conversation((message,), read_tools(tools)))
+        if not isinstance(value, list) or not value:
+            raise DataError(f"the prompt is {short(value)}; expected a string or a list of chat messages.")
+        conversation = self._messages(value, tools)
+        if conversation.messages[-1]["role"] == "assistant":
+            raise DataError(
+                "the prompt ends with an assistant message; expected a user or tool message. For whole conversations, "
+                "set messages_column instead of prompt_column."
+            )
+        return conversation
+
+    def _messages(self, value: Any, tools: Any) -> Conversation:
+        if self.prefix or self.suffix:
+            raise DataError("prefix and suffix need a prompt that is a string, but it is a list of chat messages.")
+        return self._with_system(read_conversation(value, tools))
+
+    def _with_system(self, conversation: Conversation) -> Conversation:
+        if not self.system:
+            return conversation
+        if conversation.messages[0]["role"] == "system":
+            raise DataError("the row already has a system message. Remove it, or set system=''.")
+        return Conversation(({"role": "system", "content": self.system},), conversation.tools).followed_by(conversation)
+
+
+def check_string(value: Any, what: str) -> None:
+    """Check that a value is a string, and not the printed form of chat messages.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not isinstance(value, str):
+        hint = " Set template=auto for a list of messages." if isinstance(value, list) else ""
+        raise DataError(f"the {what} is {short(value)}; expected a string.{hint}")
+    check_text(value, f"the {what}")

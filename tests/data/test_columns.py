@@ -1,0 +1,46 @@
+import pytest
+
+from realign.data.columns import only_one, overlap, read_column
+from realign.errors import DataError
+
+ROW = {"question": {"text": "a"}, "answers": [{"text": "b"}, {"text": "c"}], "a.b": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("question", {"text": "a"}),
+        ("question.text", "a"),
+        ("answers.1.text", "c"),
+        ("answers.-1.text", "c"),
+        ("answers.*.text", ["b", "c"]),
+        ("a.b", 1),
+    ],
+)
+def test_a_name_is_a_column_or_a_path_in_one(name, value):
+    assert read_column(ROW, name) == value
+
+
+@pytest.mark.parametrize("name", ["questions", "question.txt", "answers.2", "answers.x", "question.*", "answers.*.x"])
+def test_a_missing_column_is_named_with_those_that_exist(name):
+    with pytest.raises(
+        DataError, match=rf"no column '{name}'; found \['a\.b', 'answers', 'question'\]".replace("*", r"\*")
+    ):
+        read_column(ROW, name)
+    with pytest.raises(DataError, match="did you mean 'question'"):
+        read_column(ROW, "questoin")
+
+
+def test_only_one_of_several_columns_may_be_there():
+    assert only_one(ROW, ["x", "answers"], "s") == "answers"
+    assert only_one(ROW, ["x", "y"], "s") is None
+    with pytest.raises(DataError, match=r"found the columns \['question', 'answers'\]. Set s to one of them"):
+        only_one(ROW, ["question", "answers"], "s")
+
+
+def test_columns_overlap_if_one_contains_the_other():
+    assert overlap({"a": "messages", "b": "messages.1.content"}) == (
+        "b='messages.1.content': it is part of a='messages'. Use different columns."
+    )
+    assert overlap({"a": "messages.0.content", "b": "messages.1.content", "c": None}) is None
+    assert overlap({"a": "message", "b": "messages"}) is None

@@ -1,0 +1,63 @@
+"""Rows are converted one by one, wherever they come from."""
+
+import pytest
+
+from realign.data import Dropped, Excerpt, PreferenceData, PromptData, SupervisedData, TooLong, UnpairedData
+from realign.errors import DataError
+from tests.data.text_tokenizer import BOS, EOS, characters, make_tokenizer
+
+
+def test_a_row_is_converted_without_a_file():
+    tokenizer = make_tokenizer(before=("<s>",))
+    row = {"prompt": "1+", "response": "2", "chosen": "2", "rejected": "3", "label": True}
+    (sequence,) = SupervisedData("none.jsonl").encoder(tokenizer)(row).sequences
+    assert sequence.ids == [BOS, *characters("1+2"), EOS]
+    assert sequence.trained == bytes([0, 0, 0, 1, 1])
+    assert (sequence.prompt, sequence.start) == (3, 1)
+    pair = PreferenceData("none.jsonl").encoder(tokenizer)(row)
+    assert [s.ids[3:-1] for s in pair.sequences] == [characters("2"), characters("3")]
+    assert (pair.labels, pair.margins, pair.row) == ((1, 0), (0, 0), row)
+    assert UnpairedData("none.jsonl").encoder(tokenizer)(row).labels == (1,)
+    (prompt,) = PromptData("none.jsonl").encoder(tokenizer)(row).sequences
+    assert (prompt.ids, prompt.prompt) == ([BOS, *characters("1+")], 3)
+
+
+def test_a_row_that_is_left_out_says_why():
+    tokenizer = make_tokenizer()
+    row = {"prompt": "123", "chosen": "4", "rejected": "4"}
+    assert PromptData("none.jsonl", max_prompt_tokens=2).encoder(tokenizer)(row) == Dropped(
+        "longer than max_prompt_tokens=2"
+    )
+    assert PreferenceData("none.jsonl").encoder(tokenizer)(row) == Dropped("chosen equals rejected")
+    excerpt = Excerpt(start=".")
+    assert PromptData("none.jsonl", excerpt=excerpt).encoder(tokenizer)(row) == Dropped("without excerpt.start='.'")
+
+
+def test_sequences_with_the_same_prompt_keep_the_same_part_of_it():
+    data = PreferenceData("none.jsonl", max_tokens=5, too_long=TooLong.truncate_left)
+    found = data.encoder(make_tokenizer(before=("<s>",)))({"prompt": "123", "chosen": "4", "rejected": "56"})
+    assert found.truncated
+    assert [s.ids for s in found.sequences] == [[BOS, *characters(t), EOS] for t in ("34", "356")]
+    assert [s.trained for s in found.sequences] == [bytes([0, 0, 1, 1]), bytes([0, 0, 1, 1, 1])]
+
+
+def test_an_endless_stream_of_rows_is_read_in_small_parts():
+    read = 0
+
+    def endless():
+        nonlocal read
+        while True:
+            read += 1
+            yield f"row {read}", {"prompt": "1", "response": str(read)}
+
+    encoded = SupervisedData("none.jsonl").encoder(make_tokenizer()).encode(endless())
+    first = [next(encoded) for _ in range(3)]
+    assert [row.sequences[0].ids for row in first] == [[*characters(f"1{i}"), EOS] for i in (1, 2, 3)]
+    assert read < 2000
+
+
+def test_errors_name_the_place_of_the_row():
+    encoder = SupervisedData("none.jsonl").encoder(make_tokenizer())
+    rows = [("shard 3, row 1", {"prompt": "1", "response": "2"}), ("shard 3, row 2", {"prompt": "1", "response": 2})]
+    with pytest.raises(DataError, match=r"^shard 3, row 2: the response is 2; expected a string"):
+        list(encoder.encode(rows))
