@@ -314,24 +314,23 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "evaluation.every_steps=5"],
+        "evaluation.data.path is missing: give it the held-out rows",
+    ),
+    (
+        [*GRPO, "evaluation.every_steps=null", "evaluation.data.path=prompts.jsonl"],
+        "evaluation.every_steps must not be null; expected int; evaluation=null disables the evaluation",
+    ),
+    (
+        [*GRPO, "evaluations.math.data.path=prompts.jsonl", "save_best=eval/maths/reward"],
         (
-            "evaluation.data is missing: give it a component, that is evaluation.data._target_ (DataSpec, such as"
-            " realign.data.PromptData)"
+            "save_best=eval/maths/reward: the evaluation does not measure 'eval/maths/reward'; did you mean "
+            "'eval/math/reward'? (valid: eval/math/missing_rewards, eval/math/response_tokens, eval/math/reward, "
+            "eval/math/truncated_fraction)"
         ),
     ),
     (
-        [*GRPO, "evaluation.every_steps=5", f"evaluation.reward={JUDGE}", "evaluation.data.path=prompts.jsonl"],
-        (
-            "evaluation.data: expected DataSpec, found {'path': 'prompts.jsonl'}; give a component, that is "
-            "evaluation.data._target_ and its fields"
-        ),
-    ),
-    (
-        [*GRPO, f"evaluation.data={PROMPTS}"],
-        (
-            "evaluation.reward is missing: give it a component, that is evaluation.reward._target_ "
-            "(ModelInterface, such as realign.interfaces.rule_reward.RuleRewardInterface)"
-        ),
+        [*GRPO, "interfaces.reward.functions={a: 'x:y'}"],
+        "interfaces.reward.function: function and functions are both set. Set function=null to use functions",
     ),
     (
         [*GRPO, "resume=auto", "resume_skip=data"],

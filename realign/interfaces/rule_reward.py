@@ -31,9 +31,9 @@ from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, Seque
 from realign.api.rewards import NAMED
 from realign.errors import SettingsError
 from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
-from realign.rewards.pool.functions import Scope
 from realign.rewards.pool.limits import Limits, OpenFiles
 from realign.rewards.pool.pool import RewardPool, RewardResults
+from realign.rewards.pool.scopes import Scope
 from realign.rewards.terms import FunctionTerm, RewardTerm
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive
 
@@ -94,10 +94,8 @@ class RuleRewardInterface(ModelInterface):
     def _checked_terms(self) -> dict[str, RewardTerm]:
         """Return the term of each function, by name."""
         if (self.function is None) == (not self.functions):
-            wrong = "both set. Set function=null" if self.functions else "both empty. Set function=MODULE:NAME"
-            raise SettingsError(
-                f"function: function and functions are {wrong}, or functions={{NAME: MODULE:NAME}} alone"
-            )
+            cure = "set. Set function=null to use functions" if self.functions else "empty. Set function=MODULE:NAME"
+            raise SettingsError(f"function: function and functions are both {cure}")
         if self.dense and self.functions:
             raise SettingsError("functions: dense=true supports one function. Set function, or dense=false")
         for name in self.functions:

@@ -135,8 +135,8 @@ def test_one_name_has_one_kind(a: object, b: object, kinds: str) -> None:
 @pytest.mark.parametrize(
     ("stat", "message"),
     [
-        (t(1.0), "must be Mean, Max, Min, Sum, Variance, Correlation or .*, found Tensor"),
-        ((t(1.0),), "must be Mean, Max, Min, Sum, Variance, Correlation or .*, found tuple"),
+        (t(1.0), "must be Mean, Max, Min, Sum, Variance, Std, Correlation or .*, found Tensor"),
+        ((t(1.0),), "must be Mean, Max, Min, Sum, Variance, Std, Correlation or .*, found tuple"),
         (Sum(torch.zeros(2)), r"must contain single numbers, found a tensor of shape \[2\]"),
     ],
 )

@@ -8,41 +8,20 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from realign.errors import ConfigError
 from realign.rewards.pool.http import HttpReward
+from realign.rewards.pool.scopes import ARGUMENTS, Scope, scope_of
 
 RewardFunction: TypeAlias = Callable[..., Any]
 """A function with the arguments of one `Scope`; `def` or `async def`."""
 
-
-class Scope(StrEnum):
-    """How many responses a reward function scores in one call; the names of its arguments declare it."""
-
-    response = "response"
-    """One response: `(prompt, response, row) -> float | None`."""
-    group = "group"
-    """All responses to one prompt: `(prompt, responses, row) -> list[float | None]`."""
-    batch = "batch"
-    """All responses of the batch: `(prompts, responses, rows) -> list[float | None]`, one element per response."""
-
-
-ARGUMENTS: Mapping[Scope, tuple[str, ...]] = MappingProxyType(
-    {
-        Scope.response: ("prompt", "response", "row"),
-        Scope.group: ("prompt", "responses", "row"),
-        Scope.batch: ("prompts", "responses", "rows"),
-    }
-)
-"""Positional arguments of a reward function of each scope."""
 DENSE_ARGUMENTS = (*ARGUMENTS[Scope.response], "tokens")
-_PLURALS = {"prompts", "responses", "rows"}
 
 _FORMS = "'package.module:function', 'path/to/file.py:function'"
 
@@ -110,26 +89,6 @@ def load_object(name: str, kind: str, forms: str) -> Any:
 def is_async(function: Any) -> bool:
     """Return whether calling the function returns a coroutine: an `async def`, or an object with such a `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def scope_of(function: Any, name: str) -> Scope:
-    """Return the scope that the names of the function's arguments declare; other names mean one response.
-
-    Raises:
-        ConfigError: singular and plural names are mixed.
-    """
-    try:
-        names = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return Scope.response  # some functions written in C have no signature
-    declared = next((s for s in (Scope.group, Scope.batch) if names[:3] == ARGUMENTS[s]), None)
-    if declared is None and _PLURALS & set(names[:3]):
-        forms = ", ".join(f"({', '.join(arguments)}) for one {scope}" for scope, arguments in ARGUMENTS.items())
-        raise ConfigError(
-            f"reward function {name!r} takes ({', '.join(names)}). The names of the first three arguments declare what "
-            f"it scores: {forms}."
-        )
-    return declared or Scope.response
 
 
 def check_function(function: Any, name: str, *, dense: bool = False) -> None:

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import groupby
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -26,18 +25,18 @@ from realign.rewards.pool.answers import Expected, FailureKind, Problem
 from realign.rewards.pool.failure_count import present_tally
 from realign.rewards.pool.functions import (
     RewardFunction,
-    Scope,
     check_function,
     is_async,
     load_function,
-    scope_of,
 )
 from realign.rewards.pool.http import HttpReward
+from realign.rewards.pool.items import Item
 from realign.rewards.pool.limits import Limits, limits_memory, secret_variables
 from realign.rewards.pool.processes import Answers, WorkerProcesses
+from realign.rewards.pool.scopes import Scope, item_of, members_of, scope_of
 from realign.rewards.pool.timeouts import patient
 from realign.rewards.pool.urls import masked
-from realign.rewards.pool.worker import Concurrency, Item, answer, answer_concurrently
+from realign.rewards.pool.worker import Concurrency, answer, answer_concurrently
 from realign.rewards.text import headline
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
 
@@ -228,33 +227,8 @@ class RewardPool:
             )
         if groups is not None and len(groups) != len(responses):
             raise ValueError(f"{len(responses)} responses and {len(groups)} groups: the numbers must be equal.")
-        members = self._members(len(responses), groups)
-        items = [self._item(places, prompts, responses, rows) for places in members]
-        return self._score(items, members)
-
-    def _members(self, n: int, groups: Sequence[int] | None) -> list[list[int]]:
-        """Return the indices of the responses that each call scores."""
-        if self.scope is Scope.batch:
-            return [list(range(n))] if n else []
-        if self.scope is Scope.group and groups is not None:
-            return [list(places) for _, places in groupby(range(n), key=groups.__getitem__)]
-        return [[i] for i in range(n)]
-
-    def _item(
-        self,
-        places: Sequence[int],
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-    ) -> Item:
-        """Return the call that scores the responses at these indices."""
-        first = places[0]
-        if self.scope is Scope.response:
-            return Item((prompts[first], responses[first], dict(rows[first])))
-        texts, expected = [responses[i] for i in places], Expected(len(places), "response", gaps=True)
-        if self.scope is Scope.group:
-            return Item((prompts[first], texts, dict(rows[first])), expected)
-        return Item(([prompts[i] for i in places], texts, [dict(rows[i]) for i in places]), expected)
+        members = members_of(self.scope, len(responses), groups)
+        return self._score([item_of(self.scope, i, prompts, responses, rows) for i in members], members)
 
     def score_tokens(
         self,

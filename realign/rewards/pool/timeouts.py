@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from realign.rewards.pool.answers import FailureKind, Problem
+from realign.rewards.pool.items import Item
 from realign.rewards.pool.processes import Answers
-from realign.rewards.pool.worker import Item
 
 logger = logging.getLogger(__name__)
 

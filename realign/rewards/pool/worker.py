@@ -20,19 +20,13 @@ from contextlib import suppress
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from realign.rewards.pool.answers import ONE, Answer, Expected, FailureKind, Problem, as_answer
+from realign.rewards.pool.answers import Answer, FailureKind, Problem, as_answer
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
+from realign.rewards.pool.items import Item
 from realign.rewards.pool.keeper import keeper_sentinels
 from realign.rewards.pool.limits import Limits, allow_cpu, drop_secrets, limit_process
 from realign.rewards.pool.memory_watch import retire, watch
-
-
-class Item(NamedTuple):
-    """One call of a reward function: its positional arguments, and what it must return."""
-
-    arguments: tuple[Any, ...]
-    expected: Expected = ONE
 
 
 class Concurrency(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from realign.errors import ConfigError, RewardError
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards.pool import processes
-from realign.rewards.pool.functions import Scope
+from realign.rewards.pool.scopes import Scope
 
 FILE = Path(__file__).parent / "scoped_rewards.py"
 PROMPTS = ["a", "a", "a", "b", "c", "c"]
