@@ -184,6 +184,7 @@ def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
     meeting: Meeting | None = None
     try:
         with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
+            meeting.check_in()
             if ranks.leader:
                 return _led(meeting, command)
             _quiet()
