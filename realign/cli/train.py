@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from realign.config import ExperimentConfig
     from realign.runtime import Experiment
     from realign.runtime.processes.rendezvous import Meeting
-    from realign.runtime.processes.watchdog import Record
 
 Start: TypeAlias = "Callable[[ExperimentConfig], int]"
 """Function that runs a composed config and returns the exit code."""
@@ -126,39 +125,22 @@ def alone(config: ExperimentConfig, debug: bool) -> int:
 
     def make() -> None:
         from realign.runtime import run
+        from realign.runtime.checkpoint.last_failure import record_end, recorder
         from realign.runtime.output_folder import check_output_folder
         from realign.runtime.processes.watchdog import watchdog_for
 
         experiment = build(config)
         check_output_folder(experiment)
         watch = watchdog_for(experiment.runtime)
-        watch.record = _recorder(experiment, secrets.token_hex(8))
+        watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
         try:
             run(experiment, console=_console(experiment), watch=watch)
         except (Exception, KeyboardInterrupt) as error:
             watch.record(error, exit_code(error))
             raise
-        _record_success(experiment)
+        record_end(experiment.output_dir, ExitCode.success)
 
     return guarded(make, debug)
-
-
-def _recorder(experiment: Experiment, attempt: str) -> Record:
-    """Return a function that writes `last_failure.json`. A configuration error is no failure of the run."""
-    from realign.runtime.checkpoint.last_failure import record_end
-
-    def record(error: BaseException, code: int) -> None:
-        if not isinstance(error, ConfigError):
-            record_end(experiment.output_dir, code, str(error), attempt)
-
-    return record
-
-
-def _record_success(experiment: Experiment) -> None:
-    """Remove `last_failure.json`."""
-    from realign.runtime.checkpoint.last_failure import record_end
-
-    record_end(experiment.output_dir, ExitCode.success)
 
 
 def is_one_of_many() -> bool:
@@ -221,15 +203,16 @@ def _led(meeting: Meeting, command: Callable[[Start], int]) -> int:
 
 def _take_part(meeting: Meeting, config: ExperimentConfig) -> None:
     from realign.runtime import run
+    from realign.runtime.checkpoint.last_failure import record_end, recorder
 
     experiment = build(config)
     leads = meeting.ranks.leader
     console = _console(experiment) if leads else None
-    meeting.watch.record = _recorder(experiment, meeting.attempt)
+    meeting.watch.record = recorder(experiment.output_dir, meeting.attempt)
     with meeting.joined(experiment.runtime.call_minutes):
         run(experiment, console=console, watch=meeting.watch)
     if leads:
-        _record_success(experiment)
+        record_end(experiment.output_dir, ExitCode.success)
 
 
 def build(config: ExperimentConfig) -> Experiment:

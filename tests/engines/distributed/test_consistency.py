@@ -65,7 +65,9 @@ def test_weights_that_differ_between_ranks_are_named(monkeypatch, other, differs
         if not differs:
             check_same_weights("actor", Ranks(1, 2), pair[1])
             continue
-        with pytest.raises(DataError, match=rf"^models\.actor: weight '{differs}' of rank 1 differs from that of rank 0"):
+        with pytest.raises(
+            DataError, match=rf"^models\.actor: weight '{differs}' of rank 1 differs from that of rank 0"
+        ):
             check_same_weights("actor", Ranks(1, 2), pair[1])
 
 

@@ -121,7 +121,7 @@ class Hidden(Prompts):
 @contextmanager
 def other_versions(rank: int) -> Iterator[None]:
     versions = software() | ({"transformers": "5.0"} if rank else {})
-    with mock.patch.object(checks, "software", lambda: versions):
+    with mock.patch.object(checks, "software", return_value=versions):
         yield
 
 

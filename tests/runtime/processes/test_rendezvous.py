@@ -180,7 +180,7 @@ def failed_meetings(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | Non
     last = current().rank == 2
     found = {}
     versions = software() | ({"torch": "2.9.0"} if last else {})
-    with mock.patch.object(rendezvous, "software", lambda: versions):
+    with mock.patch.object(rendezvous, "software", return_value=versions):
         found["versions"] = command(ports["versions"])
     found["number of ranks"] = command(ports["number of ranks"], WORLD_SIZE="4" if last else "3")
     found["same rank"] = command(ports["same rank"], **({"RANK": "1"} if last else {}))
