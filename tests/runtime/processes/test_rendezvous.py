@@ -210,7 +210,7 @@ def test_errors_before_all_ranks_are_connected_are_printed_once_with_one_exit_co
     assert re.match(r"error: torch: rank 0 has 2\.\S+, but rank 2 has 2\.9\.0\.", texts["versions"])
     assert texts["number of ranks"].startswith("error: WORLD_SIZE: rank 0 has 3, but rank 2 has 4.")
     assert texts["same rank"].startswith("error: RANK=1: another process has the same rank.")
-    assert texts["rank"].startswith("error: RANK=3: must be below WORLD_SIZE=3.")
+    assert texts["rank"].startswith("error: RANK=3: must be at least 0 and below WORLD_SIZE=3.")
     assert texts["absent"].startswith("error: WORLD_SIZE=3: rank 2 did not connect within 0.0166667 minutes.")
     address = rf"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={ports['no server']} within 0\.0166667 minutes"
     assert re.match(rf"error: rank 1 of 3 could not connect to {address} \(.*refused\)", texts["no server"])
