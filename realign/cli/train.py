@@ -160,29 +160,32 @@ def on_ranks(command: Callable[[Start], int], debug: bool) -> int:
     from realign.engines.distributed.ranks import launched
     from realign.runtime.processes.rendezvous import met
 
-    ranks = launched()
-    if ranks.size == 1:  # no rendezvous address is set
-        return command(lambda config: alone(config, debug))
     meeting: Meeting | None = None
     try:
-        with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
-            meeting.check_in()
-            if ranks.leader:
-                return _led(meeting, command)
-            _quiet()
-            if plan := meeting.plan():
-                _take_part(meeting, config_of(json.loads(plan)))
-            return 0
+        if (ranks := launched()).size > 1:
+            with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
+                meeting.check_in()
+                if ranks.leader:
+                    return _led(meeting, command)
+                _quiet()
+                if plan := meeting.plan():
+                    _take_part(meeting, config_of(json.loads(plan)))
+                return 0
     except BaseException as error:
-        if meeting is None:
-            if isinstance(error, TransientError) and not _is_first_of_machine():
-                return exit_code(error)  # the ranks of a machine fail to connect for one reason, which the first prints
-            raise
-        return meeting.watch.code  # the first rank that failed has reported the reason
+        if meeting is not None:
+            return meeting.watch.code  # the first rank that failed has reported the reason
+        if isinstance(error, ConfigError | TransientError) and _another_rank_prints(error):
+            return exit_code(error)
+        raise
+    return command(lambda config: alone(config, debug))  # no rendezvous address is set
 
 
-def _is_first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def _another_rank_prints(error: Exception) -> bool:
+    """Return whether the first rank of this machine prints an error that occurs before the ranks are connected.
+
+    All ranks of a machine have the same address and number of ranks. Only `RANK` differs.
+    """
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not str(error).startswith("RANK=")
 
 
 def _led(meeting: Meeting, command: Callable[[Start], int]) -> int:

@@ -185,6 +185,8 @@ def failed_meetings(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | Non
     found["number of ranks"] = command(ports["number of ranks"], WORLD_SIZE="4" if last else "3")
     found["same rank"] = command(ports["same rank"], **({"RANK": "1"} if last else {}))
     found["rank"] = command(ports["rank"], [2], RANK="3")
+    found["port"] = command(ports["port"], MASTER_PORT="none")
+    found["size"] = command(ports["size"], WORLD_SIZE="three")
     with mock.patch.object(rendezvous, "START", timedelta(seconds=1)):
         found["absent"] = command(ports["absent"], [0, 1])
         found["no server"] = command(ports["no server"], [1, 2], LOCAL_RANK=str(current().rank - 1))
@@ -197,7 +199,9 @@ def failed_meetings(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | Non
 
 
 def test_errors_before_all_ranks_are_connected_are_printed_once_with_one_exit_code():
-    names = ("versions", "number of ranks", "same rank", "rank", "absent", "no server", "port in use")
+    of_settings = ("versions", "number of ranks", "same rank", "rank", "port", "size")
+    of_network = ("absent", "no server", "port in use")
+    names = (*of_settings, *of_network)
     ports = {name: free_port() for name in names}
     found = run_ranks(3, failed_meetings, ports)
     ended = {name: [each[name] for each in found if each[name] is not None] for name in names}
@@ -206,11 +210,13 @@ def test_errors_before_all_ranks_are_connected_are_printed_once_with_one_exit_co
         (texts[name],) = (text for _, text in of_ranks if text)
         assert texts[name].count("\n") == 1, name
     codes = {name: {code for code, _ in of_ranks} for name, of_ranks in ended.items()}
-    assert codes == {name: {2} for name in names[:4]} | {name: {75} for name in names[4:]}
+    assert codes == {name: {2} for name in of_settings} | {name: {75} for name in of_network}
     assert re.match(r"error: torch: rank 0 has 2\.\S+, but rank 2 has 2\.9\.0\.", texts["versions"])
     assert texts["number of ranks"].startswith("error: WORLD_SIZE: rank 0 has 3, but rank 2 has 4.")
     assert texts["same rank"].startswith("error: RANK=1: another process has the same rank.")
     assert texts["rank"].startswith("error: RANK=3: must be at least 0 and below WORLD_SIZE=3.")
+    assert texts["port"].startswith("error: MASTER_PORT='none': must be a port number.")
+    assert texts["size"].startswith("error: WORLD_SIZE='three': must be an integer.")
     assert texts["absent"].startswith("error: WORLD_SIZE=3: rank 2 did not connect within 0.0166667 minutes.")
     address = rf"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={ports['no server']} within 0\.0166667 minutes"
     assert re.match(rf"error: rank 1 of 3 could not connect to {address} \(.*refused\)", texts["no server"])
