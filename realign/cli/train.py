@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from realign.config import ExperimentConfig
     from realign.runtime import Experiment
     from realign.runtime.processes.rendezvous import Meeting
-    from realign.runtime.processes.watchdog import Record
 
 Start: TypeAlias = "Callable[[ExperimentConfig], int]"
 """Function that runs a composed config and returns the exit code."""
@@ -145,40 +144,23 @@ def alone(config: ExperimentConfig, debug: bool, command: Sequence[str] | None =
 
     def make() -> None:
         from realign.runtime import run
+        from realign.runtime.checkpoint.last_failure import record_end, recorder
         from realign.runtime.output_folder import check_output_folder
         from realign.runtime.processes.watchdog import watchdog_for
 
         experiment = build(config)
         check_output_folder(experiment)
         watch = watchdog_for(experiment.runtime)
-        watch.record = _recorder(experiment, secrets.token_hex(8))
+        watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
         try:
             described = described_run(experiment)
             run(experiment, console=_console(experiment), watch=watch, command=command, description=described)
         except (Exception, KeyboardInterrupt) as error:
             watch.record(error, exit_code(error))
             raise
-        _record_success(experiment)
+        record_end(experiment.output_dir, ExitCode.success)
 
     return guarded(make, debug)
-
-
-def _recorder(experiment: Experiment, attempt: str) -> Record:
-    """Return a function that writes `last_failure.json`. A configuration error is no failure of the run."""
-    from realign.runtime.checkpoint.last_failure import record_end
-
-    def record(error: BaseException, code: int) -> None:
-        if not isinstance(error, ConfigError):
-            record_end(experiment.output_dir, code, str(error), attempt)
-
-    return record
-
-
-def _record_success(experiment: Experiment) -> None:
-    """Remove `last_failure.json`."""
-    from realign.runtime.checkpoint.last_failure import record_end
-
-    record_end(experiment.output_dir, ExitCode.success)
 
 
 def is_one_of_many() -> bool:
@@ -198,28 +180,32 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
     from realign.engines.distributed.ranks import launched
     from realign.runtime.processes.rendezvous import met
 
-    ranks = launched()
-    if ranks.size == 1:  # no rendezvous address is set
-        return command(lambda config: alone(config, debug, words))
     meeting: Meeting | None = None
     try:
-        with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
-            if ranks.leader:
-                return _led(meeting, command, words)
-            _quiet()
-            if plan := meeting.plan():
-                _take_part(meeting, config_of(json.loads(plan)))
-            return 0
+        if (ranks := launched()).size > 1:
+            with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
+                meeting.check_in()
+                if ranks.leader:
+                    return _led(meeting, command, words)
+                _quiet()
+                if plan := meeting.plan():
+                    _take_part(meeting, config_of(json.loads(plan)))
+                return 0
     except BaseException as error:
-        if meeting is None:
-            if isinstance(error, TransientError) and not _is_first_of_machine():
-                return exit_code(error)  # the ranks of a machine fail to connect for one reason, which the first prints
-            raise
-        return meeting.watch.code  # the first rank that failed has reported the reason
+        if meeting is not None:
+            return meeting.watch.code  # the first rank that failed has reported the reason
+        if isinstance(error, ConfigError | TransientError) and _another_rank_prints(error):
+            return exit_code(error)
+        raise
+    return command(lambda config: alone(config, debug, words))  # no rendezvous address is set
 
 
-def _is_first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def _another_rank_prints(error: Exception) -> bool:
+    """Return whether the first rank of this machine prints an error that occurs before the ranks are connected.
+
+    All ranks of a machine have the same address and number of ranks. Only `RANK` differs.
+    """
+    return os.environ.get("LOCAL_RANK", "0") != "0" and not str(error).startswith("RANK=")
 
 
 def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str] | None) -> int:
@@ -240,16 +226,17 @@ def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str]
 
 def _take_part(meeting: Meeting, config: ExperimentConfig, words: Sequence[str] | None = None) -> None:
     from realign.runtime import run
+    from realign.runtime.checkpoint.last_failure import record_end, recorder
 
     experiment = build(config)
     leads = meeting.ranks.leader
     console = _console(experiment) if leads else None
-    meeting.watch.record = _recorder(experiment, meeting.attempt)
+    meeting.watch.record = recorder(experiment.output_dir, meeting.attempt)
     with meeting.joined(experiment.runtime.call_minutes):
         description = described_run(experiment) if leads else ""
         run(experiment, console=console, watch=meeting.watch, command=words, description=description)
     if leads:
-        _record_success(experiment)
+        record_end(experiment.output_dir, ExitCode.success)
 
 
 def build(config: ExperimentConfig) -> Experiment:

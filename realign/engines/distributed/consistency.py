@@ -67,7 +67,7 @@ def check_same_batch(role: str, ranks: Ranks, method: str, data: SequenceSample)
 def check_same_weights(role: str, ranks: Ranks, weights: Mapping[str, Tensor]) -> None:
     """Check that all ranks have loaded the same model; collective.
 
-    Each rank keeps a slice of its own model. Slices of different models would make a model that nobody trained.
+    Each rank keeps a slice of the model that it loaded. Slices of different models would be combined without an error.
 
     Raises:
         DataError: a weight differs; the message names the weight and the rank.

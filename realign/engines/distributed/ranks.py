@@ -133,13 +133,13 @@ def launched() -> Ranks:
     """Return the ranks that a launcher has configured (`LAUNCHED`), whether or not they have joined; else one rank.
 
     Raises:
-        ConfigError: the variables are not integers, or there are fewer ranks than the number of this rank.
+        ConfigError: the variables are not integers, or the rank is out of range.
     """
     if any(not os.environ.get(name) for name in LAUNCHED):
         return Ranks()
     rank, size = _integer("RANK"), _integer("WORLD_SIZE")
-    if not 0 <= rank < max(size, 1):
-        raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={size}. Start the run with torchrun.")
+    if size > 1 and not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank}: must be at least 0 and below WORLD_SIZE={size}. Start the run with torchrun.")
     return Ranks(rank, size) if size > 1 else Ranks()
 
 

@@ -10,11 +10,12 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from realign.errors import ExitCode
+from realign.errors import ConfigError, ExitCode
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.experiment import CHECKPOINTS
 
@@ -40,6 +41,19 @@ class LastFailure:
     """Number of consecutive failures at this step with this exit code."""
     attempt: str = ""
     """Id of the attempt that failed, the same for all of its processes; empty if unknown."""
+
+
+def recorder(output_dir: Path, attempt: str) -> Callable[[BaseException, int], None]:
+    """Return a function that records the error that ends a run, and its exit code; see `record_end`.
+
+    A configuration error is no failure of the run, and is not recorded.
+    """
+
+    def record(error: BaseException, code: int) -> None:
+        if not isinstance(error, ConfigError):
+            record_end(output_dir, code, str(error), attempt)
+
+    return record
 
 
 def record_end(output_dir: Path, exit_code: int, message: str = "", attempt: str = "") -> LastFailure | None:

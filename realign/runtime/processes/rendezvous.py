@@ -158,13 +158,14 @@ class Meeting:
 def met(ranks: Ranks, describe: Describe) -> Iterator[Meeting]:
     """Connect the `launched` ranks inside this context; an error of one rank ends all of them.
 
+    The caller calls `Meeting.check_in` first, inside the context.
+
     Args:
         ranks: Result of `launched`.
         describe: Formats an error. Only the first rank that fails prints it.
     """
     meeting = Meeting(ranks, describe)
     with meeting.watch, meeting.watch.telling():
-        meeting.check_in()
         yield meeting
     meeting.part()
 

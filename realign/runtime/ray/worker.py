@@ -84,7 +84,7 @@ class Reply:
 class Worker:
     """One rank of a group, in a separate process.
 
-    Methods return a `Reply`, except `pid`, `software` and `meeting_point`.
+    Every method except `pid`, `software` and `meeting_point` returns a `Reply`.
     """
 
     def __init__(self, rank: int, size: int, setup: Setup) -> None:

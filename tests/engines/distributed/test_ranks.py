@@ -39,6 +39,11 @@ def test_ranks_are_those_of_the_launcher(monkeypatch) -> None:
     assert launched() == Ranks(1, 3)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launched() == Ranks()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in ("3", "-1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ConfigError, match=rf"RANK={rank}: must be at least 0 and below WORLD_SIZE=3\."):
+            launched()
     monkeypatch.setenv("WORLD_SIZE", "x")
     with pytest.raises(ConfigError, match=r"must be an integer. Start the run with torchrun, or unset"):
         launched()

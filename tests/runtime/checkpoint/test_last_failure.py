@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from realign.runtime.checkpoint.last_failure import NAME, last_failure, record_end
+from realign.errors import ConfigError, RunError
+from realign.runtime.checkpoint.last_failure import NAME, last_failure, record_end, recorder
 
 
 def checkpointed(run, step):
@@ -27,6 +28,14 @@ def test_only_the_first_failure_of_an_attempt_is_recorded(tmp_path):
     first = record_end(tmp_path, 2, "out of memory", "a1")
     assert record_end(tmp_path, 75, "lost rank 1", "a1") == last_failure(tmp_path) == first
     assert record_end(tmp_path, 2, "out of memory", "a2").count == 2
+
+
+def test_a_configuration_error_is_not_recorded(tmp_path):
+    record = recorder(tmp_path, "a1")
+    record(ConfigError("unknown key"), 2)
+    assert last_failure(tmp_path) is None
+    record(RunError("out of memory"), 2)
+    assert last_failure(tmp_path).message == "out of memory"
 
 
 def test_a_record_of_an_earlier_version_without_an_attempt_is_counted(tmp_path):

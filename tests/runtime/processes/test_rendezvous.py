@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import signal
+import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 
 from realign.cli import commands as cli
+from realign.engines.distributed.ranks import current
 from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.checkpoint.last_failure import last_failure
+from realign.runtime.checks.ranks import software
+from realign.runtime.processes import rendezvous
 from tests.config_parts import write_experiment
+from tests.engines.distributed.run_ranks import run_ranks
 from tests.runtime.checkpoint.test_state import untimed
 from tests.runtime.processes.test_signals import ARGS, STEPS, assert_same_as_whole
-from tests.torchrun_ranks import Ranks, torchrun
+from tests.torchrun_ranks import Ranks, free_port, torchrun
 
 FAULTY = """\
 import os
@@ -24,6 +36,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+import torch
 from realign.interfaces.grpo import GRPOActorInterface
 
 @dataclass
@@ -36,6 +49,8 @@ class Faulty(GRPOActorInterface):
                 raise KeyError("a bug on one rank")
             if self.fault == "hang":
                 time.sleep(1000)
+            if self.fault == "out of memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\\nFurther lines.")
             if not Path("killed").exists():
                 Path("killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -120,6 +135,18 @@ def test_a_rank_that_hangs_is_named_with_the_operations_of_all_ranks(here):
     assert re.search(r"\nrank 1: call 'actor_train' for \d+ s in Faulty.train_step \(.*faulty.py:\d+\) on Seq", text)
     assert "  input_ids        [96]" in text
     assert text.count("error: ") == 1
+    failure = last_failure(Path("runs/bigram"))
+    assert (failure.exit_code, failure.count) == (75, 1)
+    assert failure.message.startswith("call 'actor_train' exceeds runtime.rpc_timeout_minutes=0.1. Restart the run")
+
+
+def test_a_rank_out_of_memory_ends_both_with_one_line_and_the_record_of_that_rank(here):
+    codes, said = Ranks(here, *FAULTS, "interfaces.actor.fault=out of memory").ended()
+    message = "RPC 'actor_train' on rank 1 of 2: out of memory (CUDA out of memory. Tried to allocate 20.00 GiB). "
+    message += "Lower microbatch.max_tokens_per_microbatch=16384."
+    assert (codes, "".join(said)) == ([2, 2], f"error: {message}\n")
+    failure = last_failure(Path("runs/bigram"))
+    assert (failure.exit_code, failure.message, failure.count) == (2, message, 1)
 
 
 def test_a_rank_that_is_killed_ends_the_other_and_both_can_be_started_again(here):
@@ -130,3 +157,68 @@ def test_a_rank_that_is_killed_ends_the_other_and_both_can_be_started_again(here
     assert "Traceback (most recent call last)" not in done.stderr.partition("torch/distributed/elastic")[0]
     assert "step_000001. Next step: 2 of 4." in done.stdout
     assert [record["step"] for record in untimed(Path("runs/bigram/metrics.jsonl"))] == [0, 1, 2, 3, 4]
+    assert last_failure(Path("runs/bigram")) is None  # the run succeeded in the end
+
+
+ALL = (0, 1, 2)
+
+
+def command(port: int, ranks: Sequence[int] = ALL, **environment: str) -> tuple[int, str] | None:
+    """Return exit code and stderr of a command line of these ranks; None on other ranks."""
+    rank = current().rank
+    found = None
+    if rank in ranks:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "3"}
+        err = io.StringIO()
+        changed = mock.patch.dict(os.environ, {**meeting, "LOCAL_RANK": str(rank), **environment})
+        with changed, redirect_stdout(io.StringIO()), redirect_stderr(err):
+            found = cli.main(["--version"]), err.getvalue()
+    current().barrier()  # the first rank hosts the store
+    return found
+
+
+def failed_meetings(ports: Mapping[str, int]) -> dict[str, tuple[int, str] | None]:
+    last = current().rank == 2
+    found = {}
+    versions = software() | ({"torch": "2.9.0"} if last else {})
+    with mock.patch.object(rendezvous, "software", return_value=versions):
+        found["versions"] = command(ports["versions"])
+    found["number of ranks"] = command(ports["number of ranks"], WORLD_SIZE="4" if last else "3")
+    found["same rank"] = command(ports["same rank"], **({"RANK": "1"} if last else {}))
+    found["rank"] = command(ports["rank"], [2], RANK="3")
+    found["port"] = command(ports["port"], MASTER_PORT="none")
+    found["size"] = command(ports["size"], WORLD_SIZE="three")
+    with mock.patch.object(rendezvous, "START", timedelta(seconds=1)):
+        found["absent"] = command(ports["absent"], [0, 1])
+        found["no server"] = command(ports["no server"], [1, 2], LOCAL_RANK=str(current().rank - 1))
+        with socket.socket() as other:
+            if current().leader:
+                other.bind(("127.0.0.1", ports["port in use"]))
+                other.listen()
+            found["port in use"] = command(ports["port in use"], [0])
+    return found
+
+
+def test_errors_before_all_ranks_are_connected_are_printed_once_with_one_exit_code():
+    of_settings = ("versions", "number of ranks", "same rank", "rank", "port", "size")
+    of_network = ("absent", "no server", "port in use")
+    names = (*of_settings, *of_network)
+    ports = {name: free_port() for name in names}
+    found = run_ranks(3, failed_meetings, ports)
+    ended = {name: [each[name] for each in found if each[name] is not None] for name in names}
+    texts = {}
+    for name, of_ranks in ended.items():
+        (texts[name],) = (text for _, text in of_ranks if text)
+        assert texts[name].count("\n") == 1, name
+    codes = {name: {code for code, _ in of_ranks} for name, of_ranks in ended.items()}
+    assert codes == {name: {2} for name in of_settings} | {name: {75} for name in of_network}
+    assert re.match(r"error: torch: rank 0 has 2\.\S+, but rank 2 has 2\.9\.0\.", texts["versions"])
+    assert texts["number of ranks"].startswith("error: WORLD_SIZE: rank 0 has 3, but rank 2 has 4.")
+    assert texts["same rank"].startswith("error: RANK=1: another process has the same rank.")
+    assert texts["rank"].startswith("error: RANK=3: must be at least 0 and below WORLD_SIZE=3.")
+    assert texts["port"].startswith("error: MASTER_PORT='none': must be a port number.")
+    assert texts["size"].startswith("error: WORLD_SIZE='three': must be an integer.")
+    assert texts["absent"].startswith("error: WORLD_SIZE=3: rank 2 did not connect within 0.0166667 minutes.")
+    address = rf"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT={ports['no server']} within 0\.0166667 minutes"
+    assert re.match(rf"error: rank 1 of 3 could not connect to {address} \(.*refused\)", texts["no server"])
+    assert re.match(r"error: rank 0 of 3 could not listen .*address already in use", texts["port in use"])
