@@ -364,7 +364,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         (
             "data._target_: there is no 'PromtData' in realign.data; did you mean 'PromptData'? (valid: "
             "PreferenceData, PromptData, SupervisedData, TextData, WithPretraining, dataset, excerpt, files, "
-            "first_render, order, preferences, pretraining, prompts, source, split, supervised, templates, text)"
+            "order, preferences, pretraining, prompts, source, split, supervised, templates, text)"
         ),
     ),
     (

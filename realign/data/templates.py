@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from realign.data.first_render import check_first_render
+from realign.chat_template import ChatTemplate
 from realign.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ class Writer:
     suffix: str = ""
     system: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    _checked: list[bool] = field(default_factory=list, init=False, repr=False)
+    _chat_template: ChatTemplate = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_chat_template", ChatTemplate(self.tokenizer))
         if self.template is Template.chat and not self.tokenizer.chat_template:
             raise ConfigError("template=chat: the tokenizer has no chat template. Set template=plain.")
 
@@ -103,30 +104,7 @@ class Writer:
         return [*before, *value]
 
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        if not self._checked:
-            self._checked.append(True)
-            import_renderer()
-            check_first_render(lambda: self._rendered(messages, add_generation_prompt))
-        return self._rendered(messages, add_generation_prompt)
-
-    def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
-            )
-        except Exception as error:  # templates are programs: they can raise any exception
-            raise DataError(f"the chat template failed: {type(error).__name__}: {error}") from error
-        return str(text)
-
-
-def import_renderer() -> None:
-    """Import what rendering needs, because a forked process should not import.
-
-    This does not compile a template: its constants, such as `'x' * 10**10`, are computed when it is compiled.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    render_jinja_template(conversations=[], chat_template="")
+        return self._chat_template.render(messages, self.options, add_generation_prompt=add_generation_prompt)
 
 
 @dataclass(frozen=True, eq=False)
