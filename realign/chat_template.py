@@ -208,7 +208,7 @@ def _serve(connection: socket.socket, tokenizer: Any, bounds: Bounds) -> NoRetur
         _limit_memory(bounds.memory)
         while True:
             _, question = _received(connection, float("inf"))
-            signal.setitimer(signal.ITIMER_REAL, bounds.row_s + 1)  # ends this process if nobody else does
+            signal.setitimer(signal.ITIMER_REAL, bounds.row_s + 1)  # in case the parent was killed
             kind, text = _result(tokenizer, question, bounds)
             signal.setitimer(signal.ITIMER_REAL, 0)
             answer = text.encode(errors="surrogatepass")
