@@ -162,7 +162,9 @@ class Lab:
             tried = [result for result in results if not result.not_possible]
             if not tried:
                 return results
-            lost, problem = self._recover(scene, series, resume=tried[-1].code != 0 or run.steps() < STEPS)
+            lost, problem = self._recover(
+                scene, series, resume=tried[-1].code != 0 or not (run.folder / "final").exists()
+            )
         return [
             r if r.not_possible else replace(r, problem="; ".join(filter(None, (r.problem, problem))), lost=lost)
             for r in results
@@ -225,10 +227,9 @@ class Lab:
         found = differences(scene.run, scene.reference)
         if are_equal(found):
             return 0, ""
-        unequal = [name for name, value in found.items() if (value is False or (value and name.startswith("samples_")))]
-        return found["samples_lost"] + found[
-            "samples_doubled"
-        ], f"differs from the undisturbed run: {', '.join(unequal)}"
+        lost = found["samples_lost"] + found["samples_doubled"]
+        unequal = [name for name in ("metrics", "weights") if not found[f"{name}_equal"]] + ["samples"] * bool(lost)
+        return lost, f"other {', '.join(unequal)} than the undisturbed run"
 
 
 def problem_in(attack: Attack, code: int | None, text: str) -> str:
