@@ -148,10 +148,8 @@ class Lab:
     def execute(self, series: Series) -> list[Result]:
         """Execute the attacks, then let the run finish and compare it with the undisturbed run."""
         reference = self.undisturbed(series.twin or series.settings)
-        name = re.sub(r"\W+", "_", series.name)
-        folder = self.folder / name
-        folder.mkdir()
-        run = self._run(folder, series.settings)
+        run = self.run(re.sub(r"\W+", "_", series.name), (*COMMON, *series.settings))
+        folder = run.mark.parent
         with ExitStack() as stack:
             scene = Scene(folder, self.task, run, reference, self._code, stack)
             try:
@@ -173,18 +171,19 @@ class Lab:
     def undisturbed(self, settings: tuple[str, ...]) -> Run:
         """Return the undisturbed run with these settings."""
         if settings not in self._references:
-            folder = self.folder / f"undisturbed_{len(self._references)}"
-            folder.mkdir()
-            run = self._run(folder, (*settings, "checkpoint.keep=6"))
+            run = self.run(f"undisturbed_{len(self._references)}", (*COMMON, *settings, "checkpoint.keep=6"))
             with Launch(run) as launch:
                 launch.finish()
             self._references[settings] = run
         return self._references[settings]
 
-    def _run(self, folder: Path, settings: Sequence[str]) -> Run:
+    def run(self, name: str, settings: Sequence[str]) -> Run:
+        """Return a run in a new folder. In the settings, TASK and CODE are folders."""
+        folder = self.folder / name
+        folder.mkdir()
         words = [
             word.replace("TASK", str(self.folder / "task")).replace("CODE", str(self._code))
-            for word in (*COMMON, *settings, f"output_dir={folder / 'run'}")
+            for word in (*settings, f"output_dir={folder / 'run'}")
         ]
         return Run(folder / "run", [sys.executable, "-m", "realign", *words], folder / "run.mark")
 

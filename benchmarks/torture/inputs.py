@@ -90,7 +90,10 @@ def with_state(seed: int) -> Act:
 
     def act(scene: Scene) -> None:
         state = json.loads((_checkpoint(scene) / STATE).read_text())
-        place, value = random.Random(seed).choice(sample(state, 0, seed))
+        chooser = random.Random(seed)
+        group = chooser.choice(sorted(set(state["tree"]) - {"config"}))  # most values are in the config
+        places = [case for case in sample(state, 0, seed) if case[0][:2] == ("tree", group)]
+        place, value = chooser.choice(places)
         craft(_checkpoint(scene), json.dumps(replaced(state, place, value)))
 
     return act
