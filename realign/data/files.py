@@ -86,7 +86,13 @@ def read_rows(path: str | Path, limit: int | None = None) -> Table:
     if reader is None:
         found = f"unknown file type {file.suffix!r}" if file.suffix else "the file has no suffix"
         raise DataError(f"{path}: {found}. Supported: {', '.join(readers)}, or a folder written by `save_to_disk`.")
-    table = reader(file, limit)
+    try:
+        table = reader(file, limit)
+    except MemoryError as error:
+        raise DataError(
+            f"{path} ({file.stat().st_size:,} bytes): its rows need more memory than this process may use. Set limit "
+            "to read fewer rows, or give the process more memory."
+        ) from error
     if not table.rows:
         raise DataError(f"{path} contains no rows.")
     return table

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from realign.chat_template import ChatTemplate
 from realign.data.faithful import TOOLS_CURE, Span, check_marks, check_parts, check_roles, marked, shape_of
-from realign.data.first_render import check_first_render
 from realign.data.messages import Conversation, Message, texts_of, with_text_arguments
 from realign.errors import ConfigError, DataError
 
@@ -172,22 +173,8 @@ class ChatRenderer:
         source = self._source(conversation)
         if self.masks is AssistantMasks.prefixes or not _BLOCK.search(source):
             return None
-        self._check_first(conversation, add_generation_prompt=False)
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        options = {**self.tokenizer.special_tokens_map, **self.options, "chat_template": source}
-
-        def render(messages: list[Message]) -> tuple[str, list[Span]]:
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                tools=_tools(conversation),
-                return_assistant_tokens_mask=True,
-                add_generation_prompt=False,
-                **options,
-            )
-            return texts[0], [(begin, end) for begin, end in spans[0]]
-
-        return _guarded(render, self._messages(conversation))
+        options = {**self.options, "chat_template": source, "tools": _tools(conversation)}
+        return self._template.render_blocks(self._messages(conversation), options)
 
     def _verify(self, conversation: Conversation, text: str, spans: Mapping[int, Span]) -> None:
         """Check that a rendered text contains everything of a conversation. Only trained assistant turns are compared.
@@ -220,31 +207,16 @@ class ChatRenderer:
         """Return the source of the template that renders a conversation."""
         return str(self.tokenizer.get_chat_template(self.options.get("chat_template"), _tools(conversation)))
 
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
-        self._check_first(conversation, add_generation_prompt=add_generation_prompt)
-        return self._rendered(conversation, add_generation_prompt)
-
-    def _check_first(self, conversation: Conversation, *, add_generation_prompt: bool) -> None:
-        """Render the first conversation with limits on time and memory."""
-        if "first" not in self._verified:
-            self._verified.add("first")
-            import_renderer()
-            check_first_render(lambda: self._rendered(conversation, add_generation_prompt))
-
-    def _rendered(self, conversation: Conversation, add_generation_prompt: bool) -> str:
-        messages = self._messages(conversation)
-        return _guarded(lambda found: self._apply(found, conversation, add_generation_prompt), messages)
+        return self._apply(self._messages(conversation), conversation, add_generation_prompt)
 
     def _apply(self, messages: list[Message], conversation: Conversation, add_generation_prompt: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages,
-                tools=_tools(conversation),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.options,
-            )
-        )
+        options = {**self.options, "tools": _tools(conversation)}
+        return self._template.render(messages, options, add_generation_prompt=add_generation_prompt)
 
     def _messages(self, conversation: Conversation) -> list[Message]:
         """Return the messages as the template expects them: arguments of tool calls as objects, or as JSON text."""
@@ -260,36 +232,14 @@ class ChatRenderer:
         """Return whether the template fails on objects as arguments, or prints them as Python code."""
         try:
             text = self._apply(messages, conversation, add_generation_prompt=False)
-        except Exception:  # templates are programs: they can raise any exception
+        except DataError:
             wrong = True
         else:
             wrong = any(str(found) in text and json.dumps(found) != str(found) for found in arguments)
         try:
             return wrong and bool(self._apply(with_text_arguments(messages), conversation, add_generation_prompt=False))
-        except Exception:  # fails either way; the caller reports the reason
+        except DataError:  # fails either way; the caller reports the reason
             return False
-
-
-def _guarded(render: Callable[[list[Message]], Any], messages: list[Message]) -> Any:
-    """Return `render(messages)`.
-
-    Raises:
-        DataError: the template fails.
-    """
-    try:
-        return render(messages)
-    except Exception as error:  # templates are programs: they can raise any exception
-        raise DataError(f"the chat template failed: {type(error).__name__}: {error}") from error
-
-
-def import_renderer() -> None:
-    """Import what rendering needs, because a forked process should not import.
-
-    This does not compile a template: its constants, such as `'x' * 10**10`, are computed when it is compiled.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    render_jinja_template(conversations=[], chat_template="")
 
 
 def _tools(conversation: Conversation) -> list[dict[str, Any]] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from realign.environments.failures import EnvironmentFailure
-from realign.rewards.text import visible
+from realign.rewards.text import log_file, visible
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +204,8 @@ class BlockedLoops:
         if blocked > MOST_BLOCKED:
             raise EnvironmentFailure(
                 f"environment {environment}: {blocked} threads are blocked by calls that do not return. Use `def` "
-                "instead of `async def` for code that blocks, and set timeouts in it. The log contains the stack of "
-                "the first one."
+                "instead of `async def` for code that blocks, and set timeouts in it (stack of the first one: see "
+                f"{log_file(logger)})."
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from realign.errors import RewardError
 from realign.rewards.pool.failure_count import present_tally
-from realign.rewards.text import headline
+from realign.rewards.text import headline, log_file
 
 logger = logging.getLogger(__name__)
 
@@ -51,5 +51,5 @@ class Failures:
             raise EnvironmentFailure(
                 f"environment {self.name} failed in {before + len(failures)} of {whole} episodes "
                 f"({'; '.join(f'{n} times {kind}' for kind, n in kinds.most_common(3))}), which exceeds "
-                f"max_failed_fraction={self.max_failed_fraction}. The log contains the first failure in full."
+                f"max_failed_fraction={self.max_failed_fraction} (details: see {log_file(logger)})."
             )

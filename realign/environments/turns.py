@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realign.api.environment import Observation
-from realign.errors import ConfigError
+from realign.chat_template import ChatTemplate
+from realign.errors import ConfigError, DataError
 
 _QUESTION, _ANSWER = "any question", "the-answer-b7e1"  # only the text after the answer is used
 
@@ -32,8 +33,10 @@ class TurnWriter:
     chat: bool = False
     role: str = "tool"
     options: Mapping[str, Any] = field(default_factory=dict)
+    _chat_template: ChatTemplate = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_chat_template", ChatTemplate(self.tokenizer))
         if self.chat and not self.tokenizer.chat_template:
             raise ConfigError("chat=true: the tokenizer has no chat template. Set chat=false.")
 
@@ -75,13 +78,12 @@ class TurnWriter:
     def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text that the template writes after an assistant answer, with these messages and a new turn."""
         before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+        conversation = [*before, *map(dict, messages)]
         try:
-            whole = self.tokenizer.apply_chat_template(
-                [*before, *map(dict, messages)], tokenize=False, add_generation_prompt=True, **self.options
-            )
-        except Exception as error:  # templates are programs and may raise any exception
-            raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
-        _, answer, behind = str(whole).partition(_ANSWER)
+            whole = self._chat_template.render(conversation, self.options, add_generation_prompt=True)
+        except DataError as error:
+            raise ValueError(str(error)) from error
+        _, answer, behind = whole.partition(_ANSWER)
         if not answer:
             raise ValueError("the chat template omits the assistant's message; set chat=false")
         return behind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import unicodedata
 
 # Control, format (bidirectional overrides, zero-width), surrogate, line separator and paragraph separator characters.
@@ -30,3 +32,14 @@ def headline(message: str) -> str:
     frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
     following = lines[frames[-1] + 1 :] if frames else lines
     return next((line for line in following if line.strip() and not line.startswith(" ")), message)
+
+
+def log_file(logger: logging.Logger) -> str:
+    """Return the path of the file that a logger writes to, such as `runs/grpo/realign.log`; "the log" without one."""
+    ancestor: logging.Logger | None = logger
+    while ancestor is not None:
+        for handler in ancestor.handlers:
+            if isinstance(handler, logging.FileHandler) and handler.baseFilename != os.devnull:
+                return handler.baseFilename
+        ancestor = ancestor.parent if ancestor.propagate else None
+    return "the log"

@@ -27,7 +27,7 @@ def check_output_folder(experiment: Experiment) -> None:
     if resume is None:
         continue_it = "Continue that run with resume=auto, choose" if resumable else "Choose"
         raise ConfigError(f"{found}. {continue_it} another folder, or set overwrite=true.")
-    if resume == AUTO and not resumable and _model_folders(out):
+    if resume == AUTO and not resumable and any(map(_has_model, _model_folders(out))):
         raise ConfigError(
             f"{found} without a checkpoint, and resume=auto would replace its models. Choose another folder, or set "
             "overwrite=true."
@@ -55,3 +55,8 @@ def clear_output_folder(out: Path) -> None:
 def _model_folders(out: Path) -> list[Path]:
     """Return the folders with saved models."""
     return [folder for folder in (out / "final", out / "best", *out.glob("step_*")) if folder.is_dir()]
+
+
+def _has_model(folder: Path) -> bool:
+    """Return whether a folder with saved models is not empty, as after a save that failed."""
+    return any(path.is_file() for path in folder.glob("*/*"))

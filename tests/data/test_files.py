@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -38,6 +40,32 @@ def test_every_kind_of_file_gives_the_same_rows(source):
     assert table.column("answer") == [0, 1, 2, 3, 4]
     assert list(read_rows(str(source), limit=2).rows) == ROWS[:2]
     assert len(read_rows(source, limit=99)) == 5
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from realign.data import read_rows
+from realign.errors import DataError
+read_rows(sys.argv[1], 1)
+used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_DATA, (used + 50_000_000,) * 2)
+try:
+    print(len(read_rows(sys.argv[2])))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits all memory on Linux only")
+def test_rows_that_need_too_much_memory_are_one_line_of_error(tmp_path):
+    small, large = (write_jsonl(tmp_path / f"{name}.jsonl", ROWS) for name in ("small", "large"))
+    large.write_text((json.dumps({"prompt": "x" * 1000}) + "\n") * 100_000)
+    done = subprocess.run([sys.executable, "-c", LIMITED, small, large], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (
+        f"{large} ({large.stat().st_size:,} bytes): its rows need more memory than this process may use. Set limit to "
+        "read fewer rows, or give the process more memory."
+    )
 
 
 def test_a_missing_column_names_the_place_and_the_nearest(source):

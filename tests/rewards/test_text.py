@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 import unicodedata
 
 import pytest
 
-from realign.rewards.text import headline, shortened, visible
+from realign.rewards.text import headline, log_file, shortened, visible
 
 
 def raised(error: BaseException) -> str:
@@ -50,3 +51,17 @@ def test_the_headline_of_a_traceback_is_its_last_exception_without_notes():
 @pytest.mark.parametrize("message", ["no answer within timeout_s=3", "returned 'x' (str)\nmore", ""])
 def test_the_headline_of_another_message_is_its_first_line(message):
     assert headline(message) == message.partition("\n")[0]
+
+
+def test_the_log_file_is_that_of_the_nearest_logger_that_writes_one(tmp_path):
+    outer, inner = (logging.getLogger(name) for name in ("tests_log_file", "tests_log_file.inner"))
+    handler = logging.FileHandler(tmp_path / "realign.log", delay=True)
+    assert log_file(inner) == "the log"
+    outer.addHandler(handler)
+    try:
+        assert log_file(inner) == str(tmp_path / "realign.log")
+        inner.propagate = False
+        assert log_file(inner) == "the log"
+    finally:
+        outer.removeHandler(handler)
+        inner.propagate = True

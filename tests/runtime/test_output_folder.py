@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from realign.errors import ConfigError
@@ -39,7 +41,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path):
 )
 def test_a_folder_with_an_earlier_run_is_an_error_that_says_what_to_do(tmp_path, resume, checkpoint, message):
     made = experiment(tmp_path, resume=resume)
-    (made.output_dir / "final").mkdir(parents=True)
+    save_model(made.output_dir / "final" / "actor")
     (made.output_dir / "metrics.jsonl").write_text("{}\n")
     if checkpoint:
         (made.output_dir / "checkpoints" / "step_000001").mkdir(parents=True)
@@ -48,6 +50,23 @@ def test_a_folder_with_an_earlier_run_is_an_error_that_says_what_to_do(tmp_path,
     ):
         check_output_folder(made)
     check_output_folder(experiment(tmp_path, resume=resume, overwrite=True))
+
+
+def save_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+
+
+def test_the_empty_folder_of_a_failed_save_holds_no_models_that_a_resume_would_replace(tmp_path):
+    made = experiment(tmp_path, resume="auto")
+    (made.output_dir / "final" / "actor").mkdir(parents=True)
+    (made.output_dir / "metrics.jsonl").write_text("{}\n")
+    check_output_folder(made)
+    (made.output_dir / "final" / "actor").rmdir()
+    check_output_folder(made)
+    save_model(made.output_dir / "final" / "critic")
+    with pytest.raises(ConfigError, match="would replace its models"):
+        check_output_folder(made)
 
 
 def test_clearing_a_folder_removes_the_files_of_a_run_and_no_others(tmp_path):

@@ -29,7 +29,7 @@ AVERAGED = "_ema"
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"),
     *("final", "final/*", "best", "best/*", "step_*", "step_*/*", "checkpoints", "checkpoints/step_*"),
-    "tensorboard",
+    *("tensorboard", "realign.log", ".hydra", ".hydra/*.yaml"),
 )
 """Glob patterns of the files and folders that a run writes into its output folder."""
 

@@ -37,7 +37,7 @@ from realign.rewards.pool.scopes import Scope, item_of, members_of, scope_of
 from realign.rewards.pool.timeouts import patient
 from realign.rewards.pool.urls import masked
 from realign.rewards.pool.worker import Concurrency, answer, answer_concurrently
-from realign.rewards.text import headline
+from realign.rewards.text import headline, log_file
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
 
 logger = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class RewardPool:
         return (TransientError if unreachable else RewardError)(
             f"reward function {self.name} failed on {len(failures)} of {answered} scored items ({kinds}; {n} items in "
             f"total){others}, which exceeds max_failed_fraction={self.max_failed_fraction}. First failure, on item "
-            f"{first.index}: {headline(first.message)} (details: see the log)."
+            f"{first.index}: {headline(first.message)} (details: see {log_file(logger)})."
         )
 
     def _inline(self, items: Sequence[Item]) -> Answers:

@@ -59,7 +59,7 @@ def test_a_path_trick_is_no_hub_name(path, tmp_path, monkeypatch):
         check_path("models.actor.path", path)
 
 
-@pytest.mark.parametrize("name", ["final", "step_000003", "best", "metrics.jsonl", "config.yaml", "checkpoints"])
+@pytest.mark.parametrize("name", ["final", "step_000003", "best", "metrics.jsonl", "checkpoints", ".hydra"])
 def test_a_run_does_not_write_through_links_in_its_folder(name, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "actor").mkdir(parents=True)
@@ -210,9 +210,16 @@ def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml", "curves.png", "last_failure.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("metrics.jsonl", "samples.jsonl", "config.yaml", "curves.png", "last_failure.json"),
+        *("realign.log", ".hydra/x.yaml"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "dangling link", "link to a device"])
 def test_the_record_files_of_a_run_are_regular_files(tmp_path, name, kind):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     check_run_folder(tmp_path)
     OTHERS[kind](tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name}' is (not a regular file|a link to)"):

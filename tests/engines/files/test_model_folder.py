@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.torture.crafted import MODEL_FILES, MODEL_VALUES, NO_OBJECTS
 from realign.engines import Score, TransformersModel
 from realign.engines.files.folders import read_states
 from realign.engines.files.model_folder import check_model_folder
@@ -20,8 +21,6 @@ from realign.runtime.models import adopt
 from tests.tiny import save_tiny
 
 HUGE = 10**7
-FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
-VALUES: list[Any] = [None, True, 0, -1, HUGE, 2.5, "", "x", [], ["x"], {}, {"a": 1}, [[[]]], 10**30]
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +77,13 @@ def test_values_that_no_model_has_are_named(model, file, values, message):
         TransformersModel(str(model)).check("actor")
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", MODEL_FILES)
 def test_any_change_of_any_value_ends_in_success_or_one_line(model, file):
     chooser = random.Random(file)
     content = json.loads((model / file).read_text())
     keys = [key for key in content if key != "vocab"]
     for key in chooser.sample(keys, k=min(len(keys), 20)):
-        value = chooser.choice(VALUES)
+        value = chooser.choice(MODEL_VALUES)
         (model / file).write_text(json.dumps(content | {key: value}))
         try:
             load(model)
@@ -93,8 +92,8 @@ def test_any_change_of_any_value_ends_in_success_or_one_line(model, file):
             raise
 
 
-@pytest.mark.parametrize("file", [*FILES, "model.safetensors.index.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000])
+@pytest.mark.parametrize("file", [*MODEL_FILES, "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", NO_OBJECTS)
 def test_a_file_that_is_no_json_object_is_one_line(model, file, content):
     (model / file).write_bytes(content)
     assert load(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import shutil
@@ -14,22 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.torture.crafted import Place, craft, paths, replaced, sample
 from realign.errors import CheckpointError, RealignError
 from realign.runtime import CheckpointSpec, Experiment, run
-from realign.runtime.checkpoint.atomic_write import facts_of, write_checkpoint
-from realign.runtime.checkpoint.folder import MANIFEST, STATE, list_checkpoints, rendered_manifest
+from realign.runtime.checkpoint.atomic_write import write_checkpoint
+from realign.runtime.checkpoint.folder import STATE, list_checkpoints
 from realign.runtime.checkpoint.schema import DEPTH
 from tests.runtime.checkpoint import test_state
 from tests.runtime.test_step import experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
-Path_ = tuple[Any, ...]
-
-REPLACEMENTS: list[Any] = [
-    *(None, True, False, 0, 7, -1, 2**40, 10**30, 1.5, -2.5, 1e308, "", "x", "7", "\x1b[2J\n", "../x", "$tensor"),
-    *([], [1], ["x"], [[]], {}, {"a": 1}, {"$float": "nan"}, {"$float": "-inf"}, {"$tuple": [1, "x"]}),
-    *({"$dict": [[1, 2], ["a", 3]]}, {"$dict": [[1, 2]]}, {"$text": "eda080"}, {"$tensor": "nowhere"}),
-]
 
 
 def nested(levels: int) -> Any:
@@ -37,36 +30,6 @@ def nested(levels: int) -> Any:
     for _ in range(levels):
         value = [value]
     return value
-
-
-def paths(node: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Yield the path of every value; of long lists, only the first and the last item."""
-    if path:
-        yield path
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from paths(value, (*path, key))
-    elif isinstance(node, list):
-        for index in sorted({0, 1, len(node) - 1} & set(range(len(node)))):
-            yield from paths(node[index], (*path, index))
-
-
-def replaced(tree: Any, path: Path_, value: Any) -> Any:
-    tree = copy.deepcopy(tree)
-    node = tree
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = value
-    return tree
-
-
-def crafted(checkpoint: Path, state: str) -> None:
-    """Write the state of a checkpoint, with the right hashes."""
-    (checkpoint / STATE).write_text(state)
-    manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-    del manifest["sha256"]
-    manifest["files"][STATE] = facts_of(checkpoint / STATE)
-    (checkpoint / MANIFEST).write_bytes(rendered_manifest(manifest))
 
 
 class Attacked:
@@ -84,7 +47,7 @@ class Attacked:
 
     def resume_text(self, state: str) -> str:
         """Do the same with the text of the state."""
-        crafted(self.checkpoint, state)
+        craft(self.checkpoint, state)
         out = self.folder / "again"
         shutil.rmtree(out, ignore_errors=True)
         made = self.make(out, steps=3, output_dir=out / "run", checkpoint=None, resume=str(self.checkpoint))
@@ -97,7 +60,7 @@ class Attacked:
         return ""
 
 
-def never_a_traceback(attacked: Attacked, cases: list[tuple[Path_, Any]]) -> None:
+def never_a_traceback(attacked: Attacked, cases: list[tuple[Place, Any]]) -> None:
     assert attacked.resume(attacked.state) == ""
     refused = 0
     for path, value in cases:
@@ -113,14 +76,6 @@ def never_a_traceback(attacked: Attacked, cases: list[tuple[Path_, Any]]) -> Non
     assert refused > len(cases) / 2
 
 
-def sample(state: Any, n: int, seed: int = 0) -> list[tuple[Path_, Any]]:
-    """Return every path once, then more of them, each with a random replacement of another type or value."""
-    chooser = random.Random(seed)
-    found = list(paths(state))
-    chosen = [*found, *chooser.choices(found, k=max(0, n - len(found)))]
-    return [(path, chooser.choice(REPLACEMENTS)) for path in chosen]
-
-
 def test_any_change_of_any_value_ends_in_success_or_one_line(tmp_path):
     attacked = Attacked(tmp_path, experiment)
     never_a_traceback(attacked, sample(attacked.state, 0))
@@ -131,7 +86,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return test_state.save_files(tmp_path_factory.mktemp("files"))
 
 
-def swaps(state: Any, n: int) -> list[tuple[Path_, Any]]:
+def swaps(state: Any, n: int) -> list[tuple[Place, Any]]:
     """Return replacements of references to tensors by references to other tensors."""
     chooser = random.Random(1)
     names = {
@@ -141,7 +96,7 @@ def swaps(state: Any, n: int) -> list[tuple[Path_, Any]]:
     return [(names[name], json.loads(chooser.choice([other for other in names if other != name]))) for name in chosen]
 
 
-def _values(state: Any) -> Iterator[tuple[Path_, Any]]:
+def _values(state: Any) -> Iterator[tuple[Place, Any]]:
     for path in paths(state):
         node = state
         for key in path:

@@ -1,64 +1,34 @@
-"""Fault injection: SIGKILL at random times and damaged checkpoints, compared with an undisturbed run.
-
-    make torture                                                     # 20 kills, 5 damaged checkpoints
-    python -m benchmarks.torture kills=3 damages=1 steps=10 seed=1 folder=runs/torture
+"""SIGKILL at random times and damaged checkpoints, compared with an undisturbed run.
 
 The run is PPO on additions with all kinds of state: two optimizers, averaged weights, an adaptive KL coefficient, and
 running moments of rewards and values. It writes a checkpoint after every step. Each process is the command line with
 `resume=auto`. Some kills have a target (startup, a rollout, a write); the others occur at any time in a step. After
 some kills, the newest checkpoint is truncated, or has a bit flipped or a file deleted.
-
-Prints a table of the kills and, as the last line, one JSON object. The exit code is 1 if any data was lost.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.report import arguments, facts, table
+from benchmarks.report import table
+from benchmarks.torture.runs import REWARD, Launch, Run, are_equal, differences, is_exact
 from realign.demo.arithmetic import prepare
-from realign.runtime.checkpoint.folder import Checkpoint, CorruptCheckpoint, list_checkpoints
+from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints
 
 DAMAGES = ("truncate", "flip", "delete")
-DEFAULTS = {"kills": "20", "damages": "5", "steps": "60", "seed": "0", "threads": "1", "folder": ""}
-LIMIT_S = 300
 AIMS = ("start", "anywhere", "rollout", "write", "anywhere", "rollout", "write", "anywhere")
-MARK = "REALIGN_TORTURE_MARK"
-REWARD = f"""
-import os
-import random
-
-import numpy as np
-import torch
-
-def score(prompt, response, row):
-    with open(os.environ["{MARK}"], "a") as file:
-        file.write(".")
-    noise = random.random() + np.random.rand() + torch.rand(()).item()
-    return len(response) / 5 + (response[:1] in "13579") + 0.1 * noise
-"""
-"""Reward of the run. Untrained models get some of it. It draws from every global generator. The time of its last call
-tells whether a rollout has ended.
-"""
-MEANT = ("config", "records")
-"""Parts of the state that differ between the two runs: paths, the number of checkpoints kept, and timings."""
 SETTINGS = (
     "experiment=ppo_arithmetic",
     "batch_prompts=32",
@@ -73,102 +43,6 @@ SETTINGS = (
     "interfaces.reward.workers=0",
     "resume=auto",
 )
-
-
-@dataclass
-class Run:
-    """Folder of a run, and the command that starts or resumes it."""
-
-    folder: Path
-    command: list[str]
-    mark: Path
-    launches: int = 0
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of its checkpoints."""
-        return self.folder / "checkpoints"
-
-    def records(self, name: str = "metrics.jsonl") -> list[str]:
-        """Return the complete lines of a file of the run."""
-        path = self.folder / name
-        return path.read_text().split("\n")[:-1] if path.exists() else []
-
-    def samples(self) -> list[tuple[str, str]]:
-        """Return file and text of every recorded sample."""
-        return [(name, line) for name in ("samples.jsonl", "eval_samples.jsonl") for line in self.records(name)]
-
-    def steps(self) -> int:
-        """Return the last recorded step."""
-        lines = self.records()
-        return json.loads(lines[-1])["step"] if lines else 0
-
-    def good(self) -> list[Checkpoint]:
-        """Return the valid checkpoints, newest last."""
-        found = []
-        for checkpoint in list_checkpoints(self.checkpoints):
-            with suppress(CorruptCheckpoint):
-                checkpoint.read()
-                found.append(checkpoint)
-        return found
-
-    def writes(self) -> bool:
-        """Return whether a checkpoint is being written or removed."""
-        return self.checkpoints.is_dir() and any(name.startswith(".") for name in os.listdir(self.checkpoints))
-
-
-class Launch:
-    """Process of a run."""
-
-    def __init__(self, run: Run) -> None:
-        run.launches += 1
-        self.run, self.started = run, time.time()
-        self.log = run.folder.parent / f"{run.folder.name}_{run.launches:02d}.log"
-        source = str(Path(__file__).parents[1])
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                run.command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: str(run.mark), "PYTHONPATH": source, "OMP_WAIT_POLICY": "PASSIVE"},
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def wait_until(self, condition: Callable[[], bool], pause: float) -> bool:
-        """Wait for a condition; return whether it was true before the process ended."""
-        while self.process.poll() is None:
-            if condition():
-                return True
-            if time.time() - self.started > LIMIT_S:
-                raise RuntimeError(f"no progress within {LIMIT_S} s; see {self.log}")
-            time.sleep(pause)
-        return False
-
-    def judged(self) -> bool:
-        """Return whether this process has finished a rollout."""
-        return self.run.mark.exists() and self.run.mark.stat().st_mtime > self.started
-
-    def where(self) -> str:
-        """Return the phase in which the process was killed."""
-        if not self.judged():
-            return "start"
-        metrics = self.run.folder / "metrics.jsonl"
-        return "training" if self.run.mark.stat().st_mtime_ns > metrics.stat().st_mtime_ns else "rollout"
-
-    def finish(self) -> None:
-        """Wait for the process to end; raise an error if its exit code is not 0."""
-        if code := self.process.wait(LIMIT_S):
-            raise RuntimeError(f"{' '.join(self.run.command)} ended with {code}:\n{self.said()}")
-
-    def said(self) -> str:
-        """Return the last part of the log."""
-        return self.log.read_text()[-3000:]
 
 
 @dataclass
@@ -190,32 +64,6 @@ class Outcome:
     exact: int = 0
     damaged: int = 0
     skipped: int = 0
-
-
-def compared(record: str) -> dict[str, Any]:
-    """Return the metrics of a step without timings."""
-    return {k: v for k, v in json.loads(record).items() if k != "seconds" and not k.endswith("_s")}
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every weight file in a folder."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*.safetensors"))
-    }
-
-
-def contents(checkpoint: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the hashes of a checkpoint's tensors, and its other state."""
-    tree = json.loads((checkpoint / "state.json").read_text())["tree"]
-    return hashes(checkpoint), {name: part for name, part in tree.items() if name not in MEANT}
-
-
-def is_exact(reference: Run, run: Run, checkpoint: Checkpoint) -> bool:
-    """Return whether all records of a run and its newest checkpoint equal those of the undisturbed run."""
-    found, expected = run.records(), reference.records()
-    same = [compared(record) for record in found] == [compared(record) for record in expected[: len(found)]]
-    return same and contents(checkpoint.path) == contents(reference.checkpoints / checkpoint.path.name)
 
 
 def kill(launch: Launch, aim: str, step: int, times: Times, chance: random.Random) -> None:
@@ -327,8 +175,6 @@ def note(
 
 def report(run: Run, reference: Run, outcome: Outcome) -> dict[str, Any]:
     """Return the results for the JSON line."""
-    expected, found = (Counter(each.samples()) for each in (reference, run))
-    ours, theirs = ([compared(record) for record in each.records()] for each in (run, reference))
     return {
         "kills": len(outcome.killed),
         "kills_survived": outcome.survived,
@@ -338,27 +184,17 @@ def report(run: Run, reference: Run, outcome: Outcome) -> dict[str, Any]:
         "resumes_exact": outcome.exact,
         "checkpoints_damaged": outcome.damaged,
         "checkpoints_skipped": outcome.skipped,
-        "samples": expected.total(),
-        "samples_lost": (expected - found).total(),
-        "samples_doubled": (found - expected).total(),
-        "metrics_equal": ours == theirs,
-        "weights_equal": hashes(run.folder / "final") == hashes(reference.folder / "final") != {},
+        **differences(run, reference),
     }
 
 
-def is_good(result: dict[str, Any]) -> bool:
+def is_good(result: Mapping[str, Any]) -> bool:
     """Return whether no data was lost."""
     pairs = [("kills", "kills_survived"), ("resumes", "resumes_exact"), ("checkpoints_damaged", "checkpoints_skipped")]
-    lost = result["samples_lost"] + result["samples_doubled"]
-    return (
-        all(result[a] == result[b] for a, b in pairs)
-        and not lost
-        and result["metrics_equal"]
-        and result["weights_equal"]
-    )
+    return all(result[a] == result[b] for a, b in pairs) and are_equal(result)
 
 
-def torture(folder: Path, words: dict[str, str]) -> dict[str, Any]:
+def kills_of(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
     """Execute both runs and compare them."""
     console = Console(stderr=True)
     steps, kills, damages = (int(words[name]) for name in ("steps", "kills", "damages"))
@@ -389,20 +225,3 @@ def torture(folder: Path, words: dict[str, str]) -> dict[str, Any]:
     ]
     print(table(head, rows))
     return report(tormented, reference, outcome)
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return 1 if any data was lost."""
-    words, start = arguments(DEFAULTS, given), time.time()
-    if words["folder"]:
-        result = torture(Path(words["folder"]).resolve(), words)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            result = torture(Path(folder), words)
-    good = is_good(result)
-    print(json.dumps({"good": good, **result, "seconds": round(time.time() - start), **facts()}))
-    return not good
-
-
-if __name__ == "__main__":
-    sys.exit(main())

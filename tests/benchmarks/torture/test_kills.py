@@ -6,15 +6,17 @@ import random
 import pytest
 import torch
 
-from benchmarks import torture
-from benchmarks.torture import Outcome, Run
+from benchmarks.torture import __main__ as torture
+from benchmarks.torture import kills
+from benchmarks.torture.kills import Outcome
+from benchmarks.torture.runs import Run, contents
 from realign.runtime.checkpoint.atomic_write import write_checkpoint
 from realign.runtime.checkpoint.folder import CorruptCheckpoint
 
 
 @pytest.mark.slow
 def test_a_kill_before_the_first_checkpoint_and_one_with_damage_later_change_nothing(tmp_path, capsys):
-    code = torture.main(["kills=2", "damages=1", "steps=6", f"folder={tmp_path}"])
+    code = torture.main(["kills=2", "damages=1", "steps=6", "faults=none", f"folder={tmp_path}"])
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     assert code == 0, (result, [log.read_text()[-3000:] for log in tmp_path.glob("*.log")])
@@ -56,10 +58,10 @@ LATER = [{**row, "seconds": 9.0, "step_s": 9.0} for row in METRICS]
 )
 def test_whatever_differs_is_found(tmp_path, metrics, samples, weights, found):
     reference, tormented = run(tmp_path, "a", METRICS, "abc", b"w"), run(tmp_path, "b", metrics, samples, weights)
-    result = torture.report(tormented, reference, Outcome())
+    result = kills.report(tormented, reference, Outcome())
     good = {"samples_lost": 0, "samples_doubled": 0, "metrics_equal": True, "weights_equal": True}
     assert {name: result[name] for name in good} == good | found
-    assert torture.is_good(result) == (not found)
+    assert kills.is_good(result) == (not found)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +69,14 @@ def test_whatever_differs_is_found(tmp_path, metrics, samples, weights, found):
 )
 def test_what_did_not_go_well_is_not_good(tmp_path, outcome):
     both = run(tmp_path, "a", METRICS, "abc", b"w")
-    assert not torture.is_good(torture.report(both, both, outcome))
+    assert not kills.is_good(kills.report(both, both, outcome))
 
 
-@pytest.mark.parametrize("kind", torture.DAMAGES)
+@pytest.mark.parametrize("kind", kills.DAMAGES)
 @pytest.mark.parametrize("seed", range(5))
 def test_damage_is_damage(tmp_path, kind, seed):
     checkpoint = write_checkpoint(tmp_path, 3, {"x": torch.zeros(5)})
-    assert torture.damage(checkpoint, kind, random.Random(seed)).startswith(kind)
+    assert kills.damage(checkpoint, kind, random.Random(seed)).startswith(kind)
     with pytest.raises(CorruptCheckpoint):
         checkpoint.read()
 
@@ -87,5 +89,5 @@ def test_checkpoints_are_compared_but_for_what_must_differ(tmp_path):
             [{}, {"config": "b", "records": 2}, {"interfaces": {"kl": 0.2}}, {"x": -torch.zeros(3)}]
         )
     ]
-    first, *others = [torture.contents(folder) for folder in folders]
+    first, *others = [contents(folder) for folder in folders]
     assert [first == other for other in others] == [True, False, False]
