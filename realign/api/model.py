@@ -166,7 +166,7 @@ class ModelSpec(ABC):
     def with_tokenizer(self, source: TokenizerSource) -> ModelSpec:
         """Return a spec that uses this tokenizer, unless the spec itself names one.
 
-        The default implementation returns the spec itself, for specs that load a tokenizer of their own.
+        The default implementation returns the spec itself, for specs that load their own tokenizer.
         """
         return self
 

@@ -45,7 +45,7 @@ def _lines(found: Section, width: int) -> Iterator[str]:
 
 
 def _facts(entry: Entry, width: int) -> Iterator[str]:
-    """Yield type, default, range, value and choices of the key that was asked for."""
+    """Yield type, default, range, value and choices of the key on the command line."""
     default = "none; the key must be set" if entry.default is None else entry.default
     rows = {"type": entry.type, "default": default, "valid": entry.valid, "set to": entry.given or ""}
     for name, value in rows.items():

@@ -261,7 +261,7 @@ class JudgeFunction:
         except BaseException as error:
             self._answers.pop(key, None)
             answer.set_exception(error if isinstance(error, Exception) else Unreachable("the request was cancelled"))
-            answer.exception()  # other callers may not exist, and a failure that nobody reads would be logged
+            answer.exception()  # other callers may not exist, and asyncio logs a failure that is never read
             raise
         self._write(key, sent, answer.result())
         while len(self._answers) > self.judge.cache_entries:

@@ -241,7 +241,7 @@ def hub():
 
 
 def push(hub, run: Path, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, since huggingface_hub reads HF_ENDPOINT when it is imported."""
+    """Run the command in a separate process, since huggingface_hub reads HF_ENDPOINT when it is imported."""
     everything = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"), **env}
     everything["PYTHONPATH"] = str(Path(realign.__file__).parents[1])
     everything.pop("HF_HUB_OFFLINE", None)

@@ -213,7 +213,7 @@ class RewardPool:
             responses: the responses.
             rows: row of the data of each response.
             groups: number of the prompt of each response; responses to one prompt are consecutive. None: each response
-                has a prompt of its own. Only functions of scope `group` use it.
+                has its own prompt. Only functions of scope `group` use it.
 
         Raises:
             ValueError: the sequences have different lengths.

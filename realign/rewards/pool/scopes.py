@@ -62,7 +62,7 @@ def members_of(scope: Scope, n: int, groups: Sequence[int] | None) -> list[list[
     Args:
         scope: scope of the function.
         n: number of responses.
-        groups: number of the prompt of each response; None: each response has a prompt of its own.
+        groups: number of the prompt of each response; None: each response has its own prompt.
     """
     if scope is Scope.batch:
         return [list(range(n))] if n else []

@@ -60,7 +60,7 @@ class RunLog(logging.Handler):
             self.write(_described(error))
             raise
         finally:
-            if warnings.showwarning is show:  # a warning filter of somebody else may have replaced it
+            if warnings.showwarning is show:  # other code may have replaced it
                 warnings.showwarning = before
             logger.removeHandler(self)
             self.close()

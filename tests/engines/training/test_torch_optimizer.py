@@ -1,4 +1,4 @@
-"""Test optimizers of torch and of other libraries: updates, groups, schedules, resuming, and what is refused."""
+"""Test optimizers of torch and of other libraries: updates, groups, schedules, resuming, and errors."""
 
 from __future__ import annotations
 
