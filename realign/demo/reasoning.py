@@ -1,13 +1,15 @@
-"""Task of `make llm`: short sums from reasoning-gym as JSONL files of prompts.
+"""Task of `make llm` and of the tutorial: short sums from reasoning-gym as JSONL files.
 
     python -m realign.demo.reasoning [folder] [seed]
 
-Each row has the columns `prompt`, `answer`, `task` and `metadata`, which the rewards of `realign.rewards.reasoning`
-need. No held-out question is among the training questions.
+Prompts have the columns `prompt`, `answer`, `task` and `metadata`, which the rewards of `realign.rewards.reasoning`
+need. Demonstrations are conversations (`messages`), and pairs are a prompt with a right and a wrong answer, all as chat
+messages. No held-out question is in the other files.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,16 +28,22 @@ class Task(NamedTuple):
     """Paths of the files of the task."""
 
     train: Path
+    """Prompts to train on."""
     held_out: Path
+    """Prompts to evaluate on."""
+    demonstrations: Path
+    """Conversations with right answers, for SFT."""
+    pairs: Path
+    """A right and a wrong answer to each question, for DPO."""
 
     @classmethod
     def of(cls, folder: Path) -> Task:
         """Return the paths of the files that `prepare` writes to `folder`."""
-        return cls(folder / "train.jsonl", folder / "held_out.jsonl")
+        return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
 
 
 def prepare(folder: Path, *, seed: int, held_out: int = 100) -> Task:
-    """Write training and held-out questions.
+    """Write prompts, demonstrations and preference pairs.
 
     Args:
         folder: Output folder.
@@ -55,7 +63,11 @@ def prepare(folder: Path, *, seed: int, held_out: int = 100) -> Task:
     task = Task.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(task.held_out, asked.values())
-    write_rows(task.train, [row for row in rows if row["prompt"] not in asked])
+    train = [row for row in rows if row["prompt"] not in asked]
+    write_rows(task.train, train)
+    write_rows(task.demonstrations, ({"messages": [*_question(row), _answer(row["answer"])]} for row in train))
+    rng = random.Random(seed)
+    write_rows(task.pairs, (_pair(row, rng) for row in train))
     return task
 
 
@@ -66,6 +78,19 @@ def _row(entry: dict[str, Any]) -> dict[str, Any]:
         "task": TASK,
         "metadata": {"source_dataset": TASK, "source_index": entry["metadata"]["source_index"]},
     }
+
+
+def _pair(row: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    wrong = int(row["answer"]) + rng.choice((-2, -1, 1, 2))
+    return {"prompt": _question(row), "chosen": [_answer(row["answer"])], "rejected": [_answer(str(wrong))]}
+
+
+def _question(row: dict[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": row["prompt"]}]
+
+
+def _answer(number: str) -> dict[str, str]:
+    return {"role": "assistant", "content": f"The answer is {number}."}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Any
 
 from realign.errors import ConfigError
 
+BRIEF = 24
+"""Largest number of characters of a response that `brief` gives the full reward."""
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -38,6 +40,11 @@ def last_number(prompt: str, response: str, row: dict[str, Any]) -> float:
     """
     numbers = NUMBER.findall(response)
     return float(bool(numbers) and verified(prompt, numbers[-1], row) == 1.0)
+
+
+def brief(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return 1.0 for a response of at most 24 characters, and less for a longer one: 24 divided by its length."""
+    return min(1.0, BRIEF / max(len(response.strip()), 1))
 
 
 @lru_cache

@@ -55,11 +55,16 @@ def rows(path):
 
 def test_no_held_out_question_is_trained_on_and_each_is_asked_once(package, tmp_path):
     task = prepare(tmp_path, seed=0, held_out=4)
-    train, held_out = ([row["prompt"] for row in rows(path)] for path in task)
+    train, held_out = ([row["prompt"] for row in rows(path)] for path in (task.train, task.held_out))
     assert len(held_out) == len(set(held_out)) == 4
     assert train
     assert not set(held_out) & set(train)
     assert rows(task.train)[0].keys() == {"prompt", "answer", "task", "metadata"}
+    for row, shown, pair in zip(*(rows(path) for path in (task.train, task.demonstrations, task.pairs)), strict=True):
+        question, right = {"role": "user", "content": row["prompt"]}, f"The answer is {row['answer']}."
+        assert shown == {"messages": [question, {"role": "assistant", "content": right}]}
+        assert (pair["prompt"], pair["chosen"]) == ([question], shown["messages"][1:])
+        assert pair["rejected"][0]["content"] not in ("", right)
 
 
 def test_missing_packages_are_one_line(monkeypatch, tmp_path):
