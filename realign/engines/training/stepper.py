@@ -142,7 +142,7 @@ class Stepper:
         """
         settings = [{k: x for k, x in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self._check_moments(state["optimizer"]["state"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(_with_own_counts(state["optimizer"]))
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.optimizer_steps = state["optimizer_steps"]
@@ -158,6 +158,17 @@ class Stepper:
             shape = list(parameters[index].shape)
             if shapes != {"step": [], "exp_avg": shape, "exp_avg_sq": shape}:
                 raise ValueError(f"parameter {index} has shape {shape}, but its moments have {shapes}")
+
+
+def _with_own_counts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the step counts of a state, which the optimizer would otherwise increment in the memory of the caller.
+
+    The workers of a Ray group receive a state in memory that they share, where each of them would increment the count.
+    """
+    moments = {
+        i: {name: x.clone() if x.ndim == 0 else x for name, x in moment.items()} for i, moment in state["state"].items()
+    }
+    return {**state, "state": moments}
 
 
 def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:
