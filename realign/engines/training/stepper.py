@@ -147,7 +147,7 @@ class Stepper:
         """
         settings = [{k: x for k, x in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self._check_moments(state["optimizer"]["state"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(_with_own_counts(state["optimizer"]))
         self._check_dtypes(state["optimizer"]["state"])
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -170,6 +170,19 @@ class Stepper:
                 now = self.optimizer.state[parameters[index]].get(name)
                 if isinstance(x, Tensor) and not x.is_floating_point() and now.dtype != x.dtype:
                     raise ValueError(f"{self.spec.label} restores its {name} as {now.dtype}, but it was {x.dtype}")
+
+
+def _with_own_counts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the step counts of a state, which the optimizer would otherwise increment in the memory of the caller.
+
+    The workers of a Ray group receive a state in memory that they share, where each of them would increment the count.
+    """
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+    moments = {i: {name: copied(x) for name, x in moment.items()} for i, moment in state["state"].items()}
+    return {**state, "state": moments}
 
 
 def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:

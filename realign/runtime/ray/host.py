@@ -236,6 +236,8 @@ class Host:
 
     def load_state_dict(self, role: str, state: Mapping[str, Any], weights_only: bool) -> None:
         """See `PipelinableEngine.load_state_dict`."""
+        if self._size == 1:  # the optimizer would keep moments in shared memory; sharded engines copy their slices
+            state = mapped(state, Tensor.clone)
         self._engine(role).load_state_dict(state, weights_only=weights_only)
 
     def weights(self, role: str) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
 from realign.runtime.ray.host import Host
+from realign.runtime.ray.wire_format import mapped
+from tests.runtime.checkpoint.test_state import assert_same_tree
 from tests.tiny import random_sample
 
 SPEC, DATA = MicroBatchSpec(), random_sample([[6, 5], [7]])
@@ -40,6 +42,23 @@ def test_two_halves_are_one_step(specs):
     assert stat_values(two.ask("actor", "apply", (WEIGHT, False))) == stat_values(whole)
     ours, theirs = (host.ask("actor", "weights", ()) for host in (one, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loaded_state_is_not_changed_by_later_steps(specs, size):
+    """The workers of a group receive one state in shared memory."""
+    host = Host(0, 1)
+    host.load(specs, 3, frozenset())
+    host.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))
+    given = mapped(host.ask("actor", "state_dict", ()), torch.clone)
+    counts = [moments["step"].clone() for moments in given["optimizer"]["optimizer"]["state"].values()]
+    kept = mapped(given, torch.clone)
+    host._size = size  # the branch of a group with several ranks; its engine copies its slices
+    host.ask("actor", "load_state_dict", (given, False))
+    host.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))
+    assert [moments["step"] for moments in given["optimizer"]["optimizer"]["state"].values()] == counts
+    if size == 1:
+        assert_same_tree(given, kept)
 
 
 def test_a_reference_stays_and_the_loss_is_measured_without_a_step(specs):

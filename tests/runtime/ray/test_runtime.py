@@ -34,6 +34,7 @@ from realign.runtime.ray import groups
 from realign.runtime.ray.groups import RemoteError, WorkerGroup
 from realign.runtime.ray.overhead import counted_hops
 from realign.runtime.ray.runtime import RayRuntime, reserve
+from realign.runtime.ray.wire_format import mapped
 from realign.runtime.ray.worker import HOOK, Setup
 from tests.runtime.checkpoint.test_state import assert_same_tree, experiment, started, untimed
 from tests.runtime.test_step import BigramModel
@@ -89,11 +90,14 @@ def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(
             (values, first), (_, second) = opened.step(1), opened.step(2)
             engine = opened.models["actor"].machine
             measured = ForwardOnly("actor", "actor", engine).train_batch(DATA, MicroBatchSpec(), loss, weight)
-            made[kind] = [first, second], engine.weights(), engine.state_dict(), stat_values(measured)
+            weights, trained = (mapped(tree, torch.clone) for tree in (engine.weights(), engine.state_dict()))
+            made[kind] = [first, second], weights, trained, stat_values(measured)
+            engine.load_state_dict(engine.state_dict())
+            engine.train_batch(DATA, MicroBatchSpec(), loss, weight)
+            made[kind] += (counts(engine),)
             if kind == "ray":
                 opened.models["ref"].machine.load_weights(engine.weights())
                 assert engine.group is opened.models["ref"].machine.group
-                engine.load_state_dict(engine.state_dict())
                 assert 0 < values["time/actor_gen_wait_s"] <= values["time/actor_gen_s"]
                 assert "time/reward_inf_wait_s" not in values
                 begun = time.monotonic()
@@ -106,6 +110,11 @@ def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(
         assert torch.equal(ours["input_ids"], theirs["input_ids"])
     for ours, theirs in zip(made["ray"][1:], made["local"][1:], strict=True):
         assert_close(ours, theirs)
+
+
+def counts(engine: Any) -> list[float]:
+    """Return the number of steps of each parameter in the optimizer."""
+    return [float(moments["step"]) for moments in engine.state_dict()["optimizer"]["optimizer"]["state"].values()]
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
