@@ -22,7 +22,7 @@ PRIVATE = "REALIGN_TORTURE_PRIVATE"
 
 
 def private() -> list[str]:
-    """Return the command that executes another one with mounts of its own; empty if this is not possible."""
+    """Return the command that executes another one with separate mounts; empty if this is not possible."""
     for prefix in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
         with suppress(NotPossible):
             command(*prefix, "mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "/mnt")
