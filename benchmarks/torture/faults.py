@@ -9,7 +9,9 @@ is survived if all of this is true:
 4. Once the fault is over, the same command resumes the run (if it was not complete) and ends with 0. Then metrics
    (without timings), samples and final weights are equal to those of an undisturbed run.
 
-For rewards and environments, the undisturbed run is one in which the same calls raise an exception.
+For rewards and environments, the undisturbed run is one in which the same calls raise an exception. Several attacks on
+input files share a run folder, and the fourth condition is checked once after them. If a process accepts a crafted
+checkpoint or model (exit code 0), its own results are not compared.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -249,7 +250,8 @@ class Training:
         self.saves.after_step(step, values, last=last)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        self.result.history.append({"step": step, **values})
+        # all steps share the strings of the names, which would otherwise be most of the memory of a long run's history
+        self.result.history.append({"step": step, **{sys.intern(name): value for name, value in values.items()}})
         for receiver in self.receivers:
             receiver.log(step, values)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.torture.faults import series_of
 from realign.data import PromptData
 from realign.engines import OptimizerSpec
 from realign.interfaces.environment import EnvironmentInterface
@@ -17,7 +18,17 @@ from realign.runtime.checkpoint.exports import CheckpointSpec
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
+FAILURES, _, ATTACKS = PAGE.partition("\n## Attacks\n")
+
+
+def cells(text: str) -> list[list[str]]:
+    """Return the cells of all tables in a text."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+
+
+ROWS = cells(FAILURES)
 FAULTS = [row for row in ROWS if len(row) == 4 and row[0] != "fault"]
 SETTINGS = [row for row in ROWS if len(row) == 3 and row[0] != "setting"]
 PLACES = {
@@ -70,3 +81,8 @@ def test_defaults_are_those_of_the_code(row):
     place, _, name = row[0].strip("`").rpartition(".")
     field = next(f for f in dataclasses.fields(PLACES[place]) if f.name == name)
     assert row[1] == (f"{field.default:g}" if isinstance(field.default, int | float) else field.default)
+
+
+def test_the_page_lists_every_group_of_attacks():
+    groups = [row[0].strip("`") for row in cells(ATTACKS) if len(row) == 3 and row[0] != "group"]
+    assert groups == list(series_of(seed=0, crafted=1))

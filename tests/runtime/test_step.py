@@ -202,6 +202,14 @@ def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
     ]
 
 
+def test_the_history_of_a_long_run_stores_the_name_of_each_metric_once(tmp_path):
+    history = run(experiment(tmp_path, evaluation=None)).history[1:]
+    assert len(history) == 3
+    assert len({id(name) for record in history for name in record}) == len(
+        {name for record in history for name in record}
+    )
+
+
 def test_a_frozen_model_is_not_saved(tmp_path):
     class FrozenModel(BigramModel):
         def load(self, name, *, seed):
