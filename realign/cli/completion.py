@@ -36,13 +36,14 @@ from realign.config.source import (
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 
 COMMANDS = ("train", "check", "graph", "chat", "export", "help")
-PER_ROLE = ("models", "interfaces", "sync", "trackers", "callbacks")
+PER_ROLE = ("models", "interfaces", "sync", "evaluations", "trackers", "callbacks")
 """Root keys that map names to components."""
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {
         "models": "realign.engines.TransformersModel",
         "sync": "realign.api.Sync",
         "evaluation": "realign.runtime.Evaluation",
+        "evaluations": "realign.runtime.Evaluation",
         "calibration": "realign.runtime.RewardCalibration",
         "dynamic_sampling": "realign.runtime.DynamicSampling",
         "callbacks": "realign.api.callback.Callback",

@@ -22,7 +22,10 @@ CHECKOUT = Path(__file__).parents[2]
     ("line", "expected"),
     [
         ("realign che", ["check", "checkpoint."]),
-        ("realign experiment=grpo_", ["experiment=grpo_arithmetic", "experiment=grpo_environment"]),
+        (
+            "realign experiment=grpo_",
+            ["experiment=grpo_arithmetic", "experiment=grpo_environment", "experiment=grpo_reasoning"],
+        ),
         ("realign algorithm=rl", ["algorithm=rloo"]),
         ("realign help interfaces.actor.k", ["interfaces.actor.keep_best", "interfaces.actor.kl."]),
         ("realign experiment=ppo interfaces.c", ["interfaces.critic."]),
