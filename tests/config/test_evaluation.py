@@ -54,7 +54,7 @@ def test_data_has_the_template_the_columns_and_the_limits_of_training_but_other_
     assert (data.template.name, data.system, data.prompt_column) == ("chat", "Be brief.", "question")
     assert (data.limit, data.max_prompt_tokens) == (None, 99)
     supervised = built("sft", *training, HELD_OUT, "evaluation.data.limit=5").evaluation.data
-    assert (supervised.system, supervised.response_column, supervised.max_tokens) == ("Be brief.", "response", 2048)
+    assert (supervised.system, supervised.prompt_column, supervised.max_tokens) == ("Be brief.", "question", 2048)
     assert supervised.limit == 5
 
 

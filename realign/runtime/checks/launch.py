@@ -132,11 +132,11 @@ def _check_metric(experiment: Experiment, where: str, metric: str, instead: str)
             f"as {instead}."
         )
     known: set[str] = set()
-    for where, evaluation in experiment.all_evaluations.items():
+    for key, evaluation in experiment.all_evaluations.items():
         names = evaluation.metric_names(experiment.graph)
         if names is None:
             return
-        known |= {*in_set(where.partition(".")[2], names).values()}
+        known |= {*in_set(key.partition(".")[2], names).values()}
     if known and metric.startswith("eval/") and metric not in known:
         near = difflib.get_close_matches(metric, sorted(known), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
