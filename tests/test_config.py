@@ -489,6 +489,7 @@ MUST_BE_GIVEN = {
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
     "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
+    "grpo_reasoning": ["models.actor.path=m", "data.path=p.jsonl", "evaluation.data.path=h.jsonl"],
     "grpo": [
         "models.actor.path=m",
         "data.path=p.jsonl",

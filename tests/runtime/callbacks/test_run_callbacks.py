@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from realign.api import Callback, CallbackResult
-from realign.engines.distributed.ranks import current
 from realign.errors import CheckpointError, ConfigError, RunComplete, RunError
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
@@ -245,7 +244,7 @@ def test_a_shipped_callback_with_a_strange_state_is_a_checkpoint_error(tmp_path)
 
 
 def stopped_on_ranks(folder: Path) -> tuple[list[str], list[float], str | None, int]:
-    recorder = Recorder(stop_at=2 if current().leader else None)
+    recorder = Recorder(stop_at=2)
     result = run(experiment(folder, steps=5, checkpoint=EVERY), callbacks={"mine": recorder})
     return recorder.calls, result.series("double_reward"), result.stopped, len(result.series("step"))
 
