@@ -9,6 +9,7 @@ import warnings
 import pytest
 
 from realign.api import Callback
+from realign.errors import ConfigError
 from realign.runtime import run
 from realign.runtime.metrics.run_log import RunLog
 from tests.runtime.test_step import experiment
@@ -76,7 +77,11 @@ def test_a_full_disk_and_a_missing_folder_do_not_matter(tmp_path):
 def test_a_link_in_place_of_the_log_or_the_summary_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("precious")
-    (tmp_path / "run" / "realign.log").symlink_to(tmp_path / "precious")
     (tmp_path / "run" / "summary.json").symlink_to(tmp_path / "precious")
     run(experiment(tmp_path, overwrite=True))
+    assert (tmp_path / "precious").read_text() == "precious"
+    (tmp_path / "run" / "realign.log").unlink()
+    (tmp_path / "run" / "realign.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"realign\.log' is a link"):
+        run(experiment(tmp_path, overwrite=True))
     assert (tmp_path / "precious").read_text() == "precious"
