@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 
@@ -112,6 +112,21 @@ def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -
     return found
 
 
+@contextmanager
+def _status(console: Console | None, text: str) -> Iterator[None]:
+    """Show what the run is doing. Errors of the output, which may be a file on a full disk, are ignored."""
+    status = None if console is None else console.status(text)
+    if status is not None:
+        with suppress(OSError):
+            status.start()
+    try:
+        yield
+    finally:
+        if status is not None:
+            with suppress(OSError):
+                status.stop()
+
+
 def _opened(
     experiment: Experiment,
     ranks: Ranks,
@@ -132,7 +147,7 @@ def _opened(
     start = find_start(experiment)
     _check_start(start, ranks)
     seed_random(experiment.seed)
-    with console.status("loading models and data") if console is not None and ranks.leader else nullcontext():
+    with _status(console if ranks.leader else None, "loading models and data"):
         runtime = open_runtime(experiment)
     stack.callback(runtime.close)
     runtime.watch = watch

@@ -287,8 +287,9 @@ class LiveDisplay:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
         else:
-            for line in self._header:
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            with suppress(OSError):  # `log` meets the same error, and `Forgiving` warns about it
+                for line in self._header:
+                    self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:

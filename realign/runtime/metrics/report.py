@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,9 +61,10 @@ class RunReport:
             return
         self.log.write(f"end of the run\n{summary.text()}")
         if console is not None:
-            if self.before_panel is not None:
-                self.before_panel()
-            console.print(summary.panel())
+            with suppress(OSError):  # the output may be a file on a full disk; the log has the summary too
+                if self.before_panel is not None:
+                    self.before_panel()
+                console.print(summary.panel())
 
     def summary(
         self, experiment: Experiment, event: EndEvent, history: Sequence[Mapping[str, float]], seconds: float
