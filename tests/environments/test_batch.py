@@ -120,6 +120,7 @@ def test_an_environment_does_not_end_the_loop_of_the_others(caplog):
     assert "abandoned" not in caplog.text
 
 
+@pytest.mark.slow
 def test_batches_in_a_row_leave_one_thread_for_each_blocked_loop_and_all_slots_free(caplog):
     given = limits(concurrency=2)
     for blocked in range(1, 4):

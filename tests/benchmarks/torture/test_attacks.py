@@ -170,6 +170,7 @@ def test_the_end_of_a_process_is_compared_with_the_table_of_exit_codes(code, tex
     assert problem_in(Attack("any", (0, 2, 75, 143)), code, text) == problem
 
 
+@pytest.mark.slow
 def test_a_fault_that_the_real_command_line_meets_is_survived(tmp_path):
     pipe = Attack("pipe", (2,), "is not a regular file", before=lambda scene: block(scene.run.folder), after=free)
     lab = Lab(tmp_path)

@@ -119,6 +119,7 @@ def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
     assert_same(scenarios.going_on(scenarios.restored(folder, group(folder, ranks))), wanted)
 
 
+@pytest.mark.slow
 def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> None:
     """Four ranks give the same results as one process, and each resumes from the other's checkpoint."""
     one, four = folder / "crossed of 1", folder / "crossed of 4"

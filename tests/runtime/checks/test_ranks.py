@@ -133,6 +133,7 @@ def message_of(attempt: Callable[[], Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_in_anything_end_at_launch_with_one_error(tmp_path) -> None:
     for rank in range(2):
         save_files(tmp_path / str(rank) / "rows", rows=6 + rank, seed=0)

@@ -169,6 +169,7 @@ def conversing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("conversing")
 def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline():
     process = command("interfaces.agent.timeout_s=2", args=CONVERSE)
