@@ -15,8 +15,9 @@ import torch
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
+from realign.data.collect import Collected
 from realign.data.columns import Row, only_one, overlap, read_column
-from realign.data.dataset import SequenceDataset
+from realign.data.dataset import LoadReport, SequenceDataset
 from realign.data.messages import short
 from realign.data.rows import Dropped, LengthLimit, RowText
 from realign.data.source import DataSource
@@ -210,15 +211,11 @@ class PreferenceData(DataSource):
         """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
-        """Read the file and tokenize it.
-
-        Raises:
-            DataError: a row is invalid (names its file and line), or no row is left.
-            ConfigError: the tokenizer does not support a setting.
-        """
-        found, report = self.collect(tokenizer)
-        return PreferenceDataset(found.tokens, report, found.lengths, found.trained, found.labels, found.margins)
+    def pack(self, found: Collected, report: LoadReport) -> PreferenceDataset:
+        """See `DataSource`."""
+        return PreferenceDataset(
+            found.tokens, report, found.lengths, found.trained, found.labels, found.margins, mixture=found.mixture
+        )
 
 
 def _is_several(chosen: Any) -> bool:

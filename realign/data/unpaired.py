@@ -12,8 +12,9 @@ import torch
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
+from realign.data.collect import Collected
 from realign.data.columns import RESPONSES, Row, only_one, overlap, read_column
-from realign.data.dataset import SequenceDataset
+from realign.data.dataset import LoadReport, SequenceDataset
 from realign.data.messages import short
 from realign.data.rows import LengthLimit, RowText
 from realign.data.source import DataSource
@@ -72,15 +73,9 @@ class UnpairedData(DataSource):
         """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> UnpairedDataset:
-        """Read the file and tokenize it.
-
-        Raises:
-            DataError: a row is invalid (names its file and line), or no row is left.
-            ConfigError: the tokenizer does not support a setting.
-        """
-        found, report = self.collect(tokenizer)
-        return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels)
+    def pack(self, found: Collected, report: LoadReport) -> UnpairedDataset:
+        """See `DataSource`."""
+        return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
 
 
 @dataclass(frozen=True, eq=False)
