@@ -189,10 +189,10 @@ def _one_line(name: str, subset: str | None) -> Iterator[None]:
                     "disables. Set path to a file, or unset HF_HUB_OFFLINE."
                 ) from error
             raise TransientError(
-                f"{name}: no such file or folder, and the hub is not reachable ({_first_line(error)}). Check the "
-                "network and start again."
+                f"{name}: the hub at {constants.ENDPOINT} is not reachable, and there is no such local file or folder. "
+                "Check the network and start again."
             ) from error
-        if type(error).__name__ == "DatasetNotFoundError":
+        if type(error).__name__ in ("DatasetNotFoundError", "RepositoryNotFoundError"):
             raise DataError(
                 f"{name}: no such file or folder, and the hub has no such dataset, or it needs a token "
                 f"({_first_line(error)})."
@@ -208,7 +208,7 @@ def _unreachable(error: BaseException | None) -> bool:
             return True
         if {kind.__name__ for kind in type(error).__mro__} & {*_UNREACHABLE, "OfflineModeIsEnabled"} and not status:
             return True
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
     return False
 
 

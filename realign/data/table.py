@@ -41,8 +41,9 @@ class Table:
 
     def take(self, chosen: Sequence[int]) -> Table:
         """Return the rows at these indices."""
-        rows, places = ([values[i] for i in chosen] for values in (self.rows, self.places))
-        return Table(self.path, rows, places, self.unit, [self.files[i] for i in chosen] if self.files else ())
+        files = [self.files[i] for i in chosen] if self.files else ()
+        rows, places = [self.rows[i] for i in chosen], [self.places[i] for i in chosen]
+        return Table(self.path, rows, places, self.unit, files)
 
     def column(self, name: str) -> list[Any]:
         """Return the values of a column.

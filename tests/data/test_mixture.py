@@ -104,8 +104,8 @@ def test_parts_are_taken_from_each_source_and_dropped_rows_do_not_count(folder):
     with (folder / "a.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "long " * 20}) + "\n")
     assert PromptData(both, max_prompt_tokens=20).load(make_tokenizer()).mixture.sizes == (4, 6)
+    (folder / "b.jsonl").write_text(json.dumps({"prompt": "long " * 20}) + "\n")
     with pytest.raises(DataError, match=r"no row is left of .*b\.jsonl\. Remove this source, or relax the filters"):
-        (folder / "b.jsonl").write_text(json.dumps({"prompt": "long " * 20}) + "\n")
         PromptData(both, max_prompt_tokens=20).load(make_tokenizer())
 
 

@@ -177,9 +177,9 @@ def test_configs_are_built_from_plain_values(kind):
     assert built.template is Template.chat
     assert built.too_long is TooLong.error
     assert built.template_options == {"thinking": False}
-    with pytest.raises(ConfigError, match="data.path is missing"):
+    with pytest.raises(ConfigError, match=r"data\.path is missing"):
         fill(kind, {}, "data")
-    with pytest.raises(ConfigError, match="unknown key 'data.promt_column'; did you mean 'prompt_column'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.promt_column'; did you mean 'prompt_column'"):
         fill(kind, {"path": "x.jsonl", "promt_column": "x"}, "data")
-    with pytest.raises(ConfigError, match="data.template: unknown choice 'caht'; did you mean 'chat'"):
+    with pytest.raises(ConfigError, match=r"data\.template: unknown choice 'caht'; did you mean 'chat'"):
         fill(kind, {"path": "x.jsonl", "template": "caht"}, "data")
