@@ -428,7 +428,7 @@ _DELIMITED = {",": "CSV", ";": "CSV with semicolons", "\t": "TSV"}
 
 
 def _is_json_line(text: bytes) -> bool:
-    """Return whether the first line is a JSON object, and another line follows or the text is no JSON otherwise."""
+    """Return whether the first line is a JSON object, and another line follows it."""
     line, _, rest = text.partition(b"\n")
     if not line.startswith(b"{"):
         return False

@@ -34,10 +34,10 @@ class FileSource(DataSpec):
     """Rows of one or several sources."""
 
     path: str | RowSource | list[str | RowSource]
-    """Where the rows come from: a file (JSONL, JSON, CSV, TSV, parquet, arrow), a folder of such files or written by
-    `datasets`' `save_to_disk`, a pattern such as `data/*.jsonl`, or a dataset of the Hugging Face hub such as
-    `org/name` or `org/name:split`. An existing local path takes precedence over a hub name. A list combines several
-    sources; `{path: a.jsonl, weight: 0.7}` in it sets a weight, limit or columns."""
+    """Where the rows come from: a file, folder, pattern such as `data/*.jsonl`, or hub name such as `org/name:split`.
+    Files are JSONL, JSON, CSV, TSV, parquet or arrow. Folders contain such files, or were written by `datasets`'
+    `save_to_disk`. An existing local path takes precedence over a hub name. A list combines several sources, and
+    `{path: a.jsonl, weight: 0.7}` in it sets a weight, limit or columns."""
     limit: Count | None = None
     """Maximum number of rows to read from the start of each source; null reads all."""
     split: str | Split | None = None

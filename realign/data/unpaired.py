@@ -26,6 +26,9 @@ from realign.settings import Count
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TEXT_LABELS = {"true": 1, "false": 0, "1": 1, "0": 0}
+"""Labels of CSV files, whose values are text."""
+
 
 @dataclass
 class UnpairedData(DataSource):
@@ -61,9 +64,10 @@ class UnpairedData(DataSource):
     def text_of(self, row: Row, writer: Writer) -> RowText:
         """See `DataSource`."""
         prompt, response, label = (read_column(row, column) for column in self.columns(row).values())
-        if label not in (0, 1):
+        found = _TEXT_LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
+        if found not in (0, 1):
             raise DataError(f"the label is {short(label)}; expected true or false.")
-        return RowText(row, writer.response(prompt, response, self.tools(row)), [float(label)])
+        return RowText(row, writer.response(prompt, response, self.tools(row)), [float(found)])
 
     def length_limit(self) -> LengthLimit:
         """See `DataSource`."""

@@ -1,5 +1,5 @@
-"""Datasets of the hub, read from a server on loopback, in processes of their own: the libraries read HF_ENDPOINT and
-HF_HUB_OFFLINE when they are imported."""
+"""Datasets of the hub, read from a server on loopback, in separate processes, since the libraries read HF_ENDPOINT
+and HF_HUB_OFFLINE when they are imported."""
 
 import io
 import json

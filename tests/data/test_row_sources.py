@@ -6,9 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.data import RowSource, read_rows
+from realign.config.construct import build, fill
+from realign.config.errors import ConfigError
+from realign.config.experiment import as_node
+from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, UnpairedData, read_rows
 from realign.data.row_files import Cursor, recognize
 from realign.errors import DataError, SettingsError
+from tests.data.text_tokenizer import make_tokenizer
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(5)]
 
@@ -264,3 +268,32 @@ def test_settings_that_do_not_apply_are_named(tmp_path):
         read_rows("imdb")
     with pytest.raises(SettingsError, match="path='': must be a file, a folder or a hub name"):
         RowSource("")
+
+
+def test_labels_and_margins_of_csv_files_are_numbers(tmp_path):
+    (tmp_path / "kto.csv").write_text("prompt,completion,label\na,b,True\nc,d,0\ne,f,1\n")
+    unpaired = UnpairedData(str(tmp_path / "kto.csv")).load(make_tokenizer())
+    assert unpaired.labels.tolist() == [1, 0, 1]
+    (tmp_path / "pairs.csv").write_text("prompt,chosen,rejected,margin\na,b,c,0.5\n")
+    pairs = PreferenceData(str(tmp_path / "pairs.csv"), margin_column="margin").load(make_tokenizer())
+    assert pairs.margins.tolist() == [0.5, 0.5]
+    (tmp_path / "kto.csv").write_text("prompt,completion,label\na,b,maybe\n")
+    with pytest.raises(DataError, match=r"kto\.csv, line 2: the label is 'maybe'; expected true or false"):
+        UnpairedData(str(tmp_path / "kto.csv")).load(make_tokenizer())
+
+
+def test_a_source_is_built_from_plain_values_and_wrong_keys_are_named():
+    data = fill(PromptData, {"path": ["a.jsonl", {"path": "b.jsonl", "columns": {"prompt": "q"}}], "limit": 3}, "data")
+    assert [(source.path, source.limit, source.columns) for source in data.sources] == [
+        ("a.jsonl", 3, {}),
+        ("b.jsonl", 3, {"prompt": "q"}),
+    ]
+    assert build(as_node(data), DataSpec, "data") == data
+    assert fill(PromptData, {"path": {"path": "org/name", "split": "train"}}, "data").describe() == "org/name:train"
+    assert fill(PromptData, {"path": "x", "split": {"part": 1}}, "data").split == Split(1)
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.path\[1\]\.wieght'; did you mean 'weight'"):
+        fill(PromptData, {"path": ["a", {"path": "b", "wieght": 1}]}, "data")
+    with pytest.raises(ConfigError, match=r"data\.path\[0\]\.weight"):
+        fill(PromptData, {"path": [{"path": "b", "weight": -1}]}, "data")
+    with pytest.raises(ConfigError, match=r"data\.path: the source 'b' has no weight"):
+        fill(PromptData, {"path": [{"path": "a", "weight": 1}, "b"]}, "data")
