@@ -146,7 +146,7 @@ def _local(text: str, split: str | None, subset: str | None) -> list[RowFile] | 
         return None
     for name, value in (("split", split), ("subset", subset)):
         if value is not None:
-            raise DataError(f"{name}={value!r}: {text} is a file, which has no {name}s. Set {name}=null.")
+            raise DataError(f"{name}={value!r}: {text} is a file, which has no {name}s. Remove it.")
     return [recognize(file) for file in found]
 
 
@@ -165,7 +165,7 @@ def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile
     if (folder / "state.json").is_file():
         for name, value in (("split", split), ("subset", subset)):
             if value is not None:
-                raise DataError(f"{name}={value!r}: {folder} is a folder of one split. Set {name}=null.")
+                raise DataError(f"{name}={value!r}: {folder} is a folder of one split. Remove it.")
         return [SavedFolder(folder)]
     if (folder / "dataset_dict.json").is_file():
         return [

@@ -262,7 +262,7 @@ def test_columns_are_renamed_and_a_limit_counts_rows_of_all_files(tmp_path):
 
 def test_settings_that_do_not_apply_are_named(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(DataError, match=r"split='train': .*a\.jsonl is a file, which has no splits\. Set split=null"):
+    with pytest.raises(DataError, match=r"split='train': .*a\.jsonl is a file, which has no splits\. Remove it"):
         RowSource(str(file), split="train").read()
     with pytest.raises(DataError, match=r"no file or folder 'imdb'; a hub dataset is written owner/name"):
         read_rows("imdb")
