@@ -115,10 +115,11 @@ class SourceStream:
         self._block: list[PlacedRow] | None = None
         self._after: tuple[int, Position] | None = None  # file and position at which the next block begins
         self._reader: tuple[int, Cursor, Iterator[PlacedRow]] | None = None
+        self._restored = False  # whether the position is from `seek`, and was not used yet
 
     def seek(self, position: StreamPosition) -> None:
         """Continue at a position."""
-        self.position, self._block, self._reader = position, None, None
+        self.position, self._block, self._reader, self._restored = position, None, None, True
 
     def take(self, n: int) -> list[tuple[int, RowKey, EncodedRow]]:
         """Return epoch, key and tokens of the next `n` rows that are not dropped.
@@ -181,7 +182,24 @@ class SourceStream:
         )
 
     def _read_block(self) -> list[PlacedRow]:
-        """Read the block at the position, in training order; empty at the end of the files."""
+        """Read the block at the position, in training order; empty at the end of the files.
+
+        Raises:
+            DataError: a row is malformed.
+            CheckpointError: the position is from a checkpoint and is none of the file.
+        """
+        restored, self._restored = self._restored, False
+        try:
+            return self._block_here()
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            if not restored:
+                raise
+            raise CheckpointError(
+                f"data: the position {self.position.start!r} in the checkpoint is none of {self.source.name}. Resume "
+                "from another checkpoint, or set resume_skip=[data] to start at the first row."
+            ) from error
+
+    def _block_here(self) -> list[PlacedRow]:
         at, files = self.position, self._files()
         size, rows = self._block_size(), list[PlacedRow]()
         index, self._after = at.file, None
