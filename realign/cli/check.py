@@ -88,7 +88,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
             restore(runtime, start.state, experiment.resume_skip)
         held_out = sum(map(len, runtime.datasets.held_out.values()))
         kept = f", {held_out:,} held out for evaluation" if held_out else ""
-        say(f"\nData\n  {len(runtime.dataset):,} rows{kept}\n")
+        say(f"\nData\n  {runtime.dataset.describe()}{kept}\n")
         show_row(console, runtime.first_row())
         batch = run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")

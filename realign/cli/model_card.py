@@ -93,7 +93,8 @@ def _front_matter(exported: Path, base: str | None, config: Mapping[str, Any]) -
     model = read_object(exported / "config.json") or {}
     scalar = any("Classification" in name for name in model.get("architectures") or ())
     algorithm = _graph_name(config)
-    data = [name for name in _data(config) if _is_hub_name(name)]
+    names = [name.partition(":")[0] for name in _data(config)]  # without the split
+    data = list(dict.fromkeys(name for name in names if _is_hub_name(name)))
     found = {
         "library_name": "peft" if adapter else "transformers",
         "base_model": base if base is not None and _is_hub_name(base) else None,

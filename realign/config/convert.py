@@ -108,6 +108,9 @@ class Converter:
             classes = [member for member in members if dataclasses.is_dataclass(member)]
             if classes:
                 return self.convert(raw, classes[-1 if words.TARGET in raw else 0], where, default)
+        lists = [member for member in members if (get_origin(member) or member) in LISTS]
+        if isinstance(raw, list) and len(lists) == 1:
+            return self.convert(raw, lists[0], where, default)
         for member in members:
             try:
                 return self.convert(raw, member, where, default)

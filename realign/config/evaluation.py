@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from realign.data import DataSpec
     from realign.runtime.evaluation.base import Evaluator
 
-_ROWS = ("path", "limit", "split")
+_ROWS = ("path", "limit", "split", "subset", "revision", "streaming")
 """Fields of a data node that select rows. An evaluation does not take them over, since they select training rows."""
 _RANDOM = ("temperature", "top_k", "top_p")
 """Sampling settings that greedy sampling ignores."""
@@ -117,7 +117,7 @@ def _data(raw: Any, where: str, training: Training, *, prompts: bool) -> Any:
     if not raw or ("path" in names and not raw.keys() & {"path", "split"}):
         key = f"{where}.path" if "path" in names else where
         raise ConfigError(f"{key} is missing: give it the held-out rows")
-    keep = {"path"} if "path" not in raw else set()
+    keep = {"path", "subset", "revision"} if "path" not in raw else set()
     reset = {name: _default(base, name) for name in _ROWS if name in names and name not in raw and name not in keep}
     return fill(type(base), raw, where, dataclasses.replace(base, **reset))  # type: ignore[type-var]
 

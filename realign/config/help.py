@@ -180,7 +180,9 @@ def _section(path: tuple[str, ...], config: Mapping[str, Any], experiment: str |
     names = place.fields(target) or {} if cls is not None else {}
     entries = tuple(_field_entry(place, target, name, config) for name in names if name != "interfaces")
     name = cls.__name__ if cls is not None and entries else ""
-    text = entry.text if entry is not None and not entries else (_first_paragraph(cls) if cls is not None else "")
+    # A key that also accepts text is described by its own text.
+    alone = entry is not None and (not entries or "text" in entry.type.split(" | "))
+    text = entry.text if entry is not None and alone else (_first_paragraph(cls) if cls is not None else "")
     return Section(".".join(path), name, text or own.text, entries, entry, experiment)
 
 

@@ -1,17 +1,19 @@
-"""Datasets: read rows from a file, format them with a template, tokenize them once, and draw reproducible batches."""
+"""Datasets: read rows from files or the hub, format and tokenize them, and draw reproducible batches."""
 
 from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset, PackedTokens, SequenceDataset
 from realign.data.excerpt import Excerpt
-from realign.data.files import Table, read_rows
 from realign.data.order import batch_indices, epoch_order
 from realign.data.preferences import LabelKind, PreferenceData, PreferenceDataset, RatedPairs
 from realign.data.pretraining import PromptsWithPretraining, WithPretraining
 from realign.data.prompts import PromptData, PromptDataset
 from realign.data.rendering import AssistantMasks
+from realign.data.row_sources import RowSource, read_rows
 from realign.data.rows import Dropped, EncodedRow, RowEncoder, TooLong
 from realign.data.source import DataSource
 from realign.data.split import Split
+from realign.data.streaming import StreamedDataset
 from realign.data.supervised import SupervisedData, SupervisedDataset
+from realign.data.table import Table
 from realign.data.templates import Template
 from realign.data.text import Blocks, TextData
 from realign.data.unpaired import UnpairedData, UnpairedDataset
@@ -37,8 +39,10 @@ __all__ = [
     "PromptsWithPretraining",
     "RatedPairs",
     "RowEncoder",
+    "RowSource",
     "SequenceDataset",
     "Split",
+    "StreamedDataset",
     "SupervisedData",
     "SupervisedDataset",
     "Table",

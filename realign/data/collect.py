@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from realign.api.lengths import Lengths
+from realign.api.lengths import IntArray, Lengths
 from realign.data.columns import Row
 from realign.data.dataset import LoadReport, PackedTokens
-from realign.data.files import Table
+from realign.data.mixture import Mixture
 from realign.data.rows import Dropped, Encoded, RowEncoder
+from realign.data.table import Table
 from realign.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Collected:
         rows: The rows themselves; empty if they were not kept.
         dropped: Number of dropped rows by reason.
         truncated: Number of rows truncated on the left.
+        kept: Indices of the rows among all rows that were encoded.
+        mixture: Sources of the rows; None if there is one source.
     """
 
     tokens: PackedTokens
@@ -44,6 +47,8 @@ class Collected:
     rows: tuple[Row, ...]
     dropped: dict[str, int]
     truncated: int
+    kept: IntArray
+    mixture: Mixture | None = None
 
 
 @dataclass
@@ -59,13 +64,15 @@ class _Collector:
     rows: list[Row] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
+    kept: array[int] = field(default_factory=lambda: array("q"))
 
     def read(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
         """Store each row, and yield the token ids of the kept ones."""
-        for row in encoded:
+        for index, row in enumerate(encoded):
             if isinstance(row, Dropped):
                 self.dropped[row.reason] += 1
                 continue
+            self.kept.append(index)
             self.counts.append(len(row.sequences))
             self.lengths.extend(len(sequence.ids) for sequence in row.sequences)
             for sequence in row.sequences:
@@ -96,25 +103,32 @@ def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected
         tuple(found.rows),
         dict(found.dropped),
         found.truncated,
+        np.array(found.kept, dtype=np.int64),
     )
 
 
-def collect_table(table: Table, encoder: RowEncoder, *, keep_rows: bool = False) -> tuple[Collected, LoadReport]:
-    """Return the rows of a table in packed arrays, and the report on them.
+def collect_tables(
+    tables: Sequence[Table], encoder: RowEncoder, *, keep_rows: bool = False
+) -> tuple[Collected, LoadReport, list[int]]:
+    """Return the rows of several tables in packed arrays, the report on them, and the number of rows of each table.
 
     Raises:
         DataError: a row is invalid (names its file and line), or no row is left.
     """
-    placed = ((table.where(index), row) for index, row in enumerate(table.rows))
+    placed = ((table.where(index), row) for table in tables for index, row in enumerate(table.rows))
     found = collect(encoder.encode(placed), keep_rows=keep_rows)
-    return found, load_report(table, found.tokens, {**table.dropped, **found.dropped}, found.truncated)
+    bounds = np.searchsorted(found.kept, np.cumsum([0, *map(len, tables)]))
+    report = load_report(tables, found.tokens, found.dropped, found.truncated)
+    return found, report, np.diff(bounds).tolist()
 
 
-def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], truncated: int = 0) -> LoadReport:
-    """Return the report on the rows of `table`, and log it if any row was dropped or truncated.
+def load_report(
+    tables: Sequence[Table], tokens: PackedTokens, dropped: dict[str, int], truncated: int = 0
+) -> LoadReport:
+    """Return the report on the rows of `tables`, and log it if any row was dropped or truncated.
 
     Args:
-        table: The rows of the file.
+        tables: The rows that were read.
         tokens: The rows of the resulting dataset.
         dropped: Number of dropped rows by reason.
         truncated: Number of rows truncated on the left.
@@ -123,8 +137,8 @@ def load_report(table: Table, tokens: PackedTokens, dropped: dict[str, int], tru
         DataError: no row is left.
     """
     report = LoadReport(
-        path=str(table.path),
-        rows_read=len(table) + sum(table.dropped.values()),
+        path=", ".join(str(table.path) for table in tables),
+        rows_read=sum(map(len, tables)),
         rows_kept=len(tokens),
         rows_dropped=dropped,
         rows_truncated=truncated,

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
+from realign.data.mixture import Mixture
+from realign.data.order import EpochOrder, RowOrder
 from realign.settings import Settings
 
 
@@ -26,6 +28,23 @@ class Dataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    @property
+    def size(self) -> int | None:
+        """Number of rows; None if it is unknown, because the rows are streamed."""
+        return len(self)
+
+    def order(self, seed: int, shuffle: bool) -> RowOrder:
+        """Return the training order of the rows. Without `shuffle`, each epoch has the order of the dataset."""
+        return EpochOrder(len(self), seed, shuffle)
+
+    def describe(self) -> str:
+        """Return the number of rows as text."""
+        return f"{len(self):,} rows"
+
+    def identity(self) -> str | None:
+        """Return a hash that differs if the rows differ, for datasets without their rows in memory; None for others."""
+        return None
 
     @property
     @abstractmethod
@@ -54,6 +73,15 @@ class Dataset(ABC):
 
 class DataSpec(Settings, ABC):
     """Base class of config nodes that load a dataset, such as `PromptData`. Subclasses implement `load`."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether rows are read during training, so that their number is unknown."""
+        return False
+
+    def describe(self) -> str:
+        """Return where the rows come from, for the launch table; empty if unknown."""
+        return ""
 
     @abstractmethod
     def load(self, tokenizer: Any) -> Dataset:
@@ -138,13 +166,28 @@ class PackedDataset(Dataset):
     Attributes:
         tokens: Token ids of each row.
         report: Counts of the rows that were read and dropped.
+        mixture: Sources of the rows; None if there is one source.
     """
 
     tokens: PackedTokens
     report: LoadReport
+    mixture: Mixture | None = dataclasses.field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def order(self, seed: int, shuffle: bool) -> RowOrder:
+        """See `Dataset`."""
+        return super().order(seed, shuffle) if self.mixture is None else self.mixture.order(seed, shuffle)
+
+    def describe(self) -> str:
+        """See `Dataset`."""
+        rows = super().describe()
+        return rows if self.mixture is None else f"{rows}: {self.mixture.describe()}"
+
+    def with_ids(self, ids: Sequence[Hashable]) -> SequenceSample:
+        """Return all rows, with these ids."""
+        return self._sample(np.arange(len(self)), tuple(ids))
 
     @property
     def longest_sequence(self) -> int:
@@ -218,8 +261,11 @@ def content_hash(dataset: Any) -> str | None:
     """Return the SHA-256 of the contents of a dataset: tokens, lengths, and rows of its file.
 
     Returns:
-        The hex digest; None if the dataset contains no `PackedTokens`.
+        The hex digest, or the identity of a dataset that does not contain its rows; None if the dataset contains no
+        `PackedTokens` and has no identity.
     """
+    if isinstance(dataset, Dataset) and (own := dataset.identity()) is not None:
+        return own
     if not _holds_tokens(dataset):
         return None
     digest = hashlib.sha256()
@@ -238,8 +284,10 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
         yield np.ascontiguousarray(value).data
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            if field.name != "report":  # it contains the path of the file, which is not content
-                yield from _contents(getattr(value, field.name))
+            found = getattr(value, field.name)
+            # A report contains paths, which are not content. Without a mixture, hashes equal those of earlier versions.
+            if field.name != "report" and not (field.name == "mixture" and found is None):
+                yield from _contents(found)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _contents(item)

@@ -7,6 +7,10 @@ computed without replaying earlier steps, which resuming needs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from realign.api.lengths import IntArray
@@ -36,3 +40,51 @@ def batch_indices(n: int, batch_prompts: int, step: int, seed: int, shuffle: boo
         order = epoch_order(n, seed, epoch) if shuffle else np.arange(n)
         batch += [(epoch, row) for row in order[max(first - epoch * n, 0) : last - epoch * n].tolist()]
     return batch
+
+
+class RowOrder(ABC):
+    """Rows at the places of an endless stream of prompts, counted from 0."""
+
+    @property
+    @abstractmethod
+    def rows_per_epoch(self) -> int | None:
+        """Number of different rows; None if it is not known yet."""
+
+    @abstractmethod
+    def rows(self, places: Sequence[int]) -> list[tuple[int, Any]]:
+        """Return the (epoch, row) at each place, for `Dataset.sample`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the rows that the last call of `rows` returned."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what continues the order without reading earlier rows; None if nothing is needed."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
+        """Restore a `state_dict`."""
+
+
+class EpochOrder(RowOrder):
+    """One permutation of all rows per epoch."""
+
+    def __init__(self, n: int, seed: int, shuffle: bool) -> None:
+        """Initialize the order of `n` rows. Without `shuffle`, every epoch has the order of the dataset."""
+        self.n, self.seed, self.shuffle = n, seed, shuffle
+        self._orders: dict[int, IntArray] = {}  # the latest two, since large ones are slow
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """See `RowOrder`."""
+        return self.n
+
+    def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """See `RowOrder`."""
+        return [(place // self.n, int(self._order(place // self.n)[place % self.n])) for place in places]
+
+    def _order(self, epoch: int) -> IntArray:
+        if epoch not in self._orders:
+            order = epoch_order(self.n, self.seed, epoch) if self.shuffle else np.arange(self.n)
+            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: order}
+        return self._orders[epoch]

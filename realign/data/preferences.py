@@ -15,8 +15,9 @@ import torch
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
+from realign.data.collect import Collected
 from realign.data.columns import Row, only_one, overlap, read_column
-from realign.data.dataset import SequenceDataset
+from realign.data.dataset import LoadReport, SequenceDataset
 from realign.data.messages import short
 from realign.data.rows import Dropped, LengthLimit, RowText
 from realign.data.source import DataSource
@@ -181,7 +182,7 @@ class PreferenceData(DataSource):
                 f"chosen and rejected must be strings, or lists of equal length; found {better!r} and {worse!r}."
             )
         n = len(better)
-        margins = [0.0] * n if margin is None else _numbers("margins", margin if several else [margin], n)
+        margins = [0.0] * n if margin is None else _numbers("margins", margin if several else [_number(margin)], n)
         both = [writer.comparison(prompt, *pair, tools) for pair in zip(better, worse, strict=True)]
         written = [text for pair in both for text in pair]
         return RowText(row, written, [1.0, 0.0] * n, [m for m in margins for _ in range(2)], pairs=True)
@@ -210,15 +211,11 @@ class PreferenceData(DataSource):
         """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
-        """Read the file and tokenize it.
-
-        Raises:
-            DataError: a row is invalid (names its file and line), or no row is left.
-            ConfigError: the tokenizer does not support a setting.
-        """
-        found, report = self.collect(tokenizer)
-        return PreferenceDataset(found.tokens, report, found.lengths, found.trained, found.labels, found.margins)
+    def pack(self, found: Collected, report: LoadReport) -> PreferenceDataset:
+        """See `DataSource`."""
+        return PreferenceDataset(
+            found.tokens, report, found.lengths, found.trained, found.labels, found.margins, mixture=found.mixture
+        )
 
 
 def _is_several(chosen: Any) -> bool:
@@ -231,6 +228,14 @@ def _check_labels(kind: LabelKind, numbers: list[float], labels: Any) -> None:
         raise DataError(f"the labels are {labels!r}; kind=best_of_n needs one label 1, and 0 for all others.")
     if kind is LabelKind.scalar_compare and len(numbers) % 2:
         raise DataError(f"kind=scalar_compare needs an even number of responses, found {len(numbers)}.")
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a text contains, since all values of CSV files are text; other values unchanged."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _numbers(name: str, values: Any, n: int) -> list[float]:

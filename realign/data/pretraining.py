@@ -15,8 +15,8 @@ from realign.api.lengths import Lengths
 from realign.api.sample import SequenceSample
 from realign.api.seeds import derive_seed
 from realign.data.dataset import Dataset, DataSpec
-from realign.data.order import epoch_order
-from realign.errors import DataError
+from realign.data.order import RowOrder, epoch_order
+from realign.errors import DataError, SettingsError
 from realign.settings import Count
 
 if TYPE_CHECKING:
@@ -43,6 +43,19 @@ class WithPretraining(DataSpec):
     """Number of `pretraining` rows per prompt."""
     seed: int = 0
     """Seed of the order of the texts; `${seed}` uses the seed of the run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prompts", "pretraining"):
+            if getattr(self, name).streams:
+                raise SettingsError(
+                    f"{name}.streaming=true: a combination of two datasets needs both in memory. Set false."
+                )
+
+    def describe(self) -> str:
+        """See `DataSpec`."""
+        found = {"prompts": self.prompts.describe(), "pretraining": self.pretraining.describe()}
+        return "; ".join(f"{name}: {text}" for name, text in found.items() if text)
 
     def check(self, where: str) -> None:
         """Check both data nodes; see `DataSpec.check`."""
@@ -85,6 +98,14 @@ class PromptsWithPretraining(Dataset):
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def order(self, seed: int, shuffle: bool) -> RowOrder:
+        """Return the training order of the prompts."""
+        return self.prompts.order(seed, shuffle)
+
+    def describe(self) -> str:
+        """See `Dataset`."""
+        return f"{self.prompts.describe()}, and {self.texts.describe()} of pretraining text"
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
+from realign.data.collect import Collected
 from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
-from realign.data.dataset import PackedDataset
+from realign.data.dataset import LoadReport, PackedDataset
 from realign.data.messages import read_conversation
 from realign.data.rows import LengthLimit, RowText
 from realign.data.source import DataSource
@@ -18,7 +19,7 @@ from realign.errors import DataError, SettingsError
 from realign.settings import Count
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 @dataclass
@@ -28,6 +29,8 @@ class PromptData(DataSource):
     Without column settings, the prompt is the column `prompt`. If a row has none, it is the column `messages` (or
     `conversations`, `conversation`), a conversation that ends with a user or tool message.
     """
+
+    keeps_rows: ClassVar[bool] = True
 
     messages_column: str | None = None
     """Column with conversations, a list of chat messages. null recognizes it."""
@@ -83,15 +86,9 @@ class PromptData(DataSource):
         """See `DataSource`."""
         return LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long)
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-        """Read the file and tokenize its prompts.
-
-        Raises:
-            DataError: a row is invalid (names its file and line), or no row is left.
-            ConfigError: the tokenizer does not support a setting.
-        """
-        found, report = self.collect(tokenizer, keep_rows=True)
-        return PromptDataset(found.tokens, report, found.rows)
+    def pack(self, found: Collected, report: LoadReport) -> PromptDataset:
+        """See `DataSource`."""
+        return PromptDataset(found.tokens, report, found.rows, mixture=found.mixture)
 
 
 @dataclass(frozen=True, eq=False)

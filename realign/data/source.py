@@ -1,23 +1,26 @@
-"""Base classes of dataset configs: file, columns, template and length limit."""
+"""Base classes of dataset configs: sources, columns, template and length limit."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from realign.data.collect import Collected, collect_table
+from realign.data.collect import Collected, collect_tables
 from realign.data.columns import Row, read_column
-from realign.data.dataset import DataSpec, LoadReport
+from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset
 from realign.data.excerpt import Excerpt
-from realign.data.files import Table, read_rows
+from realign.data.mixture import Mixture
 from realign.data.rendering import AssistantMasks
+from realign.data.row_sources import RowSource, as_sources, titles, weights_of
 from realign.data.rows import Dropped, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.split import Split
+from realign.data.streaming import StreamedDataset, StreamSource
+from realign.data.table import Table
 from realign.data.templates import Ending, Template
 from realign.data.writer import Writer
-from realign.errors import DataError, SettingsError
+from realign.errors import DataError, SettingsError, TransientError
 from realign.settings import Count
 
 if TYPE_CHECKING:
@@ -28,37 +31,68 @@ _Text = TypeVar("_Text")
 
 @dataclass
 class FileSource(DataSpec):
-    """A file of rows, or one split of it."""
+    """Rows of one or several sources."""
 
-    path: str
-    """Path of a .jsonl, .json or .parquet file, or of a folder written by `datasets`' `save_to_disk`."""
+    path: str | RowSource | list[str | RowSource]
+    """Where the rows come from: a file, folder, pattern such as `data/*.jsonl`, or hub name such as `org/name:split`.
+    Files are JSONL, JSON, CSV, TSV, parquet or arrow. Folders contain such files, or were written by `datasets`'
+    `save_to_disk`. An existing local path takes precedence over a hub name. A list combines several sources, and
+    `{path: a.jsonl, weight: 0.7}` in it sets a weight, limit or columns."""
     limit: Count | None = None
-    """Maximum number of rows to read from the start of the file; null reads all."""
-    split: Split | None = None
-    """One of several disjoint parts of the rows to use, such as `{part: 0, weights: [2, 4, 4]}`; null uses all."""
+    """Maximum number of rows to read from the start of each source; null reads all."""
+    split: str | Split | None = None
+    """Split of a dataset, such as train, or one of several disjoint parts of the rows of each source, such as
+    `{part: 0, weights: [2, 4, 4]}`; null uses the only split, and all rows."""
+    subset: str | None = None
+    """Subset (configuration) of a hub dataset; null uses the only one or the default."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset; null uses the main branch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.sources  # raises SettingsError if the sources do not fit together
+
+    @property
+    def sources(self) -> list[RowSource]:
+        """The sources of the rows."""
+        split = self.split if isinstance(self.split, str) else None
+        shared = {"limit": self.limit, "split": split, "subset": self.subset, "revision": self.revision}
+        return as_sources(self.path, shared)
+
+    def describe(self) -> str:
+        """See `DataSpec`."""
+        found = []
+        for source in self.sources:
+            name = ":".join(filter(None, (source.path, source.split)))
+            weight = "" if source.weight is None else f" (weight {source.weight:g})"
+            found.append(f"{name}{weight}")
+        return ", ".join(found)
 
     def check(self, where: str) -> None:
-        """Read the first row to check that the file exists and has the columns.
+        """Read the first row of each source to check that it exists and has the columns.
 
         Args:
             where: Key of this node, for messages.
 
         Raises:
-            DataError: the file or a column is missing; names the key, the value and the nearest file or column.
+            DataError: a source or a column is missing; names the key, the value and the nearest file or column.
+            TransientError: the hub is not reachable.
         """
-        try:
-            first = read_rows(self.path, 1)
-        except DataError as error:
-            raise DataError(f"{where}.path: {error}") from error
-        try:
-            columns = self.columns(first.rows[0])
-        except DataError as error:
-            raise DataError(f"{where}: {first.where(0)}: {error}") from error
-        for setting, column in columns.items():
+        for index, source in enumerate(self.sources):
+            key = f"{where}.path[{index}]" if isinstance(self.path, list) else f"{where}.path"
             try:
-                first.column(column)
+                first = source.read(1, streaming=self.streams)
+            except (DataError, TransientError) as error:
+                raise type(error)(f"{key}: {error}") from error
+            try:
+                columns = self.columns(first.rows[0])
             except DataError as error:
-                raise DataError(f"{where}.{setting}: {error}") from error
+                raise DataError(f"{where}: {first.where(0)}: {error}") from error
+            for setting, column in columns.items():
+                try:
+                    first.column(column)
+                except DataError as error:
+                    raise DataError(f"{where}.{setting}: {error}") from error
 
     @abstractmethod
     def columns(self, row: Row) -> dict[str, str]:
@@ -68,10 +102,29 @@ class FileSource(DataSpec):
             DataError: several columns or none fit.
         """
 
-    def table(self) -> Table:
-        """Return the rows of the file, after applying the limit and the split."""
-        table = read_rows(self.path, self.limit)
-        return table if self.split is None else self.split.apply(table)
+    def tables(self) -> list[Table]:
+        """Return the rows of each source, after applying the limit and the split.
+
+        Raises:
+            DataError: a source does not exist, is malformed or empty.
+            TransientError: the hub is not reachable.
+        """
+        found = [source.read() for source in self.sources]
+        return [self.split.apply(table) for table in found] if isinstance(self.split, Split) else found
+
+
+def mixture_of(sources: Sequence[RowSource], sizes: Sequence[int]) -> Mixture | None:
+    """Return the mixture of several sources with these numbers of rows; None for one source.
+
+    Raises:
+        DataError: no row of a source is left.
+    """
+    if len(sources) == 1:
+        return None
+    for source, size in zip(sources, sizes, strict=True):
+        if not size:
+            raise DataError(f"no row is left of {source.path}. Remove this source, or relax the filters.")
+    return Mixture(titles(sources), tuple(sizes), weights_of(sources))
 
 
 @dataclass
@@ -81,6 +134,9 @@ class DataSource(FileSource):
     A prompt is a string, or a list of chat messages with role and content (also in the ShareGPT format, with from and
     value). `question.text` selects an item of a column.
     """
+
+    keeps_rows: ClassVar[bool] = False
+    """Whether samples contain the rows themselves."""
 
     prompt_column: str | None = None
     """Column with the prompt: a string or a list of chat messages. null recognizes it."""
@@ -100,6 +156,10 @@ class DataSource(FileSource):
     """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
     too_long: TooLong = TooLong.drop
     """Handling of a row over the length limit: drop | truncate_left | error."""
+    streaming: bool = False
+    """Read, tokenize and shuffle rows during training, with bounded memory, for data larger than memory."""
+    shuffle_buffer: Count = 10_000
+    """Number of rows that are shuffled together if streaming=true. They are kept in memory."""
     excerpt: Excerpt | None = None
     """Excerpt of the prompt column to use, such as `{max_tokens: 64, end: "."}`. It replaces the text in the row.
     null uses the whole text."""
@@ -109,6 +169,14 @@ class DataSource(FileSource):
         for name in ("system", "template_options"):
             if self.template is Template.plain and (value := getattr(self, name)):
                 raise SettingsError(f"{name}={value!r}: requires template=chat, but template=plain. Set template=chat.")
+        if self.streaming and isinstance(self.split, Split):
+            raise SettingsError("streaming=true: split into parts needs all rows in memory. Set streaming=false.")
+        limit = self.length_limit()
+        if self.streaming and limit.tokens is None:
+            raise SettingsError(
+                f"streaming=true: requires {limit.setting}, since the lengths of the rows are unknown before training. "
+                f"Set {limit.setting}."
+            )
 
     @abstractmethod
     def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
@@ -151,15 +219,39 @@ class DataSource(FileSource):
 
         return RowEncoder(tokenizer, write, self.length_limit(), self.ending(tokenizer))
 
-    def collect(self, tokenizer: PreTrainedTokenizerBase, *, keep_rows: bool = False) -> tuple[Collected, LoadReport]:
-        """Read the file, and return its rows as tokens in packed arrays, with the report on them.
+    @property
+    def streams(self) -> bool:
+        """See `DataSpec`."""
+        return self.streaming
+
+    def describe(self) -> str:
+        """See `DataSpec`."""
+        return super().describe() + (
+            f"; streamed, shuffled {self.shuffle_buffer:,} rows at a time" if self.streaming else ""
+        )
+
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        """Read the rows and tokenize them; with `streaming`, prepare to read them.
 
         Raises:
             DataError: a row is invalid (names its file and line), or no row is left.
             ConfigError: the tokenizer does not support a setting.
+            TransientError: the hub is not reachable.
         """
         encoder = self.encoder(tokenizer)
-        return collect_table(self.table(), encoder, keep_rows=keep_rows)
+        if self.streaming:
+            names = titles(self.sources)
+            found = [
+                StreamSource(name, source.files(streaming=True), source.weight)
+                for name, source in zip(names, self.sources, strict=True)
+            ]
+            return StreamedDataset(found, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)
+        collected, report, sizes = collect_tables(self.tables(), encoder, keep_rows=self.keeps_rows)
+        return self.pack(replace(collected, mixture=mixture_of(self.sources, sizes)), report)
+
+    @abstractmethod
+    def pack(self, found: Collected, report: LoadReport) -> PackedDataset:
+        """Return encoded rows as a dataset."""
 
     def tools(self, row: Row) -> Any:
         """Return the tools of a row, or None."""

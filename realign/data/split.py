@@ -1,4 +1,4 @@
-"""Disjoint splits of one file for the stages of a pipeline."""
+"""Disjoint splits of a source of rows for the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realign.data.files import Table
 from realign.data.order import epoch_order
+from realign.data.table import Table
 from realign.errors import DataError, SettingsError
 from realign.settings import NonNegativeInt, Settings
 
@@ -49,4 +49,4 @@ class Split(Settings):
                 f"{table.path}: split.part={self.part} of split.weights={self.weights} contains none of {len(table)} "
                 "rows."
             )
-        return Table(table.path, [table.rows[i] for i in chosen], [table.places[i] for i in chosen], table.unit)
+        return table.take(chosen)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from realign.data.collect import Collected
 from realign.data.columns import CONVERSATIONS, RESPONSES, Row, only_one, overlap, read_column
-from realign.data.dataset import SequenceDataset
+from realign.data.dataset import LoadReport, SequenceDataset
 from realign.data.rendering import AssistantMasks
 from realign.data.rows import LengthLimit, RowText
 from realign.data.source import DataSource
@@ -103,16 +104,15 @@ class SupervisedData(DataSource):
         """See `DataSource`."""
         return self.assistant_masks
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
-        """Read the file and tokenize it.
-
-        Raises:
-            DataError: a row is invalid (names its file and line), or no row is left.
-            ConfigError: the tokenizer does not support a setting.
-        """
-        found, report = self.collect(tokenizer)
+    def pack(self, found: Collected, report: LoadReport) -> SupervisedDataset:
+        """See `DataSource`."""
         return SupervisedDataset(
-            found.tokens, report, found.lengths, found.trained, train_on_prompt=self.train_on_prompt
+            found.tokens,
+            report,
+            found.lengths,
+            found.trained,
+            train_on_prompt=self.train_on_prompt,
+            mixture=found.mixture,
         )
 
 

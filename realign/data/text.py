@@ -13,7 +13,7 @@ from realign.api.lengths import Lengths
 from realign.data.collect import load_report
 from realign.data.columns import Row
 from realign.data.dataset import PackedTokens
-from realign.data.source import FileSource, each_row
+from realign.data.source import FileSource, each_row, mixture_of
 from realign.data.supervised import SupervisedDataset
 from realign.data.templates import Ending, encode, start_tokens
 from realign.errors import DataError
@@ -62,26 +62,29 @@ class TextData(FileSource):
             ConfigError: the tokenizer does not support a setting.
         """
         end, start = Ending(tokenizer, self.append_eos), start_tokens(tokenizer)
-        table = self.table()
-        values = table.column(self.text_column)
-        texts = each_row(table, lambda i: _text(values[i]))
-        ended = map(end, encode(tokenizer, texts, start))
+        tables = self.tables()
+        shortest = self.block_tokens if self.blocks is Blocks.joined else 2
+        sizes = [0] * len(tables)
         left_over = 0
 
         def kept() -> Iterator[list[int]]:
             nonlocal left_over
-            for block in cut(ended, self.block_tokens, self.blocks):
-                if len(block) == self.block_tokens or (self.blocks is Blocks.apart and len(block) > 1):
-                    yield block
-                else:
-                    left_over += 1
+            for source, table in enumerate(tables):
+                values = table.column(self.text_column)
+                texts = each_row(table, lambda i, values=values: _text(values[i]))  # type: ignore[misc]
+                for block in cut(map(end, encode(tokenizer, texts, start)), self.block_tokens, self.blocks):
+                    if len(block) >= shortest:
+                        sizes[source] += 1
+                        yield block
+                    else:
+                        left_over += 1
 
         tokens = PackedTokens.pack(kept())
-        shortest = self.block_tokens if self.blocks is Blocks.joined else 2
         dropped = {f"blocks shorter than {shortest} tokens": left_over} if left_over else {}
-        report = load_report(table, tokens, table.dropped | dropped)
+        report = load_report(tables, tokens, dropped)
         lengths = Lengths(np.ones(len(tokens), dtype=np.int64), np.diff(tokens.starts))
-        return SupervisedDataset(tokens, report, lengths, np.ones(len(tokens.ids), dtype=np.bool_))
+        trained = np.ones(len(tokens.ids), dtype=np.bool_)
+        return SupervisedDataset(tokens, report, lengths, trained, mixture=mixture_of(self.sources, sizes))
 
 
 def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[int]]:

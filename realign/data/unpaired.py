@@ -12,8 +12,9 @@ import torch
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
+from realign.data.collect import Collected
 from realign.data.columns import RESPONSES, Row, only_one, overlap, read_column
-from realign.data.dataset import SequenceDataset
+from realign.data.dataset import LoadReport, SequenceDataset
 from realign.data.messages import short
 from realign.data.rows import LengthLimit, RowText
 from realign.data.source import DataSource
@@ -24,6 +25,9 @@ from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TEXT_LABELS = {"true": 1, "false": 0, "1": 1, "0": 0}
+"""Labels of CSV files, whose values are text."""
 
 
 @dataclass
@@ -60,9 +64,10 @@ class UnpairedData(DataSource):
     def text_of(self, row: Row, writer: Writer) -> RowText:
         """See `DataSource`."""
         prompt, response, label = (read_column(row, column) for column in self.columns(row).values())
-        if label not in (0, 1):
+        found = _TEXT_LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
+        if found not in (0, 1):
             raise DataError(f"the label is {short(label)}; expected true or false.")
-        return RowText(row, writer.response(prompt, response, self.tools(row)), [float(label)])
+        return RowText(row, writer.response(prompt, response, self.tools(row)), [float(found)])
 
     def length_limit(self) -> LengthLimit:
         """See `DataSource`."""
@@ -72,15 +77,9 @@ class UnpairedData(DataSource):
         """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
-    def load(self, tokenizer: PreTrainedTokenizerBase) -> UnpairedDataset:
-        """Read the file and tokenize it.
-
-        Raises:
-            DataError: a row is invalid (names its file and line), or no row is left.
-            ConfigError: the tokenizer does not support a setting.
-        """
-        found, report = self.collect(tokenizer)
-        return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels)
+    def pack(self, found: Collected, report: LoadReport) -> UnpairedDataset:
+        """See `DataSource`."""
+        return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
 
 
 @dataclass(frozen=True, eq=False)

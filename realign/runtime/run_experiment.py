@@ -153,7 +153,7 @@ def _opened(
     runtime.watch = watch
     check_same_data(runtime.datasets.by_key(), ranks)
     if console is not None:
-        show_row(console, runtime.first_row())
+        show_row(console, runtime.first_row(), runtime.dataset.describe())
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)

@@ -157,6 +157,7 @@ class LocalRuntime:
             batch, found = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
             values |= found
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
+        values |= self.prompts.order.metrics()
         with memory_limited("weight sync", SMALLER):
             values |= self.sync.after_step(step)
         if "rewards" in batch:

@@ -59,7 +59,7 @@ def run(tmp_path) -> Path:
         "graph": {"_target_": "realign.interfaces.grpo.dataflow"},
         "models": {"actor": {"path": str(base)}},
         "interfaces": {"actor": {"_target_": "realign.interfaces.grpo.GRPOActorInterface", "beta": 0.5}},
-        "data": {"_target_": "realign.data.PromptData", "path": "owner/questions"},
+        "data": {"_target_": "realign.data.PromptData", "path": "owner/questions:train"},
     }
     (out / "config.yaml").write_text(yaml.safe_dump(config))
     records = [{"step": 0, "eval/reward": 0.125}, {"step": 20, "eval/reward": 0.75, "reward": 0.5, "time/x": 1.0}]
@@ -131,7 +131,7 @@ def test_the_model_card_tells_base_data_algorithm_metrics_config_and_version(run
     }
     assert "| Base model | .../base |" in body
     assert "| Algorithm | grpo (GRPOActorInterface) |" in body
-    assert "| Data | owner/questions |" in body
+    assert "| Data | owner/questions:train |" in body
     assert "| Steps | 20, with 4 prompts each, seed 3 |" in body
     assert f"| realign | {version('realign')} |" in body
     assert "| eval/reward | 0.125 (step 0) | 0.75 (step 20) |" in body

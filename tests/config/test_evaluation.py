@@ -64,6 +64,14 @@ def test_another_part_of_the_training_file_needs_no_path():
     assert (data.path, data.split.part) == ("train.jsonl", 1)
 
 
+def test_another_split_of_the_training_dataset_needs_no_path_and_is_read_into_memory():
+    training = ["data.path=org/name", "data.subset=main", "data.split=train", "data.streaming=true"]
+    data = built("grpo", *training, "data.max_prompt_tokens=9", "evaluation.data.split=test").evaluation.data
+    assert (data.path, data.subset, data.split, data.streaming) == ("org/name", "main", "test", False)
+    other = built("grpo", *training, "data.max_prompt_tokens=9", HELD_OUT).evaluation.data
+    assert (other.path, other.subset, other.split, other.streaming) == ("held_out.jsonl", None, None, False)
+
+
 def test_responses_are_greedy_and_as_long_as_in_training_unless_the_node_asks_for_samples():
     training = ["interfaces.actor.generation={n: 8, max_new_tokens: 77, temperature: 0.9}"]
 

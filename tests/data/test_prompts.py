@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, ValidationError
 
+from realign.config.construct import fill
+from realign.config.errors import ConfigError
 from realign.data import PackedTokens, PreferenceData, PromptData, SupervisedData, Template, TooLong, batch_indices
 from realign.data.dataset import content_hash
 from realign.errors import DataError, SettingsError
@@ -171,18 +171,15 @@ def test_bad_length_limits_are_named(path):
 
 
 @pytest.mark.parametrize("kind", [PromptData, SupervisedData])
-def test_configs_merge_as_structured_configs(kind):
-    schema = OmegaConf.structured(kind)
-    assert OmegaConf.is_missing(schema, "path")
-    node = OmegaConf.merge(
-        schema, {"path": "x.jsonl", "template": "chat", "too_long": "error", "template_options": {"thinking": False}}
-    )
-    built = OmegaConf.to_object(node)
-    assert isinstance(built, kind)
+def test_configs_are_built_from_plain_values(kind):
+    node = {"path": "x.jsonl", "template": "chat", "too_long": "error", "template_options": {"thinking": False}}
+    built = fill(kind, node, "data")
     assert built.template is Template.chat
     assert built.too_long is TooLong.error
     assert built.template_options == {"thinking": False}
-    with pytest.raises(ConfigKeyError):
-        OmegaConf.merge(schema, {"promt_column": "x"})
-    with pytest.raises(ValidationError):
-        OmegaConf.merge(schema, {"template": "caht"})
+    with pytest.raises(ConfigError, match=r"data\.path is missing"):
+        fill(kind, {}, "data")
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.promt_column'; did you mean 'prompt_column'"):
+        fill(kind, {"path": "x.jsonl", "promt_column": "x"}, "data")
+    with pytest.raises(ConfigError, match=r"data\.template: unknown choice 'caht'; did you mean 'chat'"):
+        fill(kind, {"path": "x.jsonl", "template": "caht"}, "data")

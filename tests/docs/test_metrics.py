@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from realign.api import GenerationConfig, MicroBatchSpec, stat_values
+from realign.data import PromptData, RowSource
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import REASONS
 from realign.interfaces import grpo, reward_model, sft
@@ -19,6 +20,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import DynamicSampling, Evaluation, Experiment, LossEvaluation, RewardCalibration, run
 from realign.testing import random_batch, random_preferences, train_once
 from tests.config_parts import Bigram, CountThrees, Prompts
+from tests.data.text_tokenizer import make_tokenizer
 from tests.interfaces import test_invariances
 from tests.runtime.evaluation.test_loss import Judged
 from tests.tiny import random_sample, tiny_engine
@@ -125,6 +127,16 @@ def test_every_metric_of_named_rewards_and_evaluation_sets_is_on_the_page(tmp_pa
     found = dict.fromkeys(name for record in result.history for name in record if name != "step")
     assert {"rewards/form/mean", "eval/easy/rewards/length/std", "eval/easy/pass@4", "eval/easy/mean@4"} <= found.keys()
     refuse(unknown([name.replace("eval/easy/", "eval/") for name in found]), "a run")
+
+
+def test_every_metric_of_streamed_mixtures_is_on_the_page(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    source = RowSource(f"{tmp_path}/a.jsonl", weight=1)
+    data = PromptData([source, source], streaming=True, max_prompt_tokens=9)
+    order = data.load(make_tokenizer()).order(0, shuffle=True)
+    order.rows(range(3))
+    assert {"data/a.jsonl/fraction", "data/a.jsonl_2/fraction", "data/rows_dropped"} <= order.metrics().keys()
+    refuse(unknown(order.metrics()), "a stream")
 
 
 def length(prompt, response, row):

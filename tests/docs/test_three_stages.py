@@ -29,7 +29,7 @@ def test_each_stage_starts_from_what_the_one_before_left(tmp_path, monkeypatch):
     trained = [4, 8, 8]  # number of training rows, of 20
     for words, n in zip(commands, trained, strict=True):
         experiment = build_experiment(compose([*words, *SHORT[words[0]], "steps=2", "save_every_steps=null"]))
-        assert len(experiment.data.table()) == n
+        assert sum(map(len, experiment.data.tables())) == n
         assert run(experiment).history[-1]["step"] == 2
     left = sorted(str(folder.parent) for folder in Path("runs").rglob("model.safetensors"))
     assert left == [f"runs/{path}" for path in ("ppo/final/actor", "ppo/final/critic", "reward_model/final/reward")] + [

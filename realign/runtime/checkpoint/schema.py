@@ -273,6 +273,37 @@ RANDOM = record(
     }
 )
 
+
+def _position(value: Any, path: str, depth: int = 0) -> None:
+    """Expect a position in a file: null, an offset, text, or a list of up to three positions."""
+    if isinstance(value, list | tuple) and len(value) <= 3 and depth < 4:
+        for part in value:
+            _position(part, path, depth + 1)
+    else:
+        optional(one_of(whole(0, 2**62), text(), expected="a position in a file"))(value, path)
+
+
+_STREAM = record(
+    {
+        **dict.fromkeys(("epoch", "block", "file", "index", "kept", "read", "truncated"), COUNT),
+        "per_epoch": optional(COUNT),
+        "start": _position,
+        "dropped": mapping(COUNT),
+    }
+)
+_ANCHOR = record({"place": COUNT, "sources": items(_STREAM)})
+
+
+def _anchors(value: Any, path: str) -> None:
+    items(_ANCHOR)(value, path)
+    places = [anchor["place"] for anchor in value]
+    if places != sorted(places) or places[:1] != [0]:
+        raise Mismatch(path, places, "positions in order, of which the first one is the start")
+
+
+ORDER = record({"anchors": _anchors})
+"""Positions in streamed data."""
+
 DATA = record(
     {
         "drawn": COUNT,
@@ -282,7 +313,8 @@ DATA = record(
         "seed": whole(-(2**63), 2**64),
         "rows": COUNT,
         "sha256": optional(text()),
-    }
+    },
+    order=ORDER,
 )
 
 _ROLLOUT = record({"version": COUNT, "trained": COUNT, "next_place": COUNT, "untrained": items(COUNT)})

@@ -16,22 +16,23 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
         DataError: the dataset is empty, or lacks a key.
         ConfigError: the batch size or the token budget does not fit the dataset.
     """
-    if not len(dataset):
+    rows = dataset.size
+    if rows == 0:
         raise DataError("data: the dataset has no rows. Choose another file, or relax its filters.")
     if missing := sorted(set(experiment.graph.dataset_keys) - set(dataset.keys)):
         raise DataError(
             f"data: the graph reads the key {missing[0]!r}, but the dataset has {', '.join(sorted(dataset.keys))}. "
             "Choose a data class that has this key."
         )
-    if experiment.dynamic_sampling is not None and experiment.batch_prompts > len(dataset):
+    if experiment.dynamic_sampling is not None and rows is not None and experiment.batch_prompts > rows:
         raise ConfigError(
-            f"batch_prompts={experiment.batch_prompts}: the dataset has {len(dataset)} rows, and dynamic_sampling uses "
-            f"each row at most once per step. Set batch_prompts={len(dataset)} or less."
+            f"batch_prompts={experiment.batch_prompts}: the dataset has {rows} rows, and dynamic_sampling uses "
+            f"each row at most once per step. Set batch_prompts={rows} or less."
         )
-    if experiment.prompts_at_once > len(dataset):
+    if rows is not None and experiment.prompts_at_once > rows:
         warnings.warn(
-            f"batch_prompts={experiment.prompts_at_once}: the dataset has {len(dataset)} rows. Training continues, and "
-            f"each row is in a batch {experiment.prompts_at_once / len(dataset):.1f} times on average.",
+            f"batch_prompts={experiment.prompts_at_once}: the dataset has {rows} rows. Training continues, and "
+            f"each row is in a batch {experiment.prompts_at_once / rows:.1f} times on average.",
             stacklevel=2,
         )
     limit = experiment.microbatch.max_tokens_per_microbatch

@@ -50,6 +50,8 @@ def check_ready(experiment: Experiment) -> None:
     nodes |= {"calibration.data": experiment.calibration}
     for where, owner in nodes.items():
         if owner is not None:
+            if owner.data.streams and where != "data":
+                raise ConfigError(f"{where}.streaming=true: all rows are read, in order. Set streaming=false.")
             owner.data.check(where)
 
 

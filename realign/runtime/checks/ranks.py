@@ -95,7 +95,8 @@ def check_same_data(datasets: Mapping[str, Any], ranks: Ranks) -> None:
 
 def _content(dataset: Any) -> str:
     digest = content_hash(dataset)
-    return f"{len(dataset)} rows" + ("" if digest is None else f" with sha256 {digest[:12]}")
+    rows = "an unknown number of" if dataset.size is None else len(dataset)
+    return f"{rows} rows" + ("" if digest is None else f" with sha256 {digest[:12]}")
 
 
 def _settings(path: str, value: Any, within: frozenset[int]) -> Iterator[tuple[str, str]]:

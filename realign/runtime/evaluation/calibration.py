@@ -16,7 +16,7 @@ from torch import Tensor
 
 from realign.api import Calibratable, GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.data import Dataset, DataSpec, batch_indices
-from realign.errors import SettingsError
+from realign.errors import ConfigError, SettingsError
 from realign.functional import score_moments
 from realign.settings import Count, Range, Settings
 
@@ -113,6 +113,8 @@ class RewardCalibration(Settings):
         """Return the target mean and std before training: those of numeric training labels, or else 0 and 1."""
         if "labels" not in dataset.keys or not interface.labels_are_numbers:
             return 0.0, 1.0
+        if dataset.size is None:
+            raise ConfigError("data.streaming=true: the calibration reads the labels of all rows. Set streaming=false.")
         starts = range(0, len(dataset), LABEL_ROWS)
         parts = [range(start, min(start + LABEL_ROWS, len(dataset))) for start in starts]
         labels = [dataset.sample([(0, row) for row in rows])["labels"] for rows in parts]

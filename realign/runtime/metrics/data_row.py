@@ -43,13 +43,14 @@ def row_text(sequences: Sequence[DecodedSequence], *, color: bool) -> Text:
     return text
 
 
-def show_row(console: Console, sequences: Sequence[DecodedSequence]) -> None:
-    """Print a row; nothing if it has no sequences. Warn if printing fails."""
-    if not sequences:
-        return
+def show_row(console: Console, sequences: Sequence[DecodedSequence], described: str = "") -> None:
+    """Print a description of the data, and a row of it; nothing if they are empty. Warn if printing fails."""
     color = console.color_system is not None and not console.no_color
     try:
-        console.print(row_text(sequences, color=color), soft_wrap=True)
+        if described:
+            console.print(f"Data: {described}", markup=False, highlight=False, soft_wrap=True)
+        if sequences:
+            console.print(row_text(sequences, color=color), soft_wrap=True)
     except OSError as error:  # standard output may be a file on a full disk
         warnings.warn(f"The first row of the data could not be printed ({error}). The run continues.", stacklevel=2)
 

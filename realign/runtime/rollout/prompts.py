@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from realign.api import SequenceSample
-from realign.api.lengths import IntArray
-from realign.data import Dataset, batch_indices
-from realign.data.order import epoch_order
+from realign.data import Dataset
+from realign.data.order import RowOrder
 from realign.errors import CheckpointError
 
 
@@ -25,7 +23,7 @@ class PromptStream:
         seed: seed of the order.
         shuffle: whether to shuffle each epoch separately; otherwise each epoch has the order of the file.
         drawn: batches drawn so far. The next batch depends only on this number and the seed, so this number is the
-            whole data position of a resumed run.
+            whole data position of a resumed run. For streamed data, the state also contains positions in the files.
     """
 
     dataset: Dataset
@@ -33,36 +31,31 @@ class PromptStream:
     seed: int
     shuffle: bool
     drawn: int = 0
-    _orders: dict[int, IntArray] = field(default_factory=dict, init=False, repr=False)
 
-    def rows(self, number: int) -> list[tuple[int, int]]:
+    @cached_property
+    def order(self) -> RowOrder:
+        """The rows at the places of the stream."""
+        return self.dataset.order(self.seed, self.shuffle)
+
+    def rows(self, number: int) -> list[tuple[int, Any]]:
         """Return (epoch, row) of each prompt of a batch (counted from 0); depends only on seed and number."""
-        return batch_indices(len(self.dataset), self.batch_prompts, number, self.seed, self.shuffle)
+        return self.order.rows(range(number * self.batch_prompts, (number + 1) * self.batch_prompts))
 
     def at(self, places: Sequence[int]) -> SequenceSample:
         """Return the prompts at these places of the stream, counted from the start of the first epoch."""
-        n = len(self.dataset)
-        return self.dataset.sample([(place // n, int(self._order(place // n)[place % n])) for place in places])
-
-    def _order(self, epoch: int) -> IntArray:
-        """Return the row order of an epoch, [rows]; the latest two are cached, since large ones are slow."""
-        if epoch not in self._orders:
-            n = len(self.dataset)
-            order = epoch_order(n, self.seed, epoch) if self.shuffle else np.arange(n)
-            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: order}
-        return self._orders[epoch]
+        return self.dataset.sample(self.order.rows(places))
 
     def draw(self) -> SequenceSample:
         """Return the next batch."""
         self.drawn += 1
         return self.dataset.sample(self.rows(self.drawn - 1))
 
-    def draw_new(self, used: set[int]) -> SequenceSample | None:
+    def draw_new(self, used: set[Any]) -> SequenceSample | None:
         """Return the next batch without the rows in `used`, and add its rows to `used`; None when every row is used.
 
         Used rows can reappear at the border of two epochs. Batches that contain only used rows are skipped.
         """
-        while len(used) < len(self.dataset):
+        while (n := self.order.rows_per_epoch) is None or len(used) < n:
             new = []
             for epoch, row in self.rows(self.drawn):
                 if row not in used:
@@ -75,9 +68,12 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in batches, and for display also as epoch and index within the epoch."""
-        epoch, index = divmod(self.drawn * self.batch_prompts, len(self.dataset))
-        where = {"epoch": epoch, "index": index, "seed": self.seed, "rows": len(self.dataset)}
-        return {"drawn": self.drawn, "batch_prompts": self.batch_prompts, **where}
+        place, rows = self.drawn * self.batch_prompts, self.dataset.size
+        epoch, index = (0, place) if rows is None else divmod(place, rows)
+        where = {"epoch": epoch, "index": index, "seed": self.seed, "rows": rows or 0}
+        order = self.order.state_dict()
+        streamed = {} if order is None else {"order": order}
+        return {"drawn": self.drawn, "batch_prompts": self.batch_prompts, **where, **streamed}
 
     def load_state_dict(self, state: Mapping[str, Any], place: int | None = None, *, cut: bool = False) -> None:
         """Restore the position of a `state_dict`, also with a different `batch_prompts`.
@@ -91,9 +87,10 @@ class PromptStream:
             CheckpointError: the dataset has a different number of rows, and so a different order; or no batch of this
                 size starts at the position.
         """
-        if state["rows"] != len(self.dataset):
+        rows = self.dataset.size or 0  # 0: unknown
+        if state["rows"] != rows:
             raise CheckpointError(
-                f"data: the dataset has {len(self.dataset)} rows, but the checkpoint was written with {state['rows']}. "
+                f"data: the dataset has {rows} rows, but the checkpoint was written with {state['rows']}. "
                 "Restore the earlier dataset, or set resume_skip=[data] to start at the first row."
             )
         place = state["drawn"] * state["batch_prompts"] if place is None else place
@@ -104,3 +101,5 @@ class PromptStream:
                 "batch_prompts, or resume_skip=[data] to start at the first row."
             )
         self.drawn = -(-place // self.batch_prompts)
+        if "order" in state:
+            self.order.load_state_dict(state["order"])

@@ -7,15 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import SequenceSample
-from realign.data import batch_indices
+from realign.data import Dataset, batch_indices
 from realign.errors import CheckpointError
 from realign.runtime.rollout.prompts import PromptStream
 
 
 @dataclass
-class Rows:
+class Rows(Dataset):
+    keys = ("prompt_ids",)
+
     n: int
-    keys: tuple[str, ...] = ("prompt_ids",)
 
     def __len__(self) -> int:
         return self.n
@@ -39,7 +40,7 @@ def test_places_of_the_stream_are_those_of_its_batches(shuffle):
     batches = [row for number in range(6) for row in stream.rows(number)]
     assert stream.at(range(18)).ids == tuple(batches)
     assert stream.at([17, 2, 9]).ids == (batches[17], batches[2], batches[9])
-    assert len(stream._orders) == 2
+    assert len(stream.order._orders) == 2
 
 
 def test_rows_that_were_used_are_passed_over():

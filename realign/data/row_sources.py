@@ -1,0 +1,245 @@
+"""Where rows come from: files, folders, patterns and datasets of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from realign.data.hub import chosen_split, hub_files, is_hub_name, splits_of_folder
+from realign.data.row_files import (
+    FORMATS,
+    SUFFIXES,
+    Cursor,
+    FirstRows,
+    PlacedRow,
+    RowFile,
+    SavedFolder,
+    WithColumns,
+    recognize,
+)
+from realign.data.table import Table
+from realign.errors import DataError, SettingsError
+from realign.settings import Count, Positive, Settings
+
+_PATTERN = re.compile(r"[*?[]")
+
+
+@dataclass
+class RowSource(Settings):
+    """One of several sources of rows (config node)."""
+
+    path: str
+    """Path of a file or folder, pattern of paths such as `data/*.jsonl`, or hub name such as `org/name`."""
+    subset: str | None = None
+    """Subset (configuration) of a hub dataset, such as main; null uses the only one or the default."""
+    split: str | None = None
+    """Split of a hub dataset or of a folder with several splits, such as train; null uses the only one. `path` may also
+    name it: `org/name:train`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset; null uses the main branch."""
+    limit: Count | None = None
+    """Maximum number of rows to read from the start of the source; null reads all."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns to rename: new name -> column of the source, such as `{prompt: question, response: answers.0}`."""
+    weight: Positive | None = None
+    """Relative frequency of prompts of this source in training. All sources of a list have a weight, or none has."""
+    name: str = ""
+    """Name of the source in metrics; empty uses the last part of the path."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise SettingsError("path='': must be a file, a folder or a hub name")
+
+    @property
+    def title(self) -> str:
+        """Name of the source in metrics and tables."""
+        return self.name or (self.path if is_hub_name(self.path) else Path(self.path).name) or self.path
+
+    def files(self, *, streaming: bool = False) -> list[RowFile]:
+        """Return the files of the source, in order.
+
+        Args:
+            streaming: Whether rows of a hub dataset are read over the network during training. Otherwise the dataset is
+                downloaded first.
+
+        Raises:
+            DataError: there is no such file or dataset, or a setting does not apply to it.
+            TransientError: the hub is not reachable.
+        """
+        found = self._found(streaming)
+        if self.columns:
+            found = [WithColumns(file, self.columns) for file in found]
+        return found if self.limit is None else [FirstRows(found, self.limit, self.path)]
+
+    def read(self, limit: int | None = None, *, streaming: bool = False) -> Table:
+        """Read the rows into memory.
+
+        Args:
+            limit: Maximum number of rows to read; None reads all.
+            streaming: See `files`.
+
+        Raises:
+            DataError: see `files`; or a row is malformed (names its line), or there are no rows.
+            TransientError: the hub is not reachable.
+        """
+        files = self.files(streaming=streaming)
+        try:
+            placed = list(islice(_rows(files), limit))
+        except MemoryError as error:
+            raise DataError(
+                f"{self.path}: its rows need more memory than this process may use. Set streaming=true to read rows "
+                "during training, set limit to read fewer rows, or give the process more memory."
+            ) from error
+        if not placed:
+            raise DataError(f"{self.path} contains no rows.")
+        rows, places = [one.row for one in placed], [one.number for one in placed]
+        return Table(self.path, rows, places, files=[one.file for one in placed])
+
+    def _found(self, streaming: bool) -> list[RowFile]:
+        if (local := _local(self.path, self.split, self.subset)) is not None:
+            return local
+        name, colon, split = self.path.partition(":")
+        if colon and self.split is not None:
+            raise DataError(f"split={self.split!r}: path={self.path!r} already names a split. Remove one of them.")
+        if colon and split and (local := _local(name, split, self.subset)) is not None:
+            return local
+        if not is_hub_name(name) or (colon and not split):
+            raise DataError(f"no file or folder {_short(self.path)}{_near_file(self.path)}")
+        return hub_files(name, self.subset, split or self.split, self.revision, streaming=streaming)
+
+
+def read_rows(path: str | Path, limit: int | None = None) -> Table:
+    """Read rows into memory.
+
+    Args:
+        path: Path of a file or folder, pattern of paths, or hub name; see `RowSource`. Blank lines are skipped. A
+            `.json` file contains a list of objects, or one object per line.
+        limit: Maximum number of rows to read, from the start; None reads all rows.
+
+    Raises:
+        DataError: the path does not exist, its format is unknown, a row is malformed (names its line), or there are no
+            rows.
+        TransientError: the hub is not reachable.
+    """
+    return RowSource(str(path)).read(limit)
+
+
+def _rows(files: Sequence[RowFile]) -> Iterator[PlacedRow]:
+    return (row for file in files for row in file.rows(Cursor()))
+
+
+def _local(text: str, split: str | None, subset: str | None) -> list[RowFile] | None:
+    """Return the files of a path or pattern; None if there are none."""
+    path = Path(os.path.expanduser(text))  # leaves ~name unchanged if no such user exists
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:  # for example, the name is too long
+        raise DataError(f"no file or folder {_short(text)}: {error.strerror}") from error
+    except ValueError as error:  # a null byte
+        raise DataError(f"no file or folder {_short(text)}: {error}") from error
+    if is_folder:
+        return _folder(path, split, subset)
+    found = [path] if is_file else _matching(path)
+    if not found:
+        return None
+    for name, value in (("split", split), ("subset", subset)):
+        if value is not None:
+            raise DataError(f"{name}={value!r}: {text} is a file, which has no {name}s. Remove it.")
+    return [recognize(file) for file in found]
+
+
+def _matching(path: Path) -> list[Path]:
+    """Return the files that match a pattern, sorted."""
+    if not _PATTERN.search(str(path)):
+        return []
+    try:
+        return [file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
+    except (ValueError, OSError, re.error):
+        return []
+
+
+def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile]:
+    """Return the files of a folder written by `save_to_disk`, or of a folder of data files."""
+    if (folder / "state.json").is_file():
+        for name, value in (("split", split), ("subset", subset)):
+            if value is not None:
+                raise DataError(f"{name}={value!r}: {folder} is a folder of one split. Remove it.")
+        return [SavedFolder(folder)]
+    if (folder / "dataset_dict.json").is_file():
+        return [
+            SavedFolder(folder / chosen_split(sorted(p.name for p in folder.iterdir() if p.is_dir()), split, folder))
+        ]
+    near = (file for pattern in ("*", "*/*") for file in folder.glob(pattern))  # data files of a repository
+    if not any(file.suffix.lower() in (*SUFFIXES, ".gz") and file.is_file() for file in near):
+        found = sorted(p.name for p in folder.iterdir())[:8]
+        raise DataError(
+            f"{folder} is neither a folder written by `save_to_disk` nor a folder of {FORMATS}; it contains {found}."
+        )
+    splits = splits_of_folder(folder, subset)
+    return [recognize(file) for file in splits[chosen_split(list(splits), split, folder)]]
+
+
+def _short(path: str) -> str:
+    text = repr(path)
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _near_file(path: str) -> str:
+    file = Path(os.path.expanduser(path))
+    if _PATTERN.search(path):
+        return "; no file matches this pattern"
+    folder = file.parent
+    if file.exists():
+        return "; the path is neither a file nor a folder"
+    if not folder.is_dir():
+        return f"; the folder {str(folder)!r} does not exist"
+    near = difflib.get_close_matches(file.name, [p.name for p in folder.iterdir()], n=1)
+    hub = "" if near or "/" in path or file.suffix else "; a hub dataset is written owner/name"
+    return f"; did you mean {str(folder / near[0])!r}?" if near else hub
+
+
+def as_sources(path: str | RowSource | Sequence[str | RowSource], shared: Mapping[str, Any]) -> list[RowSource]:
+    """Return the sources of a `path` setting.
+
+    Args:
+        path: A path, a source, or a list of them.
+        shared: Fields that apply to each source that does not set them.
+
+    Raises:
+        SettingsError: the list is empty, or only some of the sources have a weight.
+    """
+    listed = [path] if isinstance(path, str | RowSource) else list(path)
+    if not listed:
+        raise SettingsError("path=[]: must contain at least one source")
+    found = [one if isinstance(one, RowSource) else RowSource(one) for one in listed]
+    weighted = [source for source in found if source.weight is not None]
+    if weighted and len(weighted) < len(found):
+        without = next(source for source in found if source.weight is None)
+        raise SettingsError(f"path: the source {without.path!r} has no weight, but others have. Set weight for all.")
+    return [
+        replace(source, **{name: value for name, value in shared.items() if getattr(source, name) is None})
+        for source in found
+    ]
+
+
+def titles(sources: Sequence[RowSource]) -> tuple[str, ...]:
+    """Return a different name for each source."""
+    found: list[str] = []
+    for source in sources:
+        number = sum(source.title == other.title for other in sources[: len(found)]) + 1
+        found.append(source.title if number == 1 else f"{source.title}_{number}")
+    return tuple(found)
+
+
+def weights_of(sources: Sequence[RowSource]) -> tuple[float, ...] | None:
+    """Return the weights of the sources; None if they have none."""
+    found = [source.weight for source in sources if source.weight is not None]
+    return tuple(found) or None

@@ -1,0 +1,327 @@
+import csv
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.config.construct import build, fill
+from realign.config.errors import ConfigError
+from realign.config.experiment import as_node
+from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, UnpairedData, read_rows
+from realign.data.row_files import Cursor, recognize
+from realign.errors import DataError, SettingsError
+from tests.data.text_tokenizer import make_tokenizer
+
+ROWS = [{"prompt": f"p{i}", "answer": i, "messages": [{"role": "user", "content": str(i)}]} for i in range(5)]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(
+    params=["jsonl", "json", "parquet", "folder", "arrow", "arrow stream", "gz", "wrong suffix", "data folder"]
+)
+def source(request, tmp_path):
+    if request.param == "jsonl":
+        return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    if request.param == "json":
+        (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+        return tmp_path / "rows.json"
+    if request.param == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+        return tmp_path / "rows.parquet"
+    if request.param.startswith("arrow"):
+        import pyarrow
+
+        table = pyarrow.Table.from_pylist(ROWS)
+        new = pyarrow.ipc.new_file if request.param == "arrow" else pyarrow.ipc.new_stream
+        with new(tmp_path / "rows.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+        return tmp_path / "rows.arrow"
+    if request.param == "gz":
+        (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(write_jsonl(tmp_path / "rows.jsonl", ROWS).read_bytes()))
+        return tmp_path / "rows.jsonl.gz"
+    if request.param == "wrong suffix":
+        return write_jsonl(tmp_path / "rows.json", ROWS)
+    if request.param == "data folder":
+        (tmp_path / "rows").mkdir()
+        write_jsonl(tmp_path / "rows" / "train-00000-of-00002.jsonl", ROWS[:3])
+        write_jsonl(tmp_path / "rows" / "train-00001-of-00002.jsonl", ROWS[3:])
+        return tmp_path / "rows"
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "rows"))
+    return tmp_path / "rows"
+
+
+def test_every_kind_of_file_gives_the_same_rows(source):
+    table = read_rows(source)
+    assert list(table.rows) == ROWS
+    assert table.column("answer") == [0, 1, 2, 3, 4]
+    assert list(read_rows(str(source), limit=2).rows) == ROWS[:2]
+    assert len(read_rows(source, limit=99)) == 5
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from realign.data import read_rows
+from realign.errors import DataError
+read_rows(sys.argv[1], 1)
+used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_DATA, (used + 50_000_000,) * 2)
+try:
+    print(len(read_rows(sys.argv[2])))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits all memory on Linux only")
+def test_rows_that_need_too_much_memory_are_one_line_of_error(tmp_path):
+    small, large = (write_jsonl(tmp_path / f"{name}.jsonl", ROWS) for name in ("small", "large"))
+    large.write_text((json.dumps({"prompt": "x" * 1000}) + "\n") * 100_000)
+    done = subprocess.run([sys.executable, "-c", LIMITED, small, large], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (
+        f"{large}: its rows need more memory than this process may use. Set streaming=true to read rows during "
+        "training, set limit to read fewer rows, or give the process more memory."
+    )
+
+
+def test_a_missing_column_names_the_place_and_the_nearest(source):
+    with pytest.raises(DataError, match=r"rows.*(line|row) 1: no column 'promt'; found .*did you mean 'prompt'"):
+        read_rows(source).column("promt")
+
+
+def test_blank_lines_are_skipped_and_do_not_shift_line_numbers(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\n   \n{"prompt": "\xc3\xa9\xe2\x80\xa8"}\n{"answer": 1}')
+    table = read_rows(file)
+    assert [row.get("prompt") for row in table.rows] == ["a", "é\u2028", None]
+    with pytest.raises(DataError, match=r"rows.jsonl, line 5: no column 'prompt'; found \['answer'\]"):
+        table.column("prompt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"x": 1}\n{"x": 2\n', r"a.jsonl, line 2 is not valid JSON"),
+        ("a.jsonl", b'{"x": 1}\n\n{"x": "\xff"}\n', r"a.jsonl, line 3 is not valid JSON.*decode"),
+        ("a.jsonl", b'{"x": 1}\n[1]\n', r"a.jsonl, line 2 contains a list; expected an object"),
+        ("a.jsonl", b"\n \n", r"a.jsonl contains no rows"),
+        ("a.json", b"[]", r"a.json contains no rows"),
+        ("a.json", b'{"x": [1]}', r"a.json contains a dict; expected a list"),
+        ("a.json", b'[{"x": 1}, 2]', r"a.json, row 2 contains a int"),
+        ("a.json", b'{"x": 1}\n{"x": 2', r"a.json, line 2 is not valid JSON"),
+        ("a.jsonl", b"x,y\n1,2\n", r"a.jsonl, line 1 is not valid JSON"),
+        ("a.parquet", b"not parquet", r"a.parquet is not a readable parquet file"),
+        ("a.arrow", b"not arrow", r"a.arrow is not a readable arrow file"),
+        ("a.csv", b"x,y\n", r"a.csv contains no rows"),
+        ("a.csv", b"x,y\n1,2\n\n3\n", r"a.csv, line 4 has 1 fields, but the header has 2"),
+        ("a.csv", b"x,y\n1,\xff\n", r"a.csv, line 2 is not UTF-8 text"),
+        ("a.csv", b'x,y\n1,2\n"3,4\n5,6\n', r"a.csv, line 3 is not valid CSV: unexpected end of data"),
+        ("a.csv", b"x,x\n1,2\n", r"a.csv: the header \['x', 'x'\] has a duplicate or empty column name"),
+        ("a.jsonl.gz", gzip.compress(b'{"x": 1}\n')[:20], r"a.jsonl.gz is not a readable gzip file"),
+        ("a.xlsx", b"x\n1\n", r"unknown file type '\.xlsx', .* Supported: JSONL, JSON, CSV, TSV, parquet and arrow"),
+        ("rows", b"", "the file has no suffix"),
+    ],
+)
+def test_bad_files_say_what_is_wrong(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_rows(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_names_the_nearest(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"no file or folder .*trian.jsonl'; did you mean .*train.jsonl'"):
+        read_rows(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"the folder .*no' does not exist"):
+        read_rows(tmp_path / "no" / "x.jsonl")
+
+
+def test_a_folder_of_several_splits_names_them(tmp_path):
+    import datasets
+
+    dataset = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(str(tmp_path / "all"))
+    with pytest.raises(DataError, match=r"all contains several splits\. Choose one: split=test, split=train"):
+        read_rows(tmp_path / "all")
+    assert list(read_rows(f"{tmp_path}/all:test").rows) == list(RowSource(f"{tmp_path}/all", split="test").read().rows)
+    with pytest.raises(DataError, match=r"split='tset': .*all has no such split\. .* Did you mean 'test'\?"):
+        read_rows(f"{tmp_path}/all:tset")
+    assert list(read_rows(tmp_path / "all" / "test").rows) == ROWS
+
+
+def test_a_folder_of_another_kind_says_what_is_in_it(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(DataError, match=r"neither a folder written by `save_to_disk` nor .* contains \['notes.txt'\]"):
+        read_rows(tmp_path)
+
+
+def test_parts_of_a_column_are_found_by_their_path(tmp_path):
+    row = {
+        "question": {"text": "why?"},
+        "answers": [{"text": "so"}, {"text": "no"}],
+        "a.b": "plain",
+        "a": {"b": "deep"},
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    table = read_rows(file)
+    found = [table.column(name)[0] for name in ("question.text", "answers.1.text", "a.b", "question")]
+    assert found == ["why?", "no", "plain", {"text": "why?"}]
+    for name in ("question.txt", "answers.2.text", "answers.x", "question.text.more", "question."):
+        with pytest.raises(
+            DataError, match=rf"line 1: no column '{name}'; found \['a', 'a.b', 'answers', 'question'\]"
+        ):
+            table.column(name)
+
+
+def files_of(path):
+    return RowSource(str(path)).files()
+
+
+def test_reading_from_any_position_gives_the_rows_after_it(source):
+    """Interrupt the reader after each row, and continue with another reader at the stored position."""
+    found = []
+    for file in files_of(source):
+        position = None
+        while True:
+            cursor = Cursor(position)
+            placed = next(file.rows(cursor), None)
+            if placed is None:
+                break
+            found.append(placed.row)
+            position = json.loads(json.dumps(cursor.here()))
+    assert found == ROWS
+
+
+CELL = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(CELL, CELL), min_size=1, max_size=6), st.sampled_from([",", "\t", ";"]))
+def test_delimited_files_with_any_cells_are_read_from_any_position(tmp_path_factory, cells, delimiter):
+    file = tmp_path_factory.mktemp("csv") / ("rows.tsv" if delimiter == "\t" else "rows.csv")
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
+        writer.writerows([("a", "b"), *cells])
+    (rows,) = files_of(file)
+    expected = [{"a": a, "b": b} for a, b in cells]
+    whole, cursor = [], Cursor()
+    positions = []
+    for placed in rows.rows(cursor):
+        whole.append(placed.row)
+        positions.append(cursor.here())
+    assert whole == expected
+    for n, position in enumerate(positions, 1):
+        assert [placed.row for placed in rows.rows(Cursor(position))] == expected[n:]
+
+
+def test_the_delimiter_of_a_header_wins_over_the_suffix(tmp_path):
+    (tmp_path / "a.csv").write_text("x\ty\n1\t2\n")
+    (tmp_path / "b.csv").write_text("x;y\r\n1;2\r\n")
+    (tmp_path / "c.tsv").write_text("x,y\n1,2\n")
+    assert all(list(read_rows(tmp_path / name).rows) == [{"x": "1", "y": "2"}] for name in ("a.csv", "b.csv", "c.tsv"))
+
+
+def test_a_format_is_recognized_by_the_content(tmp_path):
+    content = write_jsonl(tmp_path / "rows.jsonl", ROWS).read_bytes()
+    for name in ("rows.csv", "rows.txt", "rows", "rows.parquet"):
+        (tmp_path / name).write_bytes(content)
+        assert type(recognize(tmp_path / name)).__name__ == "JsonLines"
+    (tmp_path / "list.jsonl").write_text(json.dumps(ROWS, indent=1))
+    assert list(read_rows(tmp_path / "list.jsonl").rows) == ROWS
+
+
+def test_a_pattern_reads_all_matching_files_in_order_and_names_the_file_of_a_row(tmp_path):
+    write_jsonl(tmp_path / "b.jsonl", ROWS[3:])
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
+    (tmp_path / "c.csv").write_text("prompt\nx\n")
+    table = read_rows(f"{tmp_path}/[ab].jsonl")
+    assert list(table.rows) == ROWS
+    assert table.where(3) == f"{tmp_path}/b.jsonl, line 1"
+    assert len(read_rows(f"{tmp_path}/*")) == 6
+    with pytest.raises(DataError, match=r"no file or folder '.*/\*\.json'; no file matches this pattern"):
+        read_rows(f"{tmp_path}/*.json")
+    odd = write_jsonl(tmp_path / "odd[1].jsonl", ROWS[:1])
+    assert list(read_rows(odd).rows) == ROWS[:1]
+
+
+def test_a_folder_of_data_files_has_the_splits_of_a_hub_repository(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", ROWS[:4])
+    write_jsonl(folder / "test.jsonl", ROWS[4:])
+    assert list(read_rows(f"{tmp_path}:test").rows) == ROWS[4:]
+    assert list(RowSource(str(tmp_path), split="train").read().rows) == ROWS[:4]
+    with pytest.raises(DataError, match=r"contains several splits\. Choose one: split=train, split=test"):
+        read_rows(tmp_path)
+    with pytest.raises(DataError, match=r"subset='x': .* has no such subset"):
+        RowSource(str(tmp_path), split="train", subset="x").read()
+    (tmp_path / "more.csv").write_text("prompt\nx\n")
+    with pytest.raises(DataError, match=r"contains files of several formats, such as more\.csv"):
+        read_rows(f"{tmp_path}:train")
+
+
+def test_columns_are_renamed_and_a_limit_counts_rows_of_all_files(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"q": "1", "a": ["x", "y"], "id": 1}, {"q": "2", "a": ["z"], "id": 2}])
+    write_jsonl(tmp_path / "b.jsonl", [{"q": "3", "a": ["w"], "id": 3}, {"q": "4", "a": [], "id": 4}])
+    columns = {"prompt": "q", "response": "a.0"}
+    table = RowSource(f"{tmp_path}/?.jsonl", limit=3, columns=columns).read()
+    assert list(table.rows)[1:] == [
+        {"a": ["z"], "id": 2, "prompt": "2", "response": "z"},
+        {"a": ["w"], "id": 3, "prompt": "3", "response": "w"},
+    ]
+    assert table.where(2) == f"{tmp_path}/b.jsonl, line 1"
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: columns: no column 'a\.0'; found \['a', 'id', 'q'\]"):
+        RowSource(f"{tmp_path}/?.jsonl", columns=columns).read()
+
+
+def test_settings_that_do_not_apply_are_named(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"split='train': .*a\.jsonl is a file, which has no splits\. Remove it"):
+        RowSource(str(file), split="train").read()
+    with pytest.raises(DataError, match=r"no file or folder 'imdb'; a hub dataset is written owner/name"):
+        read_rows("imdb")
+    with pytest.raises(SettingsError, match="path='': must be a file, a folder or a hub name"):
+        RowSource("")
+
+
+def test_labels_and_margins_of_csv_files_are_numbers(tmp_path):
+    (tmp_path / "kto.csv").write_text("prompt,completion,label\na,b,True\nc,d,0\ne,f,1\n")
+    unpaired = UnpairedData(str(tmp_path / "kto.csv")).load(make_tokenizer())
+    assert unpaired.labels.tolist() == [1, 0, 1]
+    (tmp_path / "pairs.csv").write_text("prompt,chosen,rejected,margin\na,b,c,0.5\n")
+    pairs = PreferenceData(str(tmp_path / "pairs.csv"), margin_column="margin").load(make_tokenizer())
+    assert pairs.margins.tolist() == [0.5, 0.5]
+    (tmp_path / "kto.csv").write_text("prompt,completion,label\na,b,maybe\n")
+    with pytest.raises(DataError, match=r"kto\.csv, line 2: the label is 'maybe'; expected true or false"):
+        UnpairedData(str(tmp_path / "kto.csv")).load(make_tokenizer())
+
+
+def test_a_source_is_built_from_plain_values_and_wrong_keys_are_named():
+    data = fill(PromptData, {"path": ["a.jsonl", {"path": "b.jsonl", "columns": {"prompt": "q"}}], "limit": 3}, "data")
+    assert [(source.path, source.limit, source.columns) for source in data.sources] == [
+        ("a.jsonl", 3, {}),
+        ("b.jsonl", 3, {"prompt": "q"}),
+    ]
+    assert build(as_node(data), DataSpec, "data") == data
+    assert fill(PromptData, {"path": {"path": "org/name", "split": "train"}}, "data").describe() == "org/name:train"
+    assert fill(PromptData, {"path": "x", "split": {"part": 1}}, "data").split == Split(1)
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.path\[1\]\.wieght'; did you mean 'weight'"):
+        fill(PromptData, {"path": ["a", {"path": "b", "wieght": 1}]}, "data")
+    with pytest.raises(ConfigError, match=r"data\.path\[0\]\.weight"):
+        fill(PromptData, {"path": [{"path": "b", "weight": -1}]}, "data")
+    with pytest.raises(ConfigError, match=r"data\.path: the source 'b' has no weight"):
+        fill(PromptData, {"path": [{"path": "a", "weight": 1}, "b"]}, "data")
