@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realign.config.errors import ConfigError, one_line
+from realign.config.explain import FILE
 from realign.config.folders import list_experiments
 
 ENDINGS = (".yaml", ".yml")
@@ -88,7 +89,7 @@ def register_file(path: Path) -> str:
     header = re.match(r"\s*#\s*@package\s+(\S+)", text)
     name = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
     if name in list_experiments():  # a shipped experiment has precedence in Hydra's search path
-        name = f"{name}.file"
+        name = f"{name}{FILE}"
     ConfigStore.instance().store(
         group=EXPERIMENT, name=name, node=node, package=header[1] if header else "_global_", provider=str(path)
     )
