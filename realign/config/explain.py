@@ -11,9 +11,6 @@ from typing import Any, get_args, get_type_hints
 from realign.config.convert import wrong_type
 from realign.config.errors import EXAMPLES, PLAIN, not_a_component, one_line, suggest, unknown_key
 
-FILE = ".file"
-"""Ending of the names of YAML files that have the name of a shipped experiment."""
-
 
 def explain(error: Exception) -> str:
     """Return a one-line message for an exception of Hydra, OmegaConf or the YAML parser."""
@@ -28,8 +25,7 @@ def explain(error: Exception) -> str:
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).strip("/").rpartition("/")
-        options = [option for option in error.options or () if not option.endswith(FILE)]
-        return f"unknown {group or 'config'} {name!r}{suggest(name, options)}"
+        return f"unknown {group or 'config'} {name!r}{suggest(name, error.options or ())}"
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         quoted = f". Quote text with special characters twice: '{key}=\"{value}\"'" if value else ""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realign.config.errors import ConfigError, one_line
-from realign.config.explain import FILE
 from realign.config.folders import list_experiments
 
 ENDINGS = (".yaml", ".yml")
@@ -89,7 +88,7 @@ def register_file(path: Path) -> str:
     header = re.match(r"\s*#\s*@package\s+(\S+)", text)
     name = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
     if name in list_experiments():  # a shipped experiment has precedence in Hydra's search path
-        name = f"{name}{FILE}"
+        name = f"{name}.file"
     ConfigStore.instance().store(
         group=EXPERIMENT, name=name, node=node, package=header[1] if header else "_global_", provider=str(path)
     )
