@@ -6,7 +6,6 @@ much memory it needs.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -82,25 +81,19 @@ class ChatTemplate:
         Raises:
             DataError: The template failed, or exceeded a limit.
         """
-        return self._ask(_rendered, messages, {"add_generation_prompt": add_generation_prompt, **options})
+        return self.ask(_rendered, messages, {"add_generation_prompt": add_generation_prompt, **options})
 
-    def render_blocks(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation and the spans of its `{% generation %}` blocks, in characters.
+    def ask(self, render: Render, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Call a function in the child process, and return its text.
 
         Args:
+            render: Function of a module, called with the tokenizer, `messages` and `options`.
             messages: Messages with role and content.
-            options: Further arguments of `render_jinja_template`, with the source of the template as `chat_template`.
+            options: Any further arguments.
 
         Raises:
             DataError: The template failed, or exceeded a limit.
         """
-        text, spans = json.loads(self._ask(_rendered_blocks, messages, options))
-        return text, [(begin, end) for begin, end in spans]
-
-    def _ask(self, render: Render, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Call a function in the child process, and return its text."""
         if not hasattr(os, "fork"):
             return _guarded(render, self._tokenizer, messages, options)
         try:
@@ -197,19 +190,6 @@ def _received(connection: socket.socket, end: float) -> tuple[bytes, bytes]:
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-
-
-def _rendered_blocks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    texts, spans = render_jinja_template(
-        conversations=[messages],
-        return_assistant_tokens_mask=True,
-        add_generation_prompt=False,
-        **tokenizer.special_tokens_map,
-        **options,
-    )
-    return json.dumps([texts[0], spans[0]])
 
 
 def _guarded(render: Render, tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:

@@ -79,11 +79,11 @@ class Settings:
 class AcceptsForeign(ABC):
     """A component whose `_target_` may also name a class of another library, which is no dataclass.
 
-    The keys beside `_target_` are arguments of that class, or settings of the component that stands for it.
+    The keys beside `_target_` are arguments of that class, or settings of the component that wraps it.
     """
 
     stand_in: ClassVar[str]
-    """Import path of the component that stands for such a class; it implements `StandIn`."""
+    """Import path of the component that wraps such a class; it implements `StandIn`."""
 
     @classmethod
     @abstractmethod
@@ -92,7 +92,7 @@ class AcceptsForeign(ABC):
 
 
 class StandIn(Protocol):
-    """A component that stands for a class of another library."""
+    """A component that wraps a class of another library."""
 
     @classmethod
     def fields_for(cls, path: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from realign.config.errors import ConfigError
-from realign.config.help import Entry, Section, section
+from realign.config.help import Section, section
+from realign.config.help_entries import Entry
 
 INDENT = "  "
 

@@ -26,7 +26,7 @@ class Alias:
     """What to do with a name of another tool."""
 
     keys: tuple[str, ...] = ()
-    """Keys of the same meaning and unit. `*` stands for each role of the experiment that has the key."""
+    """Keys of the same meaning and unit. `*` matches each role of the experiment that has the key."""
     answer: str = ""
     """Explanation for a name that has no key of the same meaning and unit."""
 
@@ -209,7 +209,7 @@ def _composed(overrides: Sequence[str], config_dir: Path | str | None) -> dict[s
 
 
 def _matching(pattern: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of the experiment that a pattern stands for."""
+    """Yield the keys of the experiment that a pattern matches."""
     root, *rest = pattern.split(".")
     nodes = {root: config.get(root)}
     if rest and rest[0] == "*":

@@ -69,7 +69,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
 
 
 def is_foreign(cls: Any, kind: Any) -> bool:
-    """Return whether `cls` is a class of another library that a component of this kind stands for."""
+    """Return whether `cls` is a class of another library that a component of this kind wraps."""
     accepts = inspect.isclass(kind) and issubclass(kind, AcceptsForeign)
     return accepts and inspect.isclass(cls) and not issubclass(cls, kind) and issubclass(cls, kind.foreign_base())
 

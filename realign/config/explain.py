@@ -14,6 +14,7 @@ from realign.config.errors import EXAMPLES, PLAIN, not_a_component, one_line, su
 
 def explain(error: Exception) -> str:
     """Return a one-line message for an exception of Hydra, OmegaConf or the YAML parser."""
+    from hydra.core.config_store import ConfigStore
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import (
         ConfigAttributeError,
@@ -25,7 +26,9 @@ def explain(error: Exception) -> str:
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).strip("/").rpartition("/")
-        return f"unknown {group or 'config'} {name!r}{suggest(name, error.options or ())}"
+        given = {file.removesuffix(".yaml") for file in ConfigStore.instance().repo.get(group, ())}  # `register_file`
+        options = [option for option in error.options or () if option not in given]
+        return f"unknown {group or 'config'} {name!r}{suggest(name, options)}"
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         quoted = f". Quote text with special characters twice: '{key}=\"{value}\"'" if value else ""

@@ -174,7 +174,8 @@ class ChatRenderer:
         if self.masks is AssistantMasks.prefixes or not _BLOCK.search(source):
             return None
         options = {**self.options, "chat_template": source, "tools": _tools(conversation)}
-        return self._template.render_blocks(self._messages(conversation), options)
+        text, blocks = json.loads(self._template.ask(_rendered_blocks, self._messages(conversation), options))
+        return text, [(begin, end) for begin, end in blocks]
 
     def _verify(self, conversation: Conversation, text: str, spans: Mapping[int, Span]) -> None:
         """Check that a rendered text contains everything of a conversation. Only trained assistant turns are compared.
@@ -240,6 +241,20 @@ class ChatRenderer:
             return wrong and bool(self._apply(with_text_arguments(messages), conversation, add_generation_prompt=False))
         except DataError:  # fails either way; the caller reports the reason
             return False
+
+
+def _rendered_blocks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """Return the text of a conversation and the spans of its `{% generation %}` blocks, as JSON."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        conversations=[messages],
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=False,
+        **tokenizer.special_tokens_map,
+        **options,
+    )
+    return json.dumps([texts[0], spans[0]])
 
 
 def _tools(conversation: Conversation) -> list[dict[str, Any]] | None:

@@ -33,7 +33,7 @@ def verified(prompt: str, response: str, row: dict[str, Any]) -> float:
 def last_number(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Return 1.0 if the verifier of the task accepts the last number of the response, else 0.0.
 
-    Small models answer in sentences. This scores whether the answer is right, not whether it stands alone.
+    Small models answer in sentences. Text around the number does not change the score.
 
     Raises:
         ConfigError: reasoning-gym is not installed.

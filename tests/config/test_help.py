@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from realign.config.errors import ConfigError
-from realign.config.help import Entry, Section, find_keys, reference, section
+from realign.config.help import Section, find_keys, reference, section
+from realign.config.help_entries import Entry
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from tests.config_parts import write_experiment
 

@@ -9,7 +9,7 @@ from enum import Enum
 import pytest
 
 from realign.config import source, words
-from realign.config.help import shipped_components
+from realign.config.component_classes import shipped_components
 from realign.interfaces.components.kl import KLPlace
 
 

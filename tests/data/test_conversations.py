@@ -46,16 +46,6 @@ CALLS = [
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(*rows):
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(file)
-
-    return write
-
-
-@pytest.fixture
 def load(write):
     def load(rows, chat_template=CHATML, eos="<|im_end|>", **fields):
         return SupervisedData(write(*rows), **fields).load(chat_tokenizer(chat_template, eos))

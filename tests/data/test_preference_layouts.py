@@ -15,16 +15,6 @@ PAIR = [[(PROMPT, False), ("2<|im_end|>", True)], [(PROMPT, False), ("3<|im_end|
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(*rows):
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(file)
-
-    return write
-
-
-@pytest.fixture
 def load(write):
     def load(rows, chat_template=CHATML, kind=PreferenceData, **fields):
         return kind(write(*rows), **fields).load(chat_tokenizer(chat_template))

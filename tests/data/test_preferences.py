@@ -1,21 +1,9 @@
-import json
-
 import pytest
 import torch
 
 from realign.data import LabelKind, PreferenceData, SupervisedData, Template, TooLong
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import BOS, EOS, WITH_BOS, characters, make_tokenizer
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(*rows):
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(file)
-
-    return write
 
 
 def pair(prompt="1", chosen="2", rejected="3", **more):
