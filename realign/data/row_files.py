@@ -1,18 +1,14 @@
-"""Files of rows: recognize the format of a file by its content, and read rows from any position of it."""
+"""Sequences of rows that can be read from any position: files, and views of files."""
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
 import json
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from realign.data.columns import Row, read_column
 from realign.errors import DataError
@@ -20,12 +16,7 @@ from realign.errors import DataError
 Position: TypeAlias = Any
 """Position between two rows of a file, as a JSON value; None is the start."""
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-"""Suffixes of data files. `.gz` may follow those of text formats."""
-FORMATS = "JSONL, JSON, CSV, TSV, parquet and arrow files"
-_HEAD = 65536
-_BATCH = 1000
-_LARGEST_CELL = 2**31 - 1
+_EDGE = 65536
 
 
 class PlacedRow(NamedTuple):
@@ -97,7 +88,9 @@ class RowFile(ABC):
 
 
 @dataclass(frozen=True)
-class _LocalFile(RowFile):
+class LocalFile(RowFile):
+    """A file of this machine."""
+
     path: Path
 
     @property
@@ -109,212 +102,10 @@ class _LocalFile(RowFile):
         """Return the size, and a hash of the start and the end of the file."""
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
-            digest = hashlib.sha256(file.read(_HEAD))
-            file.seek(max(0, size - _HEAD))
-            digest.update(file.read(_HEAD))
+            digest = hashlib.sha256(file.read(_EDGE))
+            file.seek(max(0, size - _EDGE))
+            digest.update(file.read(_EDGE))
         return f"{size}:{digest.hexdigest()}"
-
-
-@dataclass(frozen=True)
-class JsonLines(_LocalFile):
-    """A file with one JSON object per line. Blank lines are skipped. A position is [offset in bytes, line]."""
-
-    unit: ClassVar[str] = "line"
-
-    def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
-        offset, number = cursor.position or (0, 0)
-        with opened(self.path) as lines:
-            lines.seek(offset)
-            for line in lines:
-                offset, number = offset + len(line), number + 1
-                if line.strip():
-                    where = self.where(number)
-                    row = checked(parsed(line, where), where)
-                    cursor.position = [offset, number]
-                    yield PlacedRow(self, number, row)
-
-
-@dataclass(frozen=True)
-class JsonList(_LocalFile):
-    """A file with one JSON list of objects. It is read as a whole. A position is the number of rows before it."""
-
-    def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
-        with opened(self.path) as file:
-            content = parsed(file.read(), self.name)
-        if not isinstance(content, list):
-            raise DataError(
-                f"{self.name} contains a {type(content).__name__}; expected a list of objects, or one object per line."
-            )
-        for number, row in enumerate(content[cursor.position or 0 :], (cursor.position or 0) + 1):
-            cursor.position = number
-            yield PlacedRow(self, number, checked(row, self.where(number)))
-
-
-@dataclass(frozen=True)
-class Delimited(_LocalFile):
-    """A CSV or TSV file with a header. All values are text. A position is [offset in bytes, line]."""
-
-    delimiter: str
-
-    unit: ClassVar[str] = "line"
-
-    def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
-        csv.field_size_limit(_LARGEST_CELL)  # the default would reject long texts
-        with opened(self.path) as file:
-            lines = _Lines(file, self.name)
-            records = csv.reader(lines, delimiter=self.delimiter, strict=True)
-            header = self._next(records, lines)
-            if header is None:
-                return
-            if len(set(header)) < len(header) or not all(header):
-                raise DataError(f"{self.name}: the header {header} has a duplicate or empty column name.")
-            if cursor.position is not None:
-                lines.seek(*cursor.position)
-            number = lines.number + 1
-            while (record := self._next(records, lines)) is not None:
-                cursor.position = [lines.offset, lines.number]
-                if len(record) == len(header):
-                    yield PlacedRow(self, number, dict(zip(header, record, strict=True)))
-                elif record:  # else the line is blank
-                    where = self.where(number)
-                    raise DataError(f"{where} has {len(record)} fields, but the header has {len(header)}.")
-                number = lines.number + 1
-
-    def _next(self, records: Iterator[list[str]], lines: _Lines) -> list[str] | None:
-        number = lines.number + 1
-        try:
-            return next(records, None)
-        except csv.Error as error:
-            raise DataError(f"{self.where(number)} is not valid {_DELIMITED[self.delimiter]}: {error}.") from error
-
-
-class _Lines:
-    """Lines of a text file, with the position behind the last one that was read."""
-
-    def __init__(self, file: IO[bytes], name: str) -> None:
-        self._file, self._name = file, name
-        self.offset = self.number = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline()
-        if not line:
-            raise StopIteration
-        self.offset, self.number = self.offset + len(line), self.number + 1
-        try:
-            return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self._name}, line {self.number} is not UTF-8 text: {error}.") from error
-
-    def seek(self, offset: int, number: int) -> None:
-        """Continue at another position."""
-        self._file.seek(offset)
-        self.offset, self.number = offset, number
-
-
-@dataclass(frozen=True)
-class Parquet(_LocalFile):
-    """A parquet file. A position is the number of rows before it."""
-
-    def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
-        import pyarrow
-        import pyarrow.parquet
-
-        start = number = cursor.position or 0
-        try:
-            with pyarrow.parquet.ParquetFile(self.path) as file:
-                sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-                first = 0
-                while first < len(sizes) and start >= sizes[first]:
-                    start -= sizes[first]
-                    first += 1
-                for batch in file.iter_batches(_BATCH, row_groups=range(first, len(sizes))):
-                    kept = batch.slice(min(start, len(batch)))
-                    start -= len(batch) - len(kept)
-                    for row in kept.to_pylist():
-                        number += 1
-                        cursor.position = number
-                        yield PlacedRow(self, number, row)
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{self.name} is not a readable parquet file: {error}") from error
-
-
-@dataclass(frozen=True)
-class Arrow(_LocalFile):
-    """A file in the Arrow IPC file format or streaming format. A position is the number of rows before it."""
-
-    def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
-        import pyarrow
-
-        start = number = cursor.position or 0
-        try:
-            with pyarrow.memory_map(str(self.path)) as file:
-                for batch in self._batches(file):
-                    for first in range(min(start, len(batch)), len(batch), _BATCH):
-                        for row in batch.slice(first, _BATCH).to_pylist():
-                            number += 1
-                            cursor.position = number
-                            yield PlacedRow(self, number, row)
-                    start -= min(start, len(batch))
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{self.name} is not a readable arrow file: {error}") from error
-
-    def _batches(self, file: Any) -> Iterator[Any]:
-        import pyarrow
-
-        if file.read(6) == b"ARROW1":
-            reader = pyarrow.ipc.open_file(file)
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            file.seek(0)
-            yield from pyarrow.ipc.open_stream(file)
-
-
-@dataclass(frozen=True)
-class SavedFolder(RowFile):
-    """A folder written by `datasets`' `save_to_disk`. A position is the number of rows before it."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """See `RowFile`."""
-        return str(self.path)
-
-    def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
-        import datasets
-
-        try:
-            dataset = datasets.load_from_disk(str(self.path)).with_format(None)
-            for number, row in rows_of(dataset, cursor):
-                yield PlacedRow(self, number, row)
-        except Exception as error:  # `datasets` raises various exceptions for missing or corrupt files
-            raise DataError(f"{self.name} cannot be read as a dataset: {type(error).__name__}: {error}") from error
-
-    def identity(self) -> str:
-        """Return a hash of the state of the dataset and the sizes of its files."""
-        digest = hashlib.sha256((self.path / "state.json").read_bytes())
-        for file in sorted(self.path.glob("*.arrow")):
-            digest.update(f"{file.name}:{file.stat().st_size}".encode())
-        return digest.hexdigest()
-
-
-def rows_of(dataset: Any, cursor: Cursor) -> Iterator[tuple[int, Row]]:
-    """Yield number and row of the rows of a `datasets.Dataset` after a position, the number of rows before it."""
-    number = cursor.position or 0
-    for start in range(number, len(dataset), _BATCH):
-        for row in dataset.select(range(start, min(start + _BATCH, len(dataset)))).to_list():
-            number += 1
-            cursor.position = number
-            yield number, row
 
 
 @dataclass(frozen=True)
@@ -393,100 +184,3 @@ class WithColumns(RowFile):
     def leaves(self) -> list[RowFile]:
         """See `RowFile`."""
         return self.file.leaves()
-
-
-def recognize(path: Path) -> RowFile:
-    """Return a file of rows in the format that its content has, or else the format of its suffix.
-
-    Raises:
-        DataError: the format is unknown.
-    """
-    with opened(path) as file:
-        head = file.read(_HEAD)
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    suffix = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
-    if head.startswith(b"PAR1") or (suffix == ".parquet" and head[:1] not in b"{["):
-        return Parquet(path)
-    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")) or (suffix == ".arrow" and head[:1] not in b"{["):
-        return Arrow(path)
-    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if suffix in (".csv", ".tsv") and not _is_json_line(text):
-        return Delimited(path, _delimiter(text, suffix))
-    if suffix == ".json" and not _is_json_line(text):
-        return JsonList(path)
-    if text.startswith(b"["):
-        return JsonList(path)
-    if suffix in (".jsonl", ".ndjson", ".json") or _is_json_line(text):
-        return JsonLines(path)
-    found = f"unknown file type {suffix!r}" if suffix else "the file has no suffix"
-    raise DataError(
-        f"{path}: {found}, and its content is none of the supported formats. Supported: {FORMATS}, and folders of them."
-    )
-
-
-_DELIMITED = {",": "CSV", ";": "CSV with semicolons", "\t": "TSV"}
-
-
-def _is_json_line(text: bytes) -> bool:
-    """Return whether the first line is a JSON object, and another line follows it."""
-    line, _, rest = text.partition(b"\n")
-    if not line.startswith(b"{"):
-        return False
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return len(text) >= _HEAD and not rest  # the first line is longer than the part that was read
-    return bool(rest.strip())
-
-
-def _delimiter(text: bytes, suffix: str) -> str:
-    """Return the delimiter of a header: that of the suffix if the header has it, or else one that it has."""
-    header = text.partition(b"\n")[0].decode(errors="replace")
-    usual = "," if suffix == ".csv" else "\t"
-    return next((sign for sign in (usual, *_DELIMITED) if sign in header), usual)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed if it is a gzip file.
-
-    Raises:
-        DataError: the compressed data is damaged.
-    """
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        try:
-            yield gzip.GzipFile(fileobj=file) if zipped else file  # type: ignore[misc]
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is not a readable gzip file: {error}") from error
-
-
-def parsed(data: bytes, where: str) -> Any:
-    """Parse JSON, and reject text that UTF-8 cannot encode, such as an unpaired surrogate escape.
-
-    Args:
-        data: Content of the file, or of one line.
-        where: File and line, for messages.
-
-    Raises:
-        DataError: the data is not valid JSON.
-    """
-    try:
-        found = json.loads(data)
-        if b"\\u" in data:
-            json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # invalid syntax, encoding or nesting depth
-        raise DataError(f"{where} is not valid JSON: {error}") from error
-    return found
-
-
-def checked(row: Any, where: str) -> Row:
-    """Return a row.
-
-    Raises:
-        DataError: it is not an object.
-    """
-    if not isinstance(row, dict):
-        raise DataError(f"{where} contains a {type(row).__name__}; expected an object with columns.")
-    return row

@@ -12,18 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from realign.data.arrow_files import SavedFolder
+from realign.data.file_formats import FORMATS, SUFFIXES, recognize
 from realign.data.hub import chosen_split, hub_files, is_hub_name, splits_of_folder
-from realign.data.row_files import (
-    FORMATS,
-    SUFFIXES,
-    Cursor,
-    FirstRows,
-    PlacedRow,
-    RowFile,
-    SavedFolder,
-    WithColumns,
-    recognize,
-)
+from realign.data.row_files import Cursor, FirstRows, PlacedRow, RowFile, WithColumns
 from realign.data.table import Table
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Positive, Settings

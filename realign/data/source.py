@@ -15,8 +15,9 @@ from realign.data.mixture import Mixture
 from realign.data.rendering import AssistantMasks
 from realign.data.row_sources import RowSource, as_sources, titles, weights_of
 from realign.data.rows import Dropped, LengthLimit, RowEncoder, RowText, TooLong
+from realign.data.source_stream import StreamSource
 from realign.data.split import Split
-from realign.data.streaming import StreamedDataset, StreamSource
+from realign.data.streaming import StreamedDataset
 from realign.data.table import Table
 from realign.data.templates import Ending, Template
 from realign.data.writer import Writer

@@ -12,7 +12,8 @@ from realign.config.construct import build, fill
 from realign.config.errors import ConfigError
 from realign.config.experiment import as_node
 from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, UnpairedData, read_rows
-from realign.data.row_files import Cursor, recognize
+from realign.data.file_formats import recognize
+from realign.data.row_files import Cursor
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
