@@ -20,7 +20,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     """
     e = experiment
     rows = {"steps": f"{e.steps:,}", "prompts per step": f"{e.batch_prompts:,}"}
-    rows |= {"data": source} if (source := e.data.describe()) else {}
+    rows |= {"data": source} if (source := e.data.describe_source()) else {}
     roles = list(dict.fromkeys(rpc.model for rpc in e.graph.rpcs))
     trained = {rpc.model for rpc in e.graph.rpcs if rpc.method == "train_step"}
     for role in roles:

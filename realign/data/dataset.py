@@ -79,7 +79,7 @@ class DataSpec(Settings, ABC):
         """Whether rows are read during training, so that their number is unknown."""
         return False
 
-    def describe(self) -> str:
+    def describe_source(self) -> str:
         """Return where the rows come from, for the launch table; empty if unknown."""
         return ""
 

@@ -52,9 +52,9 @@ class WithPretraining(DataSpec):
                     f"{name}.streaming=true: a combination of two datasets needs both in memory. Set false."
                 )
 
-    def describe(self) -> str:
+    def describe_source(self) -> str:
         """See `DataSpec`."""
-        found = {"prompts": self.prompts.describe(), "pretraining": self.pretraining.describe()}
+        found = {"prompts": self.prompts.describe_source(), "pretraining": self.pretraining.describe_source()}
         return "; ".join(f"{name}: {text}" for name, text in found.items() if text)
 
     def check(self, where: str) -> None:

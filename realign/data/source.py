@@ -60,7 +60,7 @@ class FileSource(DataSpec):
         shared = {"limit": self.limit, "split": split, "subset": self.subset, "revision": self.revision}
         return as_sources(self.path, shared)
 
-    def describe(self) -> str:
+    def describe_source(self) -> str:
         """See `DataSpec`."""
         found = []
         for source in self.sources:
@@ -225,9 +225,9 @@ class DataSource(FileSource):
         """See `DataSpec`."""
         return self.streaming
 
-    def describe(self) -> str:
+    def describe_source(self) -> str:
         """See `DataSpec`."""
-        return super().describe() + (
+        return super().describe_source() + (
             f"; streamed, shuffled {self.shuffle_buffer:,} rows at a time" if self.streaming else ""
         )
 

@@ -81,7 +81,7 @@ def test_sources_without_weights_are_one_dataset(folder):
 def test_a_weighted_mixture_draws_rows_by_weight(folder):
     sources = [RowSource(f"{folder}/a.jsonl", weight=0.7), RowSource(f"{folder}/b.jsonl", weight=0.3, limit=2)]
     data = SupervisedData(sources)
-    assert data.describe() == f"{folder}/a.jsonl (weight 0.7), {folder}/b.jsonl (weight 0.3)"
+    assert data.describe_source() == f"{folder}/a.jsonl (weight 0.7), {folder}/b.jsonl (weight 0.3)"
     dataset = data.load(make_tokenizer())
     assert dataset.describe() == "6 rows: a.jsonl 4 (weight 0.7), b.jsonl 2 (weight 0.3)"
     rows = dataset.order(0, True).rows(range(1000))
