@@ -6,6 +6,7 @@
 - `quantization`: base models in 4 bits.
 - `training`: the single-process engine, optimizer, gradient steps and moving averages of the weights.
 - `sampling`: generation with the model in the same process.
+- `servers`: generation with servers of vLLM or SGLang.
 - `distributed`: the engine that shards weights and batches over several processes.
 - `files`: model folders and weights by name.
 
@@ -18,6 +19,8 @@ from realign.engines.network.heads import Causal, Head, HeadInit, Score, Value, 
 from realign.engines.network.kernels import Backend
 from realign.engines.network.trains import All, Lora, TopLayers, Trained
 from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.servers.sglang import Sglang
+from realign.engines.servers.vllm import Vllm
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
 from realign.engines.training.torch_optimizer import TorchOptimizer
@@ -38,6 +41,7 @@ __all__ = [
     "ScheduleKind",
     "ScheduleUnit",
     "Score",
+    "Sglang",
     "Sharding",
     "Share",
     "SharedModel",
@@ -48,5 +52,6 @@ __all__ = [
     "Value",
     "ValueHead",
     "ValueHidden",
+    "Vllm",
     "learning_rate",
 ]

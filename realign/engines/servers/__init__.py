@@ -1,0 +1,8 @@
+"""Samplers over inference servers: responses are sampled by vLLM or SGLang, and weights are sent after each step.
+
+- `vllm`, `sglang`: the HTTP interfaces, and the config nodes `models.ROLE.sampler`.
+- `sampler`: the sampler, which routes requests to servers and survives their failures.
+- `server`: one server: its connection and its state.
+- `weights`: model folders that servers load.
+- `launch`: servers that the run starts and stops.
+"""

@@ -1,0 +1,46 @@
+"""Parent of a server that a run starts. It ends the server and all its processes when the run ends, however it ends.
+
+    python guard.py COMMAND...
+
+The run holds the other end of standard input. At the end of the input, the whole process group ends: by SIGTERM, and
+after some seconds by SIGKILL. This file imports only the standard library, because it runs as a script.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+END_S = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+def main(command: list[str]) -> int:
+    """Run a command until it ends or standard input ends, and return its exit status."""
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # meant for the group; this process waits for it
+    threading.Thread(target=_wait_for_end_of_input, args=(server,), daemon=True).start()
+    status = server.wait()
+    _signal_group(signal.SIGKILL)
+    return status
+
+
+def _wait_for_end_of_input(server: "subprocess.Popen[bytes]") -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    _signal_group(signal.SIGTERM)
+    deadline = time.monotonic() + END_S
+    while server.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _signal_group(signal.SIGKILL)
+
+
+def _signal_group(number: int) -> None:
+    """Send a signal to the group, which the run created for this process."""
+    os.killpg(os.getpgid(0), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,177 @@
+"""`ServerProtocol`: what a sampler needs from the HTTP interface of an inference server."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from realign.api.generation import GenerationConfig
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient, Response
+
+_LONGEST_ANSWER = 300
+_HIGHEST_LOGPROB = 1e-3
+"""Log-probs may exceed 0 by rounding errors."""
+
+
+class Unavailable(Exception):
+    """The server did not answer, or it failed. Another server, or the same one later, may serve the request."""
+
+
+class Refused(ValueError):
+    """The server rejects the request, and would reject it again."""
+
+
+class End(Enum):
+    """Why a server stopped to sample a response."""
+
+    stop = auto()
+    """A stop token or a stop string."""
+    length = auto()
+    """The maximum number of tokens."""
+    aborted = auto()
+    """The server was paused. The response can be continued."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that one HTTP request sampled."""
+
+    ids: list[int]
+    logprobs: list[float]
+    end: End
+    label: str | None = None
+    """Label of the weights, if the server reports it with the tokens."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One HTTP request for tokens."""
+
+    ids: Sequence[int]
+    """Prompt, and the tokens of the response that were sampled before."""
+    config: GenerationConfig
+    """Sampling parameters. `max_new_tokens` and `min_new_tokens` count the tokens that are missing."""
+    stop_ids: Sequence[int]
+    """Tokens that end the response."""
+    seed: int
+    """Seed of this request, 63 bits."""
+
+
+class ServerProtocol(ABC):
+    """The HTTP interface of one kind of inference server. Token ids in, token ids out."""
+
+    title: ClassVar[str]
+    """Name of the server, for messages."""
+
+    @abstractmethod
+    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
+        """Sample tokens.
+
+        Raises:
+            Unavailable: the server did not answer, or failed.
+            Refused: the server rejects the request.
+        """
+
+    @abstractmethod
+    async def stop(self, http: AsyncClient) -> None:
+        """Stop sampling. The requests that are being served end, with the tokens sampled so far."""
+
+    @abstractmethod
+    async def start(self, http: AsyncClient) -> None:
+        """Continue after `stop`."""
+
+    @abstractmethod
+    async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
+        """Load the weights of a model folder and forget everything that was computed with other weights.
+
+        Call it between `stop` and `start`. If it fails, `label` returns another label than the given one.
+        """
+
+    @abstractmethod
+    async def label(self, http: AsyncClient) -> str | None:
+        """Return the label of the weights; None or an arbitrary text before the first `load`."""
+
+    async def check_health(self, http: AsyncClient) -> None:
+        """Raise Unavailable unless the server answers."""
+        await get(http, "/health")
+
+
+async def post(http: AsyncClient, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    """Send a POST request and return the JSON answer; None if the answer is empty.
+
+    Raises:
+        Unavailable: the server did not answer, or failed.
+        Refused: the server rejects the request.
+    """
+    return await _answer(http, "POST", path, json=body, **options)
+
+
+async def get(http: AsyncClient, path: str) -> Any:
+    """Send a GET request; see `post`."""
+    return await _answer(http, "GET", path)
+
+
+async def _answer(http: AsyncClient, method: str, path: str, **options: Any) -> Any:
+    from httpx2 import HTTPError, InvalidURL
+
+    try:
+        answer = await http.request(method, path, **options)
+    except (HTTPError, InvalidURL, OSError) as error:
+        raise Unavailable(f"{method} {path}: {type(error).__name__}: {error}") from error
+    what = f"{method} {path}: status {answer.status_code}"
+    if answer.status_code >= 500 or answer.status_code in (408, 425, 429):
+        raise Unavailable(f"{what}: {_text(answer)}")
+    if answer.status_code >= 300:  # redirects are not followed
+        raise Refused(f"{what}: {_text(answer)}")
+    if not answer.content:
+        return None
+    try:
+        return json.loads(answer.content)
+    except (ValueError, RecursionError) as error:
+        raise Unavailable(f"{what}, but the answer is not valid JSON: {_text(answer)}") from error
+
+
+def _text(answer: Response) -> str:
+    text = " ".join(answer.text.split())
+    return text if len(text) <= _LONGEST_ANSWER else f"{text[:_LONGEST_ANSWER]}..."
+
+
+def checked_part(ids: Any, logprobs: Any, end: End, ask: Ask, label: str | None = None) -> Part:
+    """Return the tokens of an answer.
+
+    Raises:
+        Unavailable: the answer is malformed: the lengths differ, there are too many tokens, or values are no valid
+            token ids or log-probs.
+    """
+    valid_ids = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+    valid_logprobs = isinstance(logprobs, list) and all(
+        isinstance(x, int | float) and math.isfinite(x) and x <= _HIGHEST_LOGPROB for x in logprobs
+    )
+    if not valid_ids or not valid_logprobs or len(ids) != len(logprobs):
+        raise Unavailable(f"the answer has no valid token ids and log-probs: {ids!r:.150} and {logprobs!r:.150}")
+    if len(ids) > ask.config.max_new_tokens or (not ids and end is not End.aborted):
+        raise Unavailable(f"the answer has {len(ids)} tokens, of at most {ask.config.max_new_tokens}")
+    return Part(ids, [min(float(x), 0.0) for x in logprobs], end, label)
+
+
+def item(answer: Any, *path: str | int) -> Any:
+    """Return an item inside of a JSON answer.
+
+    Raises:
+        Unavailable: the answer has no such item.
+    """
+    found = answer
+    try:
+        for key in path:
+            found = found[key]
+    except (LookupError, TypeError) as error:
+        raise Unavailable(f"the answer has no {'.'.join(map(str, path))}: {answer!r:.300}") from error
+    return found

@@ -1,0 +1,158 @@
+"""`Server`: one inference server: its connection, the process if the run started it, and whether it works."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from realign.engines.servers.launch import LaunchedServer, free_port
+from realign.engines.servers.protocol import Unavailable
+from realign.engines.servers.settings import LOCAL, Servers
+from realign.errors import TransientError
+
+KEY = "REALIGN_SERVER_KEY"
+"""Environment variable with the API key of the servers."""
+_CONNECT_S = 10.0
+
+T = TypeVar("T")
+
+
+class Server:
+    """A server. All methods are called in the event loop of the sampler."""
+
+    def __init__(self, settings: Servers, index: int, log: Path | None) -> None:
+        """Describe a server; `connect` connects to it.
+
+        Args:
+            settings: settings of the sampler.
+            index: index among the URLs, or among the servers to start.
+            log: file for the output of a server that the run starts.
+        """
+        self._settings, self._index, self._log = settings, index, log
+        self.url = settings.urls[index] if settings.urls else ""
+        self.up = False
+        """Whether the server has the current weights and takes requests."""
+        self.tried = False
+        """Whether an attempt to use the server has ended."""
+        self.load = 0
+        """Number of requests that wait for or use this server."""
+        self.room = asyncio.Semaphore(settings.concurrency)
+        self.failure = "not started"
+        """Why the server does not work."""
+        self.failed = asyncio.Event()
+        """Set while the server is out of use."""
+        self.checked_at = 0.0
+        """Time at which the last successful check of its weights began."""
+        self.check_lock = asyncio.Lock()
+        self._process: LaunchedServer | None = None
+        self._starts = 0
+        self._calls: set[asyncio.Task[Any]] = set()
+        self.http: Any = None
+
+    @property
+    def launched(self) -> bool:
+        """Whether the run starts this server."""
+        return not self._settings.urls
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run started the server and it ended."""
+        return self._process is not None and self._process.ended
+
+    @property
+    def optional(self) -> bool:
+        """Whether the run may begin without this server: it is running elsewhere, and did not answer."""
+        return self.tried and not self.launched
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call of the server has not ended."""
+        return bool(self._calls)
+
+    def start(self, model: Path) -> None:
+        """Start the process, if the run starts this server and it is not running.
+
+        Args:
+            model: folder of the weights.
+
+        Raises:
+            TransientError: the server ended too often.
+            ConfigError: the command is invalid.
+        """
+        if not self.launched or (self._process is not None and not self._process.ended):
+            return
+        assert self._log is not None
+        if self._starts > self._settings.restarts:
+            lines = "" if self._process is None else self._process.last_lines()
+            raise TransientError(f"the server ended {self._starts} times. Its last output ({self._log}):\n{lines}")
+        port = free_port()
+        command = self._settings.command_line("launch", model, port)
+        environment = {
+            **self._settings.variables,
+            "REALIGN_SERVER_INDEX": str(self._index),
+            **self._settings.environment,
+        }
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = LaunchedServer(command, environment, self._log)
+        self._starts += 1
+        self.http = None
+
+    def connect(self) -> None:
+        """Create the client, unless it exists."""
+        if self.http is not None:
+            return
+        from httpx2 import AsyncClient, Limits, Timeout
+
+        key = os.environ.get(KEY)
+        self.http = AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=Timeout(self._settings.request_timeout_s, connect=_CONNECT_S),
+            limits=Limits(max_connections=None),
+            follow_redirects=False,
+            trust_env=urlsplit(self.url).hostname not in LOCAL,  # no proxy for this machine
+        )
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a call of the server; `fail` ends it.
+
+        Raises:
+            Unavailable: the server failed during the call.
+        """
+        task = asyncio.ensure_future(coroutine)
+        self._calls.add(task)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:  # of the caller: the request is not wanted any more
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        finally:
+            self._calls.discard(task)
+        if task.cancelled():
+            raise Unavailable(self.failure)
+        return task.result()
+
+    def use(self) -> None:
+        """Take the server into use."""
+        self.up = True
+        self.failed.clear()
+
+    def fail(self, why: str) -> None:
+        """Take the server out of use, and end its calls."""
+        self.up, self.failure = False, why
+        self.failed.set()
+        for task in self._calls:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Disconnect, and end the process if the run started it."""
+        self.up = False
+        if self.http is not None:
+            await self.http.aclose()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop)

@@ -1,0 +1,141 @@
+"""`Servers`: the settings that samplers over inference servers share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar, Protocol, runtime_checkable
+from urllib.parse import urlsplit
+
+from realign.api.sampler import Capabilities, Sampler, WeightSource
+from realign.api.sampler_spec import SamplerSpec
+from realign.engines.servers.protocol import ServerProtocol
+from realign.errors import ConfigError
+from realign.settings import Count, NonNegativeInt, Positive
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+"""Hosts of this machine."""
+
+
+@runtime_checkable
+class HasEndTokens(Protocol):
+    """An engine that knows the end tokens of its model."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """End tokens."""
+        ...
+
+
+@dataclass
+class Servers(SamplerSpec):
+    """Samples with inference servers over HTTP. Each request goes to the server with the fewest requests.
+
+    The environment variable `REALIGN_SERVER_KEY` is sent as API key, if it is set.
+    """
+
+    urls: list[str] = field(default_factory=list)
+    """URLs of running servers, such as `http://127.0.0.1:8000`. Empty: the run starts servers."""
+    launch: str | None = None
+    """Command that starts a server, with `{model}` (folder of the weights) and `{port}`. Null: the usual command of the
+    server, with `{python}` as Python interpreter."""
+    python: str | None = None
+    """Python interpreter of the environment in which the server is installed; null: that of the run."""
+    arguments: str = ""
+    """Further arguments of the command, such as `--max-model-len 4096`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of the servers that the run starts."""
+    servers: Count = 1
+    """Number of servers to start. Server i gets the environment variable `REALIGN_SERVER_INDEX=i`."""
+    weights_dir: str | None = None
+    """Folder in which weights are written for the servers, which must be able to read it. Null: shared memory, or the
+    temporary folder. Required if a server runs on another machine."""
+    concurrency: Count = 256
+    """Maximum number of concurrent requests per server."""
+    request_timeout_s: Positive = 1800.0
+    """Seconds that one request may take; then the server counts as failed."""
+    update_timeout_s: Positive = 600.0
+    """Seconds that a server may take to load weights."""
+    start_timeout_s: Positive = 900.0
+    """Seconds that a server may take until it answers for the first time."""
+    patience_s: Positive = 300.0
+    """Seconds without any working server after which the run stops with exit code 75."""
+    restarts: NonNegativeInt = 3
+    """How often a server that the run has started is started again after it ended."""
+
+    protocol: ClassVar[type[ServerProtocol]]
+    package: ClassVar[str]
+    command: ClassVar[str]
+    variables: ClassVar[dict[str, str]]
+
+    def check(self, where: str) -> None:
+        """See `SamplerSpec`.
+
+        Raises:
+            ConfigError: a URL is invalid, the server is not installed, or settings exclude each other.
+        """
+        for url in self.urls:
+            _check_url(f"{where}.urls", url)
+        if self.urls:
+            for name in ("launch", "python", "arguments", "environment"):
+                if getattr(self, name):
+                    raise ConfigError(f"{where}.{name}: it applies to servers that the run starts, but urls are set.")
+            remote = next((url for url in self.urls if urlsplit(url).hostname not in LOCAL), None)
+            if remote and self.weights_dir is None:
+                raise ConfigError(
+                    f"{where}.weights_dir=null: {remote} is on another machine. Set weights_dir to a folder that both "
+                    "machines can read."
+                )
+            return
+        if self.launch is None and self.python is None and find_spec(self.package) is None:
+            raise ConfigError(
+                f"{where}: {self.package} is not installed in the environment of the run. Set {where}.python to the "
+                f"interpreter of an environment that has it, or {where}.urls to running servers."
+            )
+        if self.python is not None and not Path(self.python).expanduser().exists():
+            raise ConfigError(f"{where}.python={self.python!r}: no such file")
+        self.command_line(f"{where}.launch", Path("model"), 0)
+
+    def capabilities(self) -> Capabilities:
+        """See `SamplerSpec`. Tokens depend on the requests that a server decodes together."""
+        return Capabilities(bitwise=False, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)
+
+    def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
+        """See `SamplerSpec`: starts servers if no `urls` are set, and sends the weights to all servers."""
+        from realign.engines.servers.sampler import ServerSampler
+
+        stop_ids = source.eos_token_ids if isinstance(source, HasEndTokens) else ()
+        return ServerSampler(name, self, source, stop_ids)
+
+    def command_line(self, where: str, model: Path, port: int) -> list[str]:
+        """Return the command that starts a server.
+
+        Raises:
+            ConfigError: the command has an unknown placeholder, or quotes that are not closed.
+        """
+        import shlex
+
+        values = {"model": str(model), "port": str(port), "python": self.python or sys.executable}
+        words = f"{self.launch or self.command} {self.arguments}"
+        try:
+            return [word.format(**values) for word in shlex.split(words)]
+        except (ValueError, LookupError) as error:
+            raise ConfigError(
+                f"{where}: {words!r} is no valid command ({error}). Valid placeholders: {{model}}, {{port}} and "
+                "{python}."
+            ) from error
+
+
+def _check_url(where: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if valid and (parts.username or parts.password or parts.query or parts.fragment):
+        raise ConfigError(f"{where}: a URL contains credentials or parameters. Use the form http://host:port.")
+    if not valid or not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"{where}: {url!r} is no valid URL. Use the form http://host:port.")

@@ -1,0 +1,100 @@
+"""`Sglang`: sample with servers of SGLang.
+
+Interface: https://docs.sglang.io (native API: `/generate`, `/update_weights_from_disk`, `/pause_generation`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from realign.engines.servers.protocol import Ask, End, Part, Refused, ServerProtocol, checked_part, get, item, post
+from realign.engines.servers.settings import Servers
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient
+
+_ENDS = {"stop": End.stop, "length": End.length, "abort": End.aborted}
+_ALL = -1
+"""Value of `top_k` for the whole vocabulary."""
+
+
+class SglangProtocol(ServerProtocol):
+    """The HTTP interface of SGLang, compared with the source of version 0.5.23."""
+
+    title = "SGLang"
+
+    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
+        """See `ServerProtocol`."""
+        answer = await post(http, "/generate", generate_request(ask))
+        reason = item(answer, "meta_info", "finish_reason", "type")
+        pairs = item(answer, "meta_info", "output_token_logprobs")
+        label = answer["meta_info"].get("weight_version")
+        logprobs = [item(pair, 0) for pair in pairs]
+        ids = [item(pair, 1) for pair in pairs]
+        return checked_part(ids, logprobs, _ENDS.get(reason, End.aborted), ask, None if label is None else str(label))
+
+    async def stop(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/pause_generation", {"mode": "abort"})
+
+    async def start(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/continue_generation", {})
+
+    async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
+        """See `ServerProtocol`."""
+        body = {
+            "model_path": str(folder.absolute()),
+            "weight_version": label,
+            "abort_all_requests": True,
+            "flush_cache": True,
+            "keep_pause": True,
+        }
+        done = await post(http, "/update_weights_from_disk", body)
+        if not item(done, "success"):
+            raise Refused(f"POST /update_weights_from_disk: {done.get('message')}")
+
+    async def label(self, http: AsyncClient) -> str | None:
+        """See `ServerProtocol`."""
+        return str(item(await get(http, "/model_info"), "weight_version"))
+
+
+def generate_request(ask: Ask) -> dict[str, Any]:
+    """Return the body of a request of the native API."""
+    config = ask.config
+    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
+    sampling = neutral | {
+        "max_new_tokens": config.max_new_tokens,
+        "min_new_tokens": config.max_new_tokens if config.fixed_length else config.min_new_tokens,
+        "temperature": 0.0 if config.greedy else config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k or _ALL,
+        "sampling_seed": ask.seed,
+        "ignore_eos": True,  # `stop_token_ids` contains the end tokens
+        "stop_token_ids": [] if config.fixed_length else list(ask.stop_ids),
+        "stop": list(config.stop_strings),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    return {
+        "input_ids": list(ask.ids),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": False,
+    }
+
+
+@dataclass
+class Sglang(Servers):
+    """Samples with SGLang: running servers (`urls`), or servers that the run starts and stops."""
+
+    protocol: ClassVar[type[ServerProtocol]] = SglangProtocol
+    package: ClassVar[str] = "sglang"
+    command: ClassVar[str] = (
+        "{python} -m sglang.launch_server --model-path {model} --host 127.0.0.1 --port {port} "
+        "--sampling-backend pytorch"
+    )
+    variables: ClassVar[dict[str, str]] = {}

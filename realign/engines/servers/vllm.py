@@ -1,0 +1,99 @@
+"""`Vllm`: sample with servers of vLLM.
+
+Interface: https://docs.vllm.ai/en/latest/ (OpenAI-compatible server, RL endpoints and development endpoints). The
+servers need `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode processed_logprobs`; `Vllm` starts them so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from realign.engines.servers.protocol import Ask, End, Part, Refused, ServerProtocol, checked_part, get, item, post
+from realign.engines.servers.settings import Servers
+
+if TYPE_CHECKING:
+    from httpx2 import AsyncClient
+
+_ENDS = {"stop": End.stop, "length": End.length, "abort": End.aborted}
+_LOADING = "loading"
+
+
+class VllmProtocol(ServerProtocol):
+    """The HTTP interface of vLLM, tested with version 0.32."""
+
+    title = "vLLM"
+
+    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
+        """See `ServerProtocol`."""
+        answer = await post(http, "/v1/completions", completion_request(ask))
+        reason = item(answer, "choices", 0, "finish_reason")
+        return checked_part(
+            item(answer, "choices", 0, "token_ids"),
+            item(answer, "choices", 0, "logprobs", "token_logprobs") if item(answer, "choices", 0, "token_ids") else [],
+            _ENDS.get(reason, End.aborted),
+            ask,
+        )
+
+    async def stop(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/pause", params={"mode": "abort"})
+
+    async def start(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/resume")
+
+    async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/update_weight_version", {"new_version": _LOADING})
+        await post(
+            http, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
+        )
+        done = await post(http, "/reset_prefix_cache")
+        if not item(done, "success"):
+            raise Refused("POST /reset_prefix_cache: the prefix cache of earlier weights was not removed")
+        await post(http, "/update_weight_version", {"new_version": label})
+
+    async def label(self, http: AsyncClient) -> str | None:
+        """See `ServerProtocol`."""
+        return str(item(await get(http, "/weight_info"), "weight_version"))
+
+
+def completion_request(ask: Ask) -> dict[str, Any]:
+    """Return the body of a completion request.
+
+    It contains every sampling parameter, because the server takes missing ones from the `generation_config.json` of
+    the model.
+    """
+    config = ask.config
+    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
+    return neutral | {
+        "prompt": list(ask.ids),
+        "max_tokens": config.max_new_tokens,
+        "min_tokens": config.max_new_tokens if config.fixed_length else config.min_new_tokens,
+        "temperature": 0.0 if config.greedy else config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "seed": ask.seed,
+        "ignore_eos": True,  # `stop_token_ids` contains the end tokens
+        "stop_token_ids": [] if config.fixed_length else list(ask.stop_ids),
+        "stop": list(config.stop_strings),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+@dataclass
+class Vllm(Servers):
+    """Samples with vLLM: running servers (`urls`), or servers that the run starts and stops."""
+
+    protocol: ClassVar[type[ServerProtocol]] = VllmProtocol
+    package: ClassVar[str] = "vllm"
+    command: ClassVar[str] = (
+        "{python} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port} "
+        "--logprobs-mode processed_logprobs"
+    )
+    variables: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}

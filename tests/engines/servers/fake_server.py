@@ -1,0 +1,295 @@
+"""Fake of an inference server for tests: the HTTP interfaces of vLLM and SGLang over a table of logits, with faults.
+
+The paths, fields and answers are those of vLLM 0.32 and SGLang 0.5.23. The next token depends on the last one. Token 0
+is the end token of the tests.
+"""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from safetensors.torch import load_file, save_file
+
+DEFAULT = "default"
+"""Label of weights that no client has set."""
+
+
+class Table:
+    """Weights of a fake server: logits of the next token for each token, [V, V]."""
+
+    def __init__(self, logits_VV):
+        self.logits_VV = logits_VV
+
+    def weights(self):
+        return {"logits": self.logits_VV}
+
+    def save(self, path):
+        Path(path).mkdir(parents=True)
+        save_file(self.weights(), Path(path) / "model.safetensors")
+
+    @property
+    def eos_token_ids(self):
+        return (0,)
+
+
+def random_table(seed, words=12):
+    """Return random weights."""
+    return Table(torch.randn(words, words, generator=torch.Generator().manual_seed(seed)))
+
+
+class _Job:
+    """A request that is being decoded."""
+
+    def __init__(self, ids, most, least, stop_ids, temperature, seed):
+        self.prompt, self.ids, self.logprobs, self.reason = ids, [], [], None
+        self.most, self.least, self.stop_ids, self.temperature = most, least, stop_ids, temperature
+        self.generator = torch.Generator().manual_seed(seed or 0)
+        self.done = threading.Event()
+
+    def step(self, logits_VV):
+        last = (self.ids or self.prompt)[-1]
+        row_V = (logits_VV[last] / (self.temperature or 1.0)).clone()
+        if len(self.ids) < self.least:
+            row_V[list(self.stop_ids)] = -torch.inf
+        row_V = row_V.log_softmax(-1)
+        token = (
+            int(torch.multinomial(row_V.exp(), 1, generator=self.generator))
+            if self.temperature
+            else int(row_V.argmax())
+        )
+        self.ids.append(token)
+        self.logprobs.append(float(row_V[token]))
+        if token in self.stop_ids:
+            self.end("stop")
+        elif len(self.ids) == self.most:
+            self.end("length")
+
+    def end(self, reason):
+        self.reason = reason
+        self.done.set()
+
+
+class FakeServer:
+    """A server on loopback. `kind` is vllm or sglang."""
+
+    def __init__(self, kind, table, *, token_s=0.0, port=0):
+        self.kind, self.start_table, self.token_s = kind, table, token_s
+        self.changed = threading.Condition()
+        self.requests, self.jobs, self.paused, self.closed = [], [], False, False
+        self.tokens_by_label = {}
+        self.faults = {}  # path -> list of functions, which get the handler and answer in place of the server
+        self.set_weights(table.logits_VV, DEFAULT)
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args):
+                pass
+
+            def do_GET(self):
+                fake.answer(self, {})
+
+            def do_POST(self):
+                length = int(self.headers.get("Content-Length") or 0)
+                fake.answer(self, json.loads(self.rfile.read(length) or b"{}"))
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 512
+
+            def handle_error(self, request, client_address):
+                pass  # a client closed its connection, as tests intend
+
+        self.http = Server(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        for target in (self.http.serve_forever, self._decode):
+            threading.Thread(target=target, daemon=True).start()
+
+    def set_weights(self, logits_VV, label):
+        self.logits_VV, self.label = logits_VV, label
+
+    def restart(self):
+        """Lose the weights of clients and all running requests, like a process that was started again."""
+        with self.changed:
+            self.set_weights(self.start_table.logits_VV, DEFAULT)
+            self.paused = False
+            for job in self.jobs:
+                job.end("lost")
+            self.jobs.clear()
+
+    def close(self):
+        """End the server; its requests get no answer."""
+        with self.changed:
+            self.closed = True
+            for job in self.jobs:
+                job.end("lost")
+            self.jobs.clear()
+            self.changed.notify_all()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def _decode(self):
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.closed or (self.jobs and not self.paused))
+                if self.closed:
+                    return
+                for job in list(self.jobs):
+                    job.step(self.logits_VV)
+                    self.tokens_by_label[self.label] = self.tokens_by_label.get(self.label, 0) + 1
+                self.jobs = [job for job in self.jobs if not job.done.is_set()]
+            time.sleep(self.token_s)
+
+    def run(self, job):
+        """Decode a request. Returns False if the server lost it."""
+        with self.changed:
+            if not self.closed:
+                self.jobs.append(job)
+                self.changed.notify_all()
+        while not self.closed and not job.done.wait(0.05):
+            pass
+        return job.reason not in (None, "lost")
+
+    def pause(self):
+        with self.changed:
+            self.paused = True
+            for job in self.jobs:
+                job.end("abort")
+            self.jobs.clear()
+
+    def resume(self):
+        with self.changed:
+            self.paused = False
+            self.changed.notify_all()
+
+    def load(self, folder):
+        with self.changed:
+            self.logits_VV = load_file(Path(folder) / "model.safetensors")["logits"]
+
+    def answer(self, handler, body):
+        """Answer a request, or play the next fault of its path."""
+        parts = urlsplit(handler.path)
+        self.requests.append((parts.path, body))
+        if self.closed:
+            handler.close_connection = True
+            return
+        if self.faults.get(parts.path):
+            self.faults[parts.path].pop(0)(handler)
+            return
+        found = getattr(self, f"_{self.kind}")(parts.path, body, parse_qs(parts.query))
+        if found is None:
+            handler.close_connection = True
+            return
+        send(handler, *found)
+
+    def _vllm(self, path, body, query):
+        if path == "/health":
+            return 200, None
+        if path == "/pause":
+            assert query["mode"] == ["abort"]
+            self.pause()
+            return 200, {"status": "paused"}
+        if path == "/resume":
+            self.resume()
+            return 200, {"status": "resumed"}
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.load(body["kwargs"]["weights_path"])
+            return 200, {"results": [None]}
+        if path == "/reset_prefix_cache":
+            return 200, {"success": not self.jobs}
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+            return 200, {"success": True, "new_version": self.label}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
+        if path != "/v1/completions":
+            return 404, {"detail": "Not Found"}
+        if max(body["prompt"]) >= len(self.logits_VV):
+            return 400, {"error": {"message": "Token id is out of vocabulary", "type": "BadRequestError"}}
+        if body["temperature"] < 0 or body["logprobs"] != 0 or not body["return_token_ids"] or not body["ignore_eos"]:
+            return 400, {"error": {"message": "unexpected parameters"}}
+        job = _Job(
+            body["prompt"],
+            body["max_tokens"],
+            body["min_tokens"],
+            body["stop_token_ids"],
+            body["temperature"],
+            body["seed"],
+        )
+        if not self.run(job):
+            return None
+        choice = {"index": 0, "text": "", "finish_reason": job.reason, "stop_reason": None, "token_ids": job.ids}
+        return 200, {"choices": [choice | {"logprobs": {"token_logprobs": job.logprobs}}]}
+
+    def _sglang(self, path, body, query):
+        if path == "/health":
+            return 200, None
+        if path == "/pause_generation":
+            assert body == {"mode": "abort"}
+            self.pause()
+            return 200, {"message": "Generation paused successfully.", "status": "ok"}
+        if path == "/continue_generation":
+            self.resume()
+            return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        if path == "/update_weights_from_disk":
+            self.load(body["model_path"])
+            self.label = body["weight_version"]
+            return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        if path == "/model_info":
+            return 200, {"weight_version": self.label}
+        if path != "/generate":
+            return 404, {"detail": "Not Found"}
+        sampling = body["sampling_params"]
+        if max(body["input_ids"]) >= len(self.logits_VV):
+            return 400, {"error": {"message": "The input contains token ids outside of the vocabulary"}}
+        job = _Job(
+            body["input_ids"],
+            sampling["max_new_tokens"],
+            sampling["min_new_tokens"],
+            sampling["stop_token_ids"],
+            sampling["temperature"],
+            sampling["sampling_seed"],
+        )
+        label = self.label
+        if not self.run(job):
+            return None
+        pairs = [[logprob, token, None] for logprob, token in zip(job.logprobs, job.ids, strict=True)]
+        facts = {"finish_reason": {"type": job.reason}, "output_token_logprobs": pairs, "weight_version": label}
+        return 200, {"text": "", "output_ids": job.ids, "meta_info": facts}
+
+
+def send(handler, status, body):
+    """Send a JSON answer; an empty one for None."""
+    data = b"" if body is None else json.dumps(body).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def status(code, text="broken"):
+    """A fault: answer with a status."""
+    return lambda handler: send(handler, code, {"error": text})
+
+
+def body(value):
+    """A fault: answer with another JSON value."""
+    return lambda handler: send(handler, 200, value)
+
+
+def disconnect(handler):
+    """A fault: close the connection without an answer."""
+    handler.close_connection = True
+
+
+def hang(handler):
+    """A fault: never answer."""
+    time.sleep(60)
+    handler.close_connection = True

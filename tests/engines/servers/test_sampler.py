@@ -1,0 +1,335 @@
+"""Sampling with servers: the contract of samplers, failures of servers, and weights that cannot be mixed up."""
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, Request, SequenceSample
+from realign.engines.servers.sampler import ServerSampler
+from realign.engines.servers.sglang import Sglang
+from realign.engines.servers.vllm import Vllm
+from realign.errors import ConfigError, TransientError
+from realign.testing import SAMPLER_CHECKS, check_sampler
+from tests.engines.servers import fake_server
+from tests.engines.servers.fake_server import FakeServer, random_table
+
+KINDS = {"vllm": Vllm, "sglang": Sglang}
+SAMPLE = {"vllm": "/v1/completions", "sglang": "/generate"}
+PAUSE = {"vllm": "/pause", "sglang": "/pause_generation"}
+LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+START, NEW = random_table(0), random_table(1)
+CONFIG = GenerationConfig(n=3, max_new_tokens=12)
+
+
+@pytest.fixture(params=sorted(KINDS))
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def opened():
+    """Close servers and samplers at the end of a test."""
+    found = []
+    yield found
+    for one in reversed(found):
+        one.close()
+
+
+@pytest.fixture
+def servers(kind, opened):
+    def start(count=1, **options):
+        found = [FakeServer(kind, START, **options) for _ in range(count)]
+        opened.extend(found)
+        return found
+
+    return start
+
+
+@pytest.fixture
+def connect(kind, opened):
+    def connect(servers, **settings):
+        spec = KINDS[kind](urls=[server.url for server in servers], **settings)
+        spec.check("models.actor.sampler")
+        sampler = spec.open("actor", START, None)
+        opened.append(sampler)
+        return sampler
+
+    return connect
+
+
+def prompts(count=4):
+    return SequenceSample.from_sequences(
+        [f"p{i}" for i in range(count)], {"prompt_ids": [[[i + 1, i + 1]] for i in range(count)]}
+    )
+
+
+def request(number=0, **changes):
+    settings = {"max_new_tokens": 40, "fixed_length": True} | changes
+    return Request(f"p{number}", 0, torch.tensor([1, 2]), GenerationConfig(**settings), 3)
+
+
+def expected_logprobs(table, ids, first, temperature=1.0):
+    """Log-probs of tokens that follow token `first`."""
+    before = torch.tensor([first, *ids[:-1]])
+    return (table.logits_VV / temperature).log_softmax(-1)[before, torch.tensor(ids)]
+
+
+def until(condition, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("check", sorted(SAMPLER_CHECKS))
+def test_the_contract_of_samplers_holds(kind, opened, check):
+    def make():
+        server = FakeServer(kind, START)
+        opened.append(server)
+        return KINDS[kind](urls=[server.url]).open("actor", START, None)
+
+    check_sampler(make, prompts(), CONFIG, NEW, only=check)
+
+
+def test_tokens_have_the_logprobs_of_the_weights_that_the_run_has_sent(servers, connect):
+    """Servers start with other weights than the run."""
+    (server,) = servers()
+    server.start_table = random_table(7)
+    server.restart()
+    sampler = connect([server])
+    found = sampler.generate(prompts(), GenerationConfig(n=2, max_new_tokens=9, temperature=0.7), seed=1)
+    for ids, mask, logprobs in zip(
+        found.sequences(), found.sequences("loss_mask"), found.sequences("logprobs"), strict=True
+    ):
+        tokens = ids[mask].tolist()
+        torch.testing.assert_close(logprobs[mask], expected_logprobs(START, tokens, int(ids[1]), 0.7))
+
+
+def test_an_update_midway_continues_responses_with_exact_versions(servers, connect):
+    (server,) = servers(token_s=0.02)
+    sampler = connect([server])
+    handles = [sampler.submit(request(i)) for i in range(6)]
+    until(lambda: sum(server.tokens_by_label.values()) >= 30)
+    sampler.update(NEW, 5)
+    for handle in handles:
+        done = handle.result(30)
+        versions, ids = done.versions.tolist(), done.ids.tolist()
+        assert len(ids) == 40
+        assert set(versions) == {0, 5}
+        assert versions == sorted(versions)
+        cut = versions.index(5)
+        expected = torch.cat([expected_logprobs(START, ids[:cut], 2), expected_logprobs(NEW, ids[cut:], ids[cut - 1])])
+        torch.testing.assert_close(done.logprobs, expected)
+
+
+def test_responses_with_stop_strings_start_again_after_an_update(servers, connect):
+    """A stop string that begins before an update could not be found after it."""
+    (server,) = servers(token_s=0.02)
+    sampler = connect([server])
+    handle = sampler.submit(request(fixed_length=False, stop_token_ids=[], stop_strings=["end"]))
+    until(lambda: sum(server.tokens_by_label.values()) >= 5)
+    sampler.update(NEW, 1)
+    done = handle.result(30)
+    assert set(done.versions.tolist()) == {1}
+    assert done.truncated
+    torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
+
+
+def test_every_response_has_its_own_seed(servers, connect):
+    (server,) = servers()
+    sampler = connect([server])
+    sampler.generate(prompts(), CONFIG, seed=1)
+    sent = [body.get("seed", body.get("sampling_params", {}).get("sampling_seed")) for path, body in server.requests]
+    seeds = [seed for seed in sent if seed is not None]
+    assert len(set(seeds)) == len(seeds) == 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_responses_to_a_prompt_share_a_server_and_prompts_are_spread(servers, connect, kind):
+    pair = servers(2, token_s=0.002)
+    sampler = connect(pair)
+    sampler.generate(prompts(8), CONFIG, seed=1)
+    asked = [
+        Counter(
+            tuple(body.get("prompt", body.get("input_ids"))) for path, body in server.requests if path == SAMPLE[kind]
+        )
+        for server in pair
+    ]
+    assert not set(asked[0]) & set(asked[1])
+    assert [set(counts.values()) for counts in asked] == [{3}, {3}]
+    assert [len(counts) for counts in asked] == [4, 4]
+
+
+def test_a_server_that_dies_costs_its_requests_only(servers, connect):
+    pair = servers(2, token_s=0.01)
+    sampler = connect(pair)
+    handles = [sampler.submit(request(i)) for i in range(10)]
+    until(lambda: all(sum(server.tokens_by_label.values()) >= 20 for server in pair))
+    pair[0].close()
+    for handle in handles:
+        done = handle.result(30)
+        torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
+
+
+def test_a_server_that_restarts_gets_the_weights_before_it_is_used(servers, connect):
+    """Tokens that it sampled with the weights of its start are discarded."""
+    (server,) = servers(token_s=0.01)
+    sampler = connect([server])
+    sampler.update(NEW, 1)
+    handles = [sampler.submit(request(i)) for i in range(4)]
+    until(lambda: len(server.jobs) == 4)
+    server.restart()
+    for handle in handles:
+        done = handle.result(30)
+        assert set(done.versions.tolist()) == {1}
+        torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
+    server.restart()  # while it is idle
+    done = sampler.submit(request(9)).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
+
+
+@pytest.mark.parametrize("fault", ["disconnect", "500", "429", "not a token", "no answer", "too long", "not finite"])
+def test_requests_are_retried_after_faults(servers, connect, kind, fault):
+    (server,) = servers()
+    sampler = connect([server])
+    if kind == "vllm":
+        wrong = {"choices": [{"finish_reason": "stop", "token_ids": ["x"], "logprobs": {"token_logprobs": [-1.0]}}]}
+        long = {
+            "choices": [{"finish_reason": "stop", "token_ids": [1] * 99, "logprobs": {"token_logprobs": [-1] * 99}}]
+        }
+        nan = {"choices": [{"finish_reason": "stop", "token_ids": [1], "logprobs": {"token_logprobs": [float("nan")]}}]}
+    else:
+        wrong = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, "x", None]]}}
+        long = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 1, None]] * 99}}
+        nan = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[float("nan"), 1, None]]}}
+    faults = {
+        "disconnect": fake_server.disconnect,
+        "500": fake_server.status(500),
+        "429": fake_server.status(429),
+        "not a token": fake_server.body(wrong),
+        "no answer": fake_server.body({}),
+        "too long": fake_server.body(long),
+        "not finite": fake_server.body(nan),
+    }
+    server.faults[SAMPLE[kind]] = [faults[fault]]
+    done = sampler.submit(request()).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
+    assert server.faults[SAMPLE[kind]] == []
+
+
+def test_a_request_that_the_server_rejects_is_an_error_and_others_go_on(servers, connect):
+    (server,) = servers()
+    sampler = connect([server])
+    wrong = Request("w", 0, torch.tensor([500]), GenerationConfig(max_new_tokens=4), 3)
+    with pytest.raises(ValueError, match=r"models.actor.sampler: .* at http://127.0.0.1.*vocabulary"):
+        sampler.submit(wrong).result(30)
+    assert len(sampler.submit(request()).result(30).ids) == 40
+
+
+def test_a_server_that_hangs_during_an_update_is_taken_out_of_use(servers, connect, kind):
+    pair = servers(2)
+    sampler = connect(pair, update_timeout_s=0.5)
+    pair[0].faults[LOAD[kind]] = [fake_server.hang]
+    sampler.update(NEW, 1)
+    done = sampler.generate(prompts(), CONFIG, seed=2)
+    assert set(done["versions"].tolist()) == {-1, 1}
+
+
+@pytest.mark.parametrize("at", ["pause", "load"])
+def test_a_failed_update_is_repeated(servers, connect, kind, at):
+    (server,) = servers()
+    sampler = connect([server])
+    path = (PAUSE if at == "pause" else LOAD)[kind]
+    server.faults[path] = [fake_server.status(500), fake_server.disconnect]
+    sampler.update(NEW, 1)
+    assert server.faults[path] == []
+    done = sampler.submit(request()).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
+
+
+def test_without_any_server_the_run_ends_with_a_transient_error(servers, connect):
+    (server,) = servers(token_s=0.01)
+    sampler = connect([server], patience_s=1)
+    handle = sampler.submit(request())
+    server.close()
+    with pytest.raises(TransientError, match=r"models.actor.sampler: no server worked for 1 seconds"):
+        handle.result(30)
+    with pytest.raises(TransientError, match="no server worked"):
+        sampler.submit(request())
+    with pytest.raises(TransientError, match="no server worked"):
+        sampler.update(NEW, 1)
+
+
+def test_a_server_that_comes_back_within_the_patience_continues_the_run(servers, connect, kind, opened):
+    (server,) = servers(token_s=0.005)
+    sampler = connect([server], patience_s=30)
+    handles = [sampler.submit(request(i)) for i in range(3)]
+    until(lambda: len(server.jobs) == 3)
+    server.close()
+    opened.append(FakeServer(kind, random_table(9), port=server.http.server_port))
+    for handle in handles:
+        done = handle.result(30)
+        torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
+
+
+def test_two_runs_cannot_share_a_server(servers, connect):
+    (server,) = servers()
+    first = connect([server])
+    connect([server])
+    with pytest.raises(ConfigError, match=r"got weights from another run. Give each run its own servers"):
+        first.submit(request()).result(30)
+
+
+def test_cancelled_requests_close_their_connection(servers, connect):
+    (server,) = servers(token_s=0.01)
+    sampler = connect([server], concurrency=1)
+    running, waiting = sampler.submit(request(max_new_tokens=2000)), sampler.submit(request(1))
+    until(lambda: server.jobs)
+    assert running.cancel()
+    assert len(waiting.result(10).ids) == 40
+
+
+def test_no_server_at_the_url_is_a_transient_error(kind):
+    spec = KINDS[kind](urls=["http://127.0.0.1:9"], start_timeout_s=0.5)
+    with pytest.raises(TransientError, match=r"no server worked for 0.5 seconds \(http://127.0.0.1:9: "):
+        spec.open("actor", START, None)
+
+
+def test_the_api_key_of_the_environment_is_sent(servers, connect, monkeypatch):
+    monkeypatch.setenv("REALIGN_SERVER_KEY", "secret")
+    (server,) = servers()
+    seen = []
+    server.faults["/health"] = [
+        lambda handler: (seen.append(handler.headers["Authorization"]), fake_server.send(handler, 200, None))
+    ]
+    connect([server])
+    assert seen == ["Bearer secret"]
+
+
+def test_greedy_requests_with_a_temperature_are_rejected(servers, connect):
+    (server,) = servers()
+    with pytest.raises(ValueError, match=r"log-probs at temperature 1. Set temperature=1"):
+        connect([server]).submit(request(greedy=True, temperature=0.5))
+
+
+def test_weight_folders_are_removed(servers, connect, tmp_path):
+    (server,) = servers()
+    sampler = connect([server], weights_dir=str(tmp_path / "weights"))
+    for version in (1, 2, 3):
+        sampler.update(NEW, version)
+    (root,) = (tmp_path / "weights").iterdir()
+    assert [folder.name for folder in root.glob("update_*")] == ["update_3"]
+    sampler.close()
+    assert not root.exists()
+
+
+def test_threads_end_when_a_sampler_is_closed(servers, connect):
+    (server,) = servers()
+    before = threading.active_count()
+    sampler = connect([server])
+    assert isinstance(sampler, ServerSampler)
+    sampler.close()
+    until(lambda: threading.active_count() <= before)
