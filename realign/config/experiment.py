@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from realign.config.construct import INTERFACES, build, build_graph, convert
+from realign.config.default_correction import with_default_correction
 from realign.config.errors import ConfigError, not_a_component, suggest, unknown_key
 from realign.config.evaluation import Training, build_evaluation
 from realign.config.layers import OWNS
@@ -47,9 +48,10 @@ def _build(config: ExperimentConfig) -> Experiment:
     from realign.runtime.metrics.trackers import TrackerSpec
 
     _check_names(config)
+    models = _roles(config, ModelSpec, "models")
+    config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
     interfaces = _roles(config, ModelInterface, "interfaces")
     graph = build_graph(config.graph, DataflowGraph, "graph", interfaces)
-    models = _roles(config, ModelSpec, "models")
     data: DataSpec = build(config.data, DataSpec, "data")
     dynamic_sampling: DynamicSampling | None = None
     if config.dynamic_sampling:

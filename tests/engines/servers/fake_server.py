@@ -5,6 +5,8 @@ is the end token of the tests.
 """
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -293,3 +295,15 @@ def hang(handler):
     """A fault: never answer."""
     time.sleep(60)
     handler.close_connection = True
+
+
+def main(kind, port, model):
+    """Serve the weights of a folder, and leave a child process running, as real servers have several processes."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    server = FakeServer(kind, Table(load_file(Path(model) / "model.safetensors")["logits"]), port=int(port))
+    print(f"serving at {server.url}, child {child.pid}", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
