@@ -134,13 +134,14 @@ class ImportanceCorrection(Correction):
         return Corrected(weight_T, keep_T, data["loss_mask"] if self.keep_in_divisor else keep_T)
 
     def stats(self, data: SequenceSample) -> Stats:
-        """See `Correction`: KL to the behavior policy, weights, and the fractions clamped, truncated and rejected."""
+        """See `Correction`: differences to the behavior policy, weights, and fractions clamped, truncated and rejected."""
         mask_T, keep_T = data["loss_mask"], self._kept(data)
         ratio_T, _, clamped_T = RatioRange(self.weight.level).apply(data, CapMode.truncate)
         weight_T = self.weight.apply(data, CapMode.truncate).weight_T
         kl_T = kl_estimate(data["logprobs"], data["prox_logprobs"], mask_T, KLEstimator.k3)
         stats: Stats = {
             "behavior_kl": masked_mean(kl_T, mask_T),
+            "behavior_logprob_diff_max": masked_max((data["prox_logprobs"] - data["logprobs"]).abs(), mask_T),
             "behavior_weight_mean": masked_mean(weight_T, keep_T),
             "behavior_weight_max": masked_max(weight_T, keep_T),
             "behavior_clamped_fraction": masked_mean(clamped_T.float(), mask_T),
