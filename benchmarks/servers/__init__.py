@@ -1,0 +1,1 @@
+"""GRPO with vLLM as sampler: curves beside those of the in-process sampler, log-probs, updates and killed servers."""
