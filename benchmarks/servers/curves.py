@@ -70,7 +70,11 @@ def language(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
 
 def _samplers(spec: Vllm) -> dict[str, Sequence[str]]:
     """Return the overrides of each sampler. Both runs correct for the difference of sampler and trainer."""
-    server = ["models.actor.sampler=vllm", f'models.actor.sampler.arguments="{spec.arguments}"']
+    server = [
+        "models.actor.sampler=vllm",
+        f"models.actor.sampler.untie={str(spec.untie).lower()}",
+        f'models.actor.sampler.arguments="{spec.arguments}"',
+    ]
     server += [
         f"models.actor.sampler.{name}={value}" for name in ("python", "launch") if (value := getattr(spec, name))
     ]

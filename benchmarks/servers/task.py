@@ -35,7 +35,7 @@ def sampling(words: Mapping[str, str], length: int, **settings: Any) -> Vllm:
     if words["launch"]:  # a fake, for tests
         return Vllm(launch=words["launch"], **settings)
     arguments = f"{ARGUMENTS} --max-model-len {length}"
-    return Vllm(python=words["python"], arguments=arguments, environment=ENVIRONMENT, **settings)
+    return Vllm(python=words["python"], arguments=arguments, environment=ENVIRONMENT, untie=True, **settings)
 
 
 def prepared(folder: Path) -> arithmetic.Task:

@@ -3,6 +3,7 @@
 - `vllm`, `sglang`: the HTTP interfaces, and the config nodes `models.ROLE.sampler`.
 - `sampler`: the sampler, which routes requests to servers and survives their failures.
 - `server`: one server: its connection and its state.
+- `probe`: compares the weights of servers and trainer.
 - `weights`: model folders that servers load.
 - `launch`: servers that the run starts and stops.
 """

@@ -99,6 +99,15 @@ class ServerProtocol(ABC):
     async def label(self, http: AsyncClient) -> str | None:
         """Return the label of the weights; None or an arbitrary text before the first `load`."""
 
+    @abstractmethod
+    async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
+        """Return the log-probs of all tokens of a text but the first, at temperature 1.
+
+        Raises:
+            Unavailable: the server did not answer, or failed.
+            Refused: the server rejects the request.
+        """
+
     async def check_health(self, http: AsyncClient) -> None:
         """Raise Unavailable unless the server answers."""
         await get(http, "/health")
@@ -152,14 +161,27 @@ def checked_part(ids: Any, logprobs: Any, end: End, ask: Ask, label: str | None 
             token ids or log-probs.
     """
     valid_ids = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
-    valid_logprobs = isinstance(logprobs, list) and all(
-        isinstance(x, int | float) and math.isfinite(x) and x <= _HIGHEST_LOGPROB for x in logprobs
-    )
+    valid_logprobs = isinstance(logprobs, list) and all(map(_is_logprob, logprobs))
     if not valid_ids or not valid_logprobs or len(ids) != len(logprobs):
         raise Unavailable(f"the answer has no valid token ids and log-probs: {ids!r:.150} and {logprobs!r:.150}")
     if len(ids) > ask.config.max_new_tokens or (not ids and end is not End.aborted):
         raise Unavailable(f"the answer has {len(ids)} tokens, of at most {ask.config.max_new_tokens}")
     return Part(ids, [min(float(x), 0.0) for x in logprobs], end, label)
+
+
+def checked_scores(found: Any, ids: Sequence[int]) -> list[float]:
+    """Return the log-probs of a text without its first token.
+
+    Raises:
+        Unavailable: there are too few, or a value is no log-prob.
+    """
+    if not isinstance(found, list) or len(found) != len(ids) - 1 or not all(map(_is_logprob, found)):
+        raise Unavailable(f"the answer has no valid log-probs of a text with {len(ids)} tokens: {found!r:.300}")
+    return [float(x) for x in found]
+
+
+def _is_logprob(x: Any) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x) and x <= _HIGHEST_LOGPROB
 
 
 def item(answer: Any, *path: str | int) -> Any:

@@ -32,6 +32,7 @@ from realign.api.requests import Completion, FutureHandle, Request
 from realign.api.sample import SequenceSample
 from realign.api.sampler import Capabilities, WeightSource, generate_by_requests
 from realign.api.seeds import derive_seed
+from realign.engines.servers.probe import Probe
 from realign.engines.servers.protocol import Ask, End, Part, Refused, Unavailable
 from realign.engines.servers.server import Server
 from realign.engines.servers.settings import Servers
@@ -77,7 +78,14 @@ class _Response:
 class ServerSampler:
     """Implements `realign.api.Sampler`. One thread runs an event loop with all requests."""
 
-    def __init__(self, name: str, settings: Servers, source: WeightSource, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: Servers,
+        source: WeightSource,
+        stop_ids: Sequence[int],
+        probe_ids: Sequence[int] = (),
+    ) -> None:
         """Start or connect to the servers, and send them the weights of `source` as version 0.
 
         Args:
@@ -85,6 +93,7 @@ class ServerSampler:
             settings: settings of the sampler.
             source: the weights.
             stop_ids: end tokens of the model.
+            probe_ids: text by which the weights of servers and trainer are compared, if `source` can score it.
 
         Raises:
             ConfigError: a server cannot be started, or rejects the weights.
@@ -93,7 +102,9 @@ class ServerSampler:
         self._name, self._settings, self._stop_ids = name, settings, tuple(stop_ids)
         self._protocol = settings.protocol()
         self._run = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
-        self._folders = WeightFolders(settings.weights_dir)
+        self._folders = WeightFolders(settings.weights_dir, untie=settings.untie)
+        self._probe = Probe(probe_ids, settings.probe_tolerance)
+        self._probe.expect(self._probe.measure(source))
         self._version = self._updates = 0
         self._folder = self._folders.write(source, 0)
         self._servers: list[Server] = []
@@ -152,7 +163,7 @@ class ServerSampler:
         with self._lock:
             self._check_open()
         folder = self._folders.write(source, self._updates + 1)
-        self._wait(self._update(folder, version))
+        self._wait(self._update(folder, version, self._probe.measure(source)))
         self._folders.keep_only(folder)
 
     def pause(self) -> None:
@@ -368,13 +379,14 @@ class ServerSampler:
         if self._error is not None:
             raise self._error
 
-    async def _update(self, folder: Path, version: int) -> None:
+    async def _update(self, folder: Path, version: int, probed: list[float]) -> None:
         """Give all servers new weights. Servers that fail get them later, before they are used again."""
         await self._halt("update")
         try:
             async with self._weights_lock:
                 self._version, self._folder = version, folder
                 self._updates += 1
+                self._probe.expect(probed)
                 ready = [server for server in self._servers if server.up]
                 await asyncio.gather(*map(self._load, ready))
             await self._any_up()
@@ -388,8 +400,20 @@ class ServerSampler:
             await asyncio.wait_for(server.call(loading), self._settings.update_timeout_s)
             self._check_label(server, await server.call(self._protocol.label(server.http)))
             server.checked_at = time.monotonic()
+            if self._probe.active:
+                await asyncio.wait_for(self._compare(server), self._settings.update_timeout_s)
         except (Unavailable, Refused, TimeoutError) as error:
             self._fail(server, f"loading weights failed: {_reason(error)}")
+
+    async def _compare(self, server: Server) -> None:
+        """Compare the weights of a server that is stopped with those of the trainer."""
+        await server.call(self._protocol.start(server.http))
+        found = await server.call(self._protocol.score(server.http, self._probe.ids))
+        await server.call(self._protocol.stop(server.http))
+        where = f"models.{self._name}.sampler: the server at {server.url}"
+        gap = self._probe.check(found, first=not self._updates, where=where)
+        if not self._updates:
+            logger.info("%s: its log-probs differ from those of the trainer by %.2g nats on average", where, gap)
 
     async def _halt(self, reason: str) -> None:
         """Stop sampling for a reason, and return when no token is being sampled."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from realign.api.sampler import Capabilities, Sampler, WeightSource
@@ -18,6 +18,9 @@ from realign.settings import Count, NonNegativeInt, Positive
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Hosts of this machine."""
+
+
+_PROBE_TOKENS = 48
 
 
 @runtime_checkable
@@ -53,6 +56,12 @@ class Servers(SamplerSpec):
     weights_dir: str | None = None
     """Folder in which weights are written for the servers, which must be able to read it. Null: shared memory, or the
     temporary folder. Required if a server runs on another machine."""
+    untie: bool = False
+    """Send tied output embeddings as weights of their own. Servers of vLLM that compute on a CPU need this: they do not
+    update tied output embeddings."""
+    probe_tolerance: Positive | None = 0.005
+    """After each update, the server scores a fixed text. The mean difference to the log-probs of the trainer, in nats,
+    may be at most this plus 4 times that of the first weights. Null: no such check."""
     concurrency: Count = 256
     """Maximum number of concurrent requests per server."""
     request_timeout_s: Positive = 1800.0
@@ -107,8 +116,7 @@ class Servers(SamplerSpec):
         """See `SamplerSpec`: starts servers if no `urls` are set, and sends the weights to all servers."""
         from realign.engines.servers.sampler import ServerSampler
 
-        stop_ids = source.eos_token_ids if isinstance(source, HasEndTokens) else ()
-        return ServerSampler(name, self, source, stop_ids)
+        return ServerSampler(name, self, source, end_tokens(name, source, tokenizer), probe_ids(tokenizer))
 
     def command_line(self, where: str, model: Path, port: int) -> list[str]:
         """Return the command that starts a server.
@@ -127,6 +135,25 @@ class Servers(SamplerSpec):
                 f"{where}: {words!r} is no valid command ({error}). Valid placeholders: {{model}}, {{port}} and "
                 "{python}."
             ) from error
+
+
+def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ...]:
+    """Return the end tokens of the engine, or else of the tokenizer.
+
+    Raises:
+        ConfigError: neither has any.
+    """
+    if isinstance(source, HasEndTokens):
+        return tuple(source.eos_token_ids)
+    if (end := getattr(tokenizer, "eos_token_id", None)) is None:
+        raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")
+    return (int(end),)
+
+
+def probe_ids(tokenizer: Any) -> list[int]:
+    """Return the text by which weights are compared: tokens spread over the vocabulary; empty without a tokenizer."""
+    words = 0 if tokenizer is None else len(tokenizer)
+    return [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []
 
 
 def _check_url(where: str, url: str) -> None:

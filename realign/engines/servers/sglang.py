@@ -5,11 +5,24 @@ Interface: https://docs.sglang.io (native API: `/generate`, `/update_weights_fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from realign.engines.servers.protocol import Ask, End, Part, Refused, ServerProtocol, checked_part, get, item, post
+from realign.api.generation import GenerationConfig
+from realign.engines.servers.protocol import (
+    Ask,
+    End,
+    Part,
+    Refused,
+    ServerProtocol,
+    checked_part,
+    checked_scores,
+    get,
+    item,
+    post,
+)
 from realign.engines.servers.settings import Servers
 
 if TYPE_CHECKING:
@@ -34,6 +47,13 @@ class SglangProtocol(ServerProtocol):
         logprobs = [item(pair, 0) for pair in pairs]
         ids = [item(pair, 1) for pair in pairs]
         return checked_part(ids, logprobs, _ENDS.get(reason, End.aborted), ask, None if label is None else str(label))
+
+    async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
+        """See `ServerProtocol`."""
+        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0)
+        body = generate_request(ask) | {"logprob_start_len": 0}
+        found = item(await post(http, "/generate", body), "meta_info", "input_token_logprobs")
+        return checked_scores([item(pair, 0) for pair in found[1:]], ids)
 
     async def stop(self, http: AsyncClient) -> None:
         """See `ServerProtocol`."""

@@ -6,11 +6,24 @@ servers need `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode processed_logprobs`; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from realign.engines.servers.protocol import Ask, End, Part, Refused, ServerProtocol, checked_part, get, item, post
+from realign.api.generation import GenerationConfig
+from realign.engines.servers.protocol import (
+    Ask,
+    End,
+    Part,
+    Refused,
+    ServerProtocol,
+    checked_part,
+    checked_scores,
+    get,
+    item,
+    post,
+)
 from realign.engines.servers.settings import Servers
 
 if TYPE_CHECKING:
@@ -35,6 +48,14 @@ class VllmProtocol(ServerProtocol):
             _ENDS.get(reason, End.aborted),
             ask,
         )
+
+    async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
+        """See `ServerProtocol`."""
+        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0)
+        body = completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
+        found = item(await post(http, "/v1/completions", body), "choices", 0, "prompt_logprobs")
+        rows = zip(ids, found or [], strict=False)
+        return checked_scores([item(row, str(token), "logprob") for token, row in list(rows)[1:]], ids)
 
     async def stop(self, http: AsyncClient) -> None:
         """See `ServerProtocol`."""

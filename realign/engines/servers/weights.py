@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
+
+from safetensors.torch import load_file, save_file
 
 from realign.api.sampler import WeightSource
 from realign.errors import ConfigError, TransientError
 
 _SHARED_MEMORY = Path("/dev/shm")
 _AVERAGED = "_ema"
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class WeightFolders:
     """Writes the weights of a role for servers."""
 
-    def __init__(self, parent: str | None) -> None:
+    def __init__(self, parent: str | None, *, untie: bool = False) -> None:
         """Create the folder.
 
         Args:
             parent: folder in which it is created; None: shared memory if the system has it, or the temporary folder.
+            untie: whether to write tied output embeddings as weights of their own.
 
         Raises:
             ConfigError: the folder cannot be created.
@@ -33,6 +38,7 @@ class WeightFolders:
             self.root = Path(tempfile.mkdtemp(prefix="realign-weights-", dir=parent))
         except OSError as error:
             raise ConfigError(f"weights_dir={parent!r}: cannot be written: {error}") from error
+        self._untie = untie
 
     def write(self, source: WeightSource, number: int) -> Path:
         """Write the weights of an update, and return their folder.
@@ -45,6 +51,8 @@ class WeightFolders:
             shutil.rmtree(folder, ignore_errors=True)
             source.save(folder)
             shutil.rmtree(folder.with_name(f"{folder.name}{_AVERAGED}"), ignore_errors=True)
+            if self._untie:
+                untie(folder)
         except OSError as error:
             raise TransientError(
                 f"{folder}: the weights for the servers were not written: {error}. Set weights_dir to a folder with "
@@ -61,3 +69,29 @@ class WeightFolders:
     def remove(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def untie(folder: Path) -> None:
+    """Give a model folder output embeddings of its own, if they are tied to the input embeddings.
+
+    Raises:
+        ConfigError: the input embeddings have an unknown name.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not config.get("tie_word_embeddings"):
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        weights = load_file(file)
+        name = next((key for key in weights if key.endswith(_EMBEDDINGS)), None)
+        if name is None:
+            continue
+        save_file(weights | {_HEAD: weights[name].clone()}, file, metadata={"format": "pt"})
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            listed = json.loads(index.read_text(encoding="utf-8"))
+            listed["weight_map"][_HEAD] = file.name
+            index.write_text(json.dumps(listed), encoding="utf-8")
+        path.write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
+        return
+    raise ConfigError(f"untie=true: the model has no weight that ends in {_EMBEDDINGS}. Set untie=false.")

@@ -134,7 +134,7 @@ class ImportanceCorrection(Correction):
         return Corrected(weight_T, keep_T, data["loss_mask"] if self.keep_in_divisor else keep_T)
 
     def stats(self, data: SequenceSample) -> Stats:
-        """See `Correction`: differences to the behavior policy, weights, and fractions clamped, truncated and rejected."""
+        """See `Correction`: differences to the behavior policy, weights, and fractions of tokens that are changed."""
         mask_T, keep_T = data["loss_mask"], self._kept(data)
         ratio_T, _, clamped_T = RatioRange(self.weight.level).apply(data, CapMode.truncate)
         weight_T = self.weight.apply(data, CapMode.truncate).weight_T

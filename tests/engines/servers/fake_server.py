@@ -4,6 +4,7 @@ The paths, fields and answers are those of vLLM 0.32 and SGLang 0.5.23. The next
 is the end token of the tests.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import torch
@@ -36,6 +38,15 @@ class Table:
     @property
     def eos_token_ids(self):
         return (0,)
+
+
+class Scoring(Table):
+    """Weights that can also score texts, as a training engine can."""
+
+    def forward(self, data, mb_spec, post_hook):
+        rows_TV = self.logits_VV.log_softmax(-1)[data["input_ids"].roll(1)]
+        logprobs_T = rows_TV.gather(-1, data["input_ids"][:, None])[:, 0]
+        return post_hook(SimpleNamespace(logprobs=lambda temperature, where_T: logprobs_T), data)
 
 
 def random_table(seed, words=12):
@@ -169,6 +180,13 @@ class FakeServer:
             self.paused = False
             self.changed.notify_all()
 
+    def score(self, ids):
+        """Return tokens and log-probs of a text but its first token; waits while the server is paused."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or not self.paused)
+            rows = self.logits_VV.log_softmax(-1)
+        return [(after, float(rows[before, after])) for before, after in itertools.pairwise(ids)]
+
     def load(self, folder):
         with self.changed:
             self.logits_VV = load_file(Path(folder) / "model.safetensors")["logits"]
@@ -214,8 +232,11 @@ class FakeServer:
             return 404, {"detail": "Not Found"}
         if max(body["prompt"]) >= len(self.logits_VV):
             return 400, {"error": {"message": "Token id is out of vocabulary", "type": "BadRequestError"}}
-        if body["temperature"] < 0 or body["logprobs"] != 0 or not body["return_token_ids"] or not body["ignore_eos"]:
+        if body["temperature"] < 0 or not body["return_token_ids"] or not body["ignore_eos"]:
             return 400, {"error": {"message": "unexpected parameters"}}
+        if body.get("prompt_logprobs") is not None:
+            rows = [{str(token): {"logprob": logprob}} for token, logprob in self.score(body["prompt"])]
+            return 200, {"choices": [{"prompt_logprobs": [None, *rows]}]}
         job = _Job(
             body["prompt"],
             body["max_tokens"],
@@ -250,6 +271,9 @@ class FakeServer:
         sampling = body["sampling_params"]
         if max(body["input_ids"]) >= len(self.logits_VV):
             return 400, {"error": {"message": "The input contains token ids outside of the vocabulary"}}
+        if body["logprob_start_len"] == 0:
+            pairs = [[logprob, token, None] for token, logprob in self.score(body["input_ids"])]
+            return 200, {"meta_info": {"input_token_logprobs": [[None, body["input_ids"][0], None], *pairs]}}
         job = _Job(
             body["input_ids"],
             sampling["max_new_tokens"],

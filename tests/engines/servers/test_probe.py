@@ -1,0 +1,89 @@
+"""Servers whose weights are not those that they were given."""
+
+import pytest
+import torch
+
+from realign.engines.servers.probe import Probe
+from realign.engines.servers.vllm import Vllm
+from realign.errors import ConfigError
+from tests.engines.servers.fake_server import FakeServer, Scoring, random_table
+
+WORDS = range(12)
+
+
+def scoring(seed, base=0, share=0.0):
+    table = random_table(seed).logits_VV
+    return Scoring((1 - share) * table + share * random_table(base).logits_VV)
+
+
+class Forgetful(FakeServer):
+    """A server that updates only the first rows of its weights."""
+
+    rows = 12
+
+    def load(self, folder):
+        before = self.logits_VV.clone()
+        super().load(folder)
+        with self.changed:
+            self.logits_VV = torch.cat([self.logits_VV[: self.rows], before[self.rows :]])
+
+
+@pytest.fixture
+def server():
+    found = Forgetful("vllm", random_table(5))
+    yield found
+    found.close()
+
+
+def opened(server, **settings):
+    return Vllm(urls=[server.url], **settings).open("actor", scoring(0), WORDS)
+
+
+def test_weights_are_compared_after_each_update(server):
+    sampler = opened(server)
+    for version in (1, 2):
+        sampler.update(scoring(version), version)
+    scores = [body for _, body in server.requests if body.get("prompt_logprobs") is not None]
+    assert len(scores) == 3
+    assert set(scores[0]["prompt"]) == set(WORDS)
+    sampler.close()
+
+
+def test_a_server_that_keeps_some_of_the_old_weights_ends_the_run(server):
+    sampler = opened(server)
+    server.rows = 8
+    with pytest.raises(ConfigError, match=r"actor.sampler: the server at .* does not have the weights .* untie=true"):
+        sampler.update(scoring(1), 1)
+    sampler.close()
+
+
+def test_a_small_drift_is_noticed(server):
+    sampler = opened(server)
+    server.rows = 8
+    with pytest.raises(ConfigError, match="does not have the weights"):
+        sampler.update(scoring(1, 0, share=0.95), 1)
+    sampler.close()
+
+
+def test_without_a_tolerance_nothing_is_compared(server):
+    sampler = opened(server, probe_tolerance=None)
+    server.rows = 8
+    sampler.update(scoring(1), 1)
+    assert not any(body.get("prompt_logprobs") is not None for _, body in server.requests)
+    sampler.close()
+
+
+def test_another_model_is_rejected_at_the_start(server):
+    server.rows = 0
+    with pytest.raises(ConfigError, match=r"computes other log-probs than the trainer: the mean difference is \d"):
+        opened(server)
+
+
+def test_the_limit_follows_from_the_first_difference():
+    """bfloat16 differs by rounding errors, which stay as large as they are at the start."""
+    probe = Probe(range(3), 0.005)
+    probe.expect([-1.0, -2.0])
+    assert probe.check([-1.02, -2.0], first=True, where="it") == pytest.approx(0.01)
+    assert probe.check([-1.04, -2.04], first=False, where="it") == pytest.approx(0.04)
+    with pytest.raises(ConfigError, match=r"by 0.05 nats on average, at most 0.045 are expected"):
+        probe.check([-1.05, -2.05], first=False, where="it")
