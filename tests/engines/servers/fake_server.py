@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -47,6 +48,14 @@ class Scoring(Table):
         rows_TV = self.logits_VV.log_softmax(-1)[data["input_ids"].roll(1)]
         logprobs_T = rows_TV.gather(-1, data["input_ids"][:, None])[:, 0]
         return post_hook(SimpleNamespace(logprobs=lambda temperature, where_T: logprobs_T), data)
+
+
+def logits_of(folder):
+    """Read the logits that `Table` or `BigramEngine` wrote."""
+    bigram = Path(folder) / "bigram.npz"
+    if bigram.exists():
+        return torch.from_numpy(np.load(bigram)["logits"])
+    return load_file(Path(folder) / "model.safetensors")["logits"]
 
 
 def random_table(seed, words=12):
@@ -189,7 +198,7 @@ class FakeServer:
 
     def load(self, folder):
         with self.changed:
-            self.logits_VV = load_file(Path(folder) / "model.safetensors")["logits"]
+            self.logits_VV = logits_of(folder)
 
     def answer(self, handler, body):
         """Answer a request, or play the next fault of its path."""
@@ -324,7 +333,7 @@ def hang(handler):
 def main(kind, port, model):
     """Serve the weights of a folder, and leave a child process running, as real servers have several processes."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    server = FakeServer(kind, Table(load_file(Path(model) / "model.safetensors")["logits"]), port=int(port))
+    server = FakeServer(kind, Table(logits_of(model)), port=int(port))
     print(f"serving at {server.url}, child {child.pid}", flush=True)
     threading.Event().wait()
 

@@ -1,0 +1,89 @@
+"""Whole runs with a server as sampler."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+
+from realign.api import Model, ModelSpec
+from realign.engines.servers.settings import Servers
+from realign.engines.servers.vllm import Vllm
+from realign.errors import TransientError
+from realign.runtime import Async, run
+from realign.runtime.rollout.spec import Sync
+from realign.testing import BigramEngine
+from tests.engines.servers.fake_server import FakeServer, random_table
+from tests.runtime.test_step import Digits
+from tests.runtime.test_step import experiment as toy
+
+
+class TrainsOnly(BigramEngine):
+    """Engine that fails if it samples."""
+
+    def generate(self, data, config, *, seed):
+        raise AssertionError("the engine was asked for samples")
+
+
+class Words(Digits):
+    """Tokenizer with 11 tokens, of which 0 is the end token."""
+
+    eos_token_id = 0
+
+    def __len__(self):
+        return 11
+
+
+@dataclass
+class Served(ModelSpec):
+    """Model whose responses come from a server."""
+
+    sampler: Servers = field(default_factory=Vllm)
+
+    def load(self, name: str, *, seed: int) -> Model:
+        return Model(name, TrainsOnly(seed=seed), Words(), seed)
+
+
+@pytest.fixture
+def server():
+    found = FakeServer("vllm", random_table(9, words=11), token_s=0.001)
+    yield found
+    found.close()
+
+
+def experiment(tmp_path, server, patience_s=30.0, **changes):
+    models = {"actor": Served(Vllm(urls=[server.url], patience_s=patience_s))}
+    return toy(tmp_path, **({"models": models, "steps": 4} | changes))
+
+
+@pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=1)], ids=["sync", "async"])
+def test_a_run_trains_on_the_samples_of_a_server(tmp_path, server, rollout):
+    result = run(experiment(tmp_path, server, rollout=rollout))
+    assert len(result.series("reward")) == 4
+    assert len(result.series("loss")) == 4
+    labels = [label for label in server.tokens_by_label if label.startswith("realign-")]
+    assert len(labels) >= 4
+    assert set(server.tokens_by_label) == set(labels)
+
+
+def test_log_probs_of_server_and_trainer_agree_until_the_first_update(tmp_path, server):
+    plain = experiment(tmp_path, server)
+    result = run(plain)
+    assert max(result.series("first_logprob_diff_max")) < 1e-5
+
+
+def test_a_run_without_any_server_stops_and_can_be_resumed(tmp_path, server):
+    def end_soon():
+        while sum(server.tokens_by_label.values()) < 30:
+            time.sleep(0.001)
+        server.close()
+
+    threading.Thread(target=end_soon, daemon=True).start()
+    with pytest.raises(TransientError, match="no server worked for 1 seconds"):
+        run(experiment(tmp_path, server, patience_s=1.0, steps=12))
+    other = FakeServer("vllm", random_table(8, words=11))
+    try:
+        result = run(experiment(tmp_path, other, steps=12, resume="auto"))
+    finally:
+        other.close()
+    assert len(result.series("reward")) == 12
