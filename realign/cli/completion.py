@@ -35,7 +35,7 @@ from realign.config.source import (
 )
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 
-COMMANDS = ("train", "check", "graph", "chat", "export", "help")
+COMMANDS = ("train", "check", "graph", "plan", "profile", "chat", "export", "help")
 PER_ROLE = ("models", "interfaces", "sync", "evaluations", "trackers", "callbacks")
 """Root keys that map names to components."""
 DEFAULTS: Mapping[str, str] = MappingProxyType(
