@@ -44,7 +44,7 @@ def plan_and_print(experiment: Experiment, options: PlanOptions, words: Sequence
     load = workload_of(experiment, options)
     cluster = Cluster(options, options.described_device())
     if options.runs:
-        steps = read_runs(options.runs, load)
+        steps = read_runs(options.folders, load)
         options = with_measured_lengths(options, steps, load)
         load = workload_of(experiment, options)
         cluster = calibrated(Cluster(options, options.described_device()), load, steps)
@@ -83,7 +83,7 @@ def described_inputs(load: Workload, cluster: Cluster) -> Iterator[str]:
         f"rewards of {work.reward_s.mean if not isinstance(work.reward_s, tuple) else 0:.3g} s"
     )
     yield "Costs: " + (
-        f"measured in {', '.join(options.runs)}; other numbers of devices follow from data sheets and assumptions"
+        f"measured in {', '.join(options.folders)}; other numbers of devices follow from data sheets and assumptions"
         if options.runs
         else "data sheets and assumptions. Compare placements; plan.runs=FOLDER calibrates the seconds."
     )

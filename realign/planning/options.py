@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from realign.errors import ConfigError
+from realign.errors import SettingsError
 from realign.planning.devices import DEVICES, Device
 from realign.settings import Count, NonNegative, NonNegativeInt, Positive, Settings
 
@@ -46,15 +46,21 @@ class PlanOptions(Settings):
     """Seconds to score one response. With `runs`, the runs determine it."""
     reward_workers: Count | None = None
     """Responses that are scored concurrently; null: all."""
-    runs: list[str] = field(default_factory=list)
-    """Folders of runs of this experiment in one process with rollout=sync. Their metrics.jsonl calibrates the costs."""
+    runs: list[str] | str = field(default_factory=list)
+    """Folder of a run of this experiment in one process with rollout=sync, or a list of them. Their metrics.jsonl
+    calibrates the costs."""
     show: Count = 5
     """Number of plans to print."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.devices % self.nodes:
-            raise ConfigError(f"plan.nodes={self.nodes}: must divide plan.devices={self.devices}.")
+            raise SettingsError(f"nodes={self.nodes}: must divide devices={self.devices}")
+
+    @property
+    def folders(self) -> list[str]:
+        """Return the folders of `runs`."""
+        return [self.runs] if isinstance(self.runs, str) else self.runs
 
     @property
     def devices_per_node(self) -> int:

@@ -108,7 +108,8 @@ def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[
                 yield Placement(groups, Sampling.workers, samplers, parallel, max_staleness=bound)
             if servers:
                 for width in widths(samplers, options):
-                    strict = None if bound == 0 and alone else bound
+                    even = (n - samplers) % _nodes(n - samplers, options) == 0  # as torchrun requires
+                    strict = None if bound == 0 and alone and even else bound
                     yield Placement(groups, Sampling.servers, samplers, 1, width, strict)
 
 
@@ -203,12 +204,15 @@ def launcher(placement: Placement, options: PlanOptions) -> list[str]:
     """Return the program that starts a run with a placement."""
     if placement.runtime != "torchrun":
         return ["realign"]
-    nodes = (
-        options.nodes if placement.sampling is Sampling.trainer else -(-placement.trainers // options.devices_per_node)
-    )
+    nodes = _nodes(placement.trainers, options)
     each = placement.trainers // nodes
     several = [f"--nnodes={nodes}"] if nodes > 1 else ["--standalone"]
     return ["torchrun", *several, f"--nproc-per-node={each}", "-m", "realign"]
+
+
+def _nodes(devices: int, options: PlanOptions) -> int:
+    """Return the number of nodes that have so many devices."""
+    return -(-devices // options.devices_per_node)
 
 
 def notes(placement: Placement, load: Workload, options: PlanOptions) -> list[str]:
