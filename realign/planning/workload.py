@@ -131,7 +131,7 @@ def _work(experiment: Experiment, options: PlanOptions, group: int, lead: str) -
     longest = experiment.longest_response or 1
     generation = experiment.interfaces[lead].plan().generation
     fixed = generation is not None and generation.fixed_length
-    lengths = Tail(longest) if fixed else Tail(options.mean_response(longest), options.length_sigma, longest)
+    lengths = Tail(longest, 0.0, longest) if fixed else Tail(options.mean_response(longest), options.length_sigma, longest)
     return Work(
         batch_prompts=experiment.batch_prompts,
         group=group,

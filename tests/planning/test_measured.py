@@ -84,7 +84,7 @@ def test_folders_that_measure_nothing_are_errors(tmp_path):
         read_runs([str(tmp_path)], READ)
     with pytest.raises(DataError, match="contains no training step"):
         read_runs([run_folder(tmp_path, [{"step": 0}])], READ)
-    with pytest.raises(DataError, match="step 1 of .* has no metric 'time/actor_gen_s'"):
+    with pytest.raises(DataError, match=r"step 1 of .* has no metric 'time/actor_gen_s'"):
         read_runs([run_folder(tmp_path, [{"step": 1, "rollout_tokens": 1.0, "response_tokens": 1.0}])], READ)
     for node in ("rollout: {_target_: realign.runtime.rollout.spec.Async}", "runtime: {_target_: a.b.Ray}"):
         name = node.partition(":")[0]

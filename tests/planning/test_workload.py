@@ -27,7 +27,7 @@ def test_the_work_of_a_step_comes_from_the_experiment_and_the_options(tmp_path):
     assert (load.work.prompt_tokens, load.work.lengths, load.work.reward_s) == (10, Tail(20.0, 0.3, 40), Tail(2.0))
     assert load.tokens == 30 * 30
     fixed = load_for(tmp_path / "model", *more, "interfaces.actor.generation.fixed_length=true")
-    assert fixed.work.lengths == Tail(40)
+    assert fixed.work.lengths == Tail(40, 0.0, 40)
     assert load_for(tmp_path / "model", *more, response_tokens=90).work.lengths.mean == 40
 
 
