@@ -107,7 +107,7 @@ def completions(line: str) -> list[str]:
         return []
     key, equals, value = word.partition("=")
     try:
-        if command in OPTIONS and key.startswith(f"{command}."):
+        if command is not None and command in OPTIONS and key.startswith(f"{command}."):
             return _options_of(command, word)
         if equals:
             return [f"{key}={one}" for one in _starting(value, _values(key, before, folder))]

@@ -49,6 +49,8 @@ class Assumed:
     """Additional seconds per layer of a decoding step of the in-process sampler, which launches every operator."""
     tensor_parallel_layer_s: float = 0.00004
     """Additional seconds per layer of a decoding step with tensor parallelism: two reductions."""
+    collective_s: float = 0.00005
+    """Seconds of a collective operation on one layer besides the transfer, between ranks of a sharded model."""
     host_rate: float = 1e9
     """Bytes per second of a weight update through Ray or through a folder, both of which use host memory."""
     memory_used: float = 0.9
@@ -74,6 +76,7 @@ CPU_CORE = Device(
         switch_s=0.0,
         in_process_layer_s=0.0,
         tensor_parallel_layer_s=0.0005,
+        collective_s=0.01,
     ),
     "assumed, one core with AVX2 and fp32",
 )

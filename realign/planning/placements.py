@@ -24,9 +24,9 @@ class Sampling(StrEnum):
     copy = "copy"
     """In the process of the trainer, by a copy of the model, during training."""
     workers = "workers"
-    """On devices of their own, by rollout workers of Ray."""
+    """On separate devices, by rollout workers of Ray."""
     servers = "servers"
-    """On devices of their own, by inference servers."""
+    """On separate devices, by inference servers."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ def groupings(load: Workload, devices: int) -> Iterator[tuple[RoleGroup, ...]]:
     roles = [load.sampled, *(role for role in load.roles if role != load.sampled)]
     trained = [role for role in roles if load.roles[role].trained or role == load.sampled]
     frozen = [role for role in roles if role not in trained]
-    choices = [[tuple(roles)], [(trained[0], *frozen), *((role,) for role in trained[1:])], [(role,) for role in roles]]
+    by_training = [(trained[0], *frozen), *((role,) for role in trained[1:])]
+    choices: list[list[tuple[str, ...]]] = [[tuple(roles)], by_training, [(role,) for role in roles]]
     seen: set[tuple[tuple[str, ...], ...]] = set()
     for choice in choices:
         if tuple(choice) not in seen and len(choice) <= devices:

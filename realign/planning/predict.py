@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -130,7 +131,7 @@ def costs_of(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
         sampling = cluster.scale.of_sampling(sampling)
     return replace(
         sampling,
-        train_step_s=training.train_step_s,
+        train_step_s=training.train_step_s + collectives_s(placement, load, cluster),
         train_token_s=training.train_token_s,
         sync_s=update_s(placement, load, cluster),
     )
@@ -188,6 +189,26 @@ def training_costs(placement: Placement, load: Workload, cluster: Cluster) -> Co
     return Costs(0.0, train_step_s=fixed, train_token_s=max(ends.values(), default=0.0))
 
 
+def collectives_s(placement: Placement, load: Workload, cluster: Cluster) -> float:
+    """Return the seconds of a step for starting the collectives of sharded models.
+
+    Runs in one process do not measure them, so that no factor applies.
+    """
+    found = 0.0
+    for call in load.calls:
+        group = next(group for group in placement.groups if call.role in group.roles)
+        ranks = max(1, group.devices // placement.tensor_parallel)
+        if ranks > 1:
+            microbatches = math.ceil(load.tokens / ranks / load.budget)
+            found += _gathers(call, load) * microbatches * load.roles[call.role].network.layers
+    return found * cluster.device.assumed.collective_s
+
+
+def _gathers(call: CallLoad, load: Workload) -> int:
+    """Return how often a call gathers or reduces each layer for one micro-batch."""
+    return GATHERS[True] * load.epochs if call.optimizer_steps else GATHERS[False]
+
+
 def _needs_proximal(placement: Placement, load: Workload) -> bool:
     """Return whether the overrides of the placement add a correction, which recomputes log-probs."""
     return bool(placement.max_staleness) and not load.corrects_staleness
@@ -203,8 +224,7 @@ def token_s(call: CallLoad, group: RoleGroup, placement: Placement, load: Worklo
     compute_s = call.operations * network.weights / (device.flops * assumed.flops_used)
     ranks = max(1, group.devices // placement.tensor_parallel)
     if ranks > 1:
-        gathers = GATHERS[bool(call.optimizer_steps)] * (load.epochs if call.optimizer_steps else 1)
-        transferred = gathers * network.number_bytes * network.weights / placement.tensor_parallel
+        transferred = _gathers(call, load) * network.number_bytes * network.weights / placement.tensor_parallel
         tokens = min(load.budget, load.tokens / ranks)
         transfer_s = transferred / (_link(group, cluster) * assumed.link_used * tokens)
         return max(compute_s / placement.tensor_parallel, transfer_s) / ranks

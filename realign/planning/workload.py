@@ -27,7 +27,7 @@ LORA_FRACTION = 0.01
 
 @dataclass(frozen=True)
 class RoleLoad:
-    """A model of the experiment. Roles that share the model of another role have none of their own."""
+    """A model of the experiment. Roles that share the model of another role have none."""
 
     name: str
     network: Network
@@ -131,13 +131,13 @@ def _work(experiment: Experiment, options: PlanOptions, group: int, lead: str) -
     longest = experiment.longest_response or 1
     generation = experiment.interfaces[lead].plan().generation
     fixed = generation is not None and generation.fixed_length
-    lengths = Tail(longest, 0.0, longest) if fixed else Tail(options.mean_response(longest), options.length_sigma, longest)
+    mean, sigma = (float(longest), 0.0) if fixed else (options.mean_response(longest), options.length_sigma)
     return Work(
         batch_prompts=experiment.batch_prompts,
         group=group,
         steps=0,
         prompt_tokens=options.prompt_tokens,
-        lengths=lengths,
+        lengths=Tail(mean, sigma, longest),
         reward_s=Tail(options.reward_s),
         reward_workers=options.reward_workers,
     )

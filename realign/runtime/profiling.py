@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from realign.api import RPC
@@ -104,7 +105,7 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     rows: list[Mapping[str, float]] = []
-    tokens: Counter[str] = Counter()
+    tokens: dict[str, float] = defaultdict(float)
     # concurrent passes and asynchronous rollout use further threads
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=activities, experimental_config=threads) as recorded:
@@ -125,7 +126,7 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
             (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6,
         )
         for event in recorded.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CPU
+        if event.device_type == DeviceType.CPU
     ]
     found = StepProfile(
         done + options.start,
@@ -172,13 +173,13 @@ def summarized(
         seconds[OUTSIDE] = outside
     found = []
     for name, spent in seconds.items():
-        top = by_call.get(name, Counter()).most_common(operators)
+        top = sorted(by_call.get(name, {}).items(), key=lambda one: -one[1])[:operators]
         rate = tokens[name] / spent if tokens.get(name) and spent else None
         found.append(CallProfile(name, spent / n, spent / whole, rate, {op: x / n for op, x in top if x > 0}))
     return found
 
 
-def self_times(spans: Iterable[Span]) -> dict[str, Counter[str]]:
+def self_times(spans: Iterable[Span]) -> Mapping[str, Mapping[str, float]]:
     """Return the self time of each operator, by call.
 
     An operator belongs to the call that its thread executes. An operator of another thread belongs to the call that is
@@ -190,14 +191,14 @@ def self_times(spans: Iterable[Span]) -> dict[str, Counter[str]]:
     threads = {
         thread: _Timeline([one for one in calls if one.thread == thread]) for thread in {c.thread for c in calls}
     }
-    found: dict[str, Counter[str]] = {}
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         if span.name.startswith(MARK):
             continue
         middle = (span.start + span.end) / 2
         owner = threads[span.thread].at(middle) if span.thread in threads else everywhere.at(middle)
         if owner is not None:
-            found.setdefault(owner, Counter())[span.name] += span.self_s
+            found[owner][span.name] += span.self_s
     return found
 
 

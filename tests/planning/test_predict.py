@@ -25,6 +25,7 @@ ASSUMED = Assumed(
     link_used=0.5,
     in_process_layer_s=0.2,
     tensor_parallel_layer_s=0.1,
+    collective_s=0.5,
     host_rate=20.0,
     memory_used=1.0,
 )
@@ -58,7 +59,8 @@ def test_costs_of_one_device_by_hand():
 def test_more_devices_divide_training_and_gather_weights():
     found = costs_of(Placement((replace(TOGETHER, devices=4),)), LOAD, CLUSTER)
     assert found.train_token_s == pytest.approx(8 * 100 / 50 / 4)
-    assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10 / 4)
+    collectives = 0.5 * 5 * (1 + 3)  # one per layer of the reference, three of the actor
+    assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10 / 4 + collectives)
     assert found.sync_s == pytest.approx(400 / (1e9 * 0.5))
     slow = Cluster(PlanOptions(devices=8, nodes=4), DEVICE)  # transfers between nodes take longer than computing
     tokens = LOAD.tokens / 4
