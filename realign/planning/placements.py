@@ -76,11 +76,12 @@ class Placement:
         """Return the placement in a few words."""
         trained = ", ".join(f"{'+'.join(group.roles)} on {group.devices}" for group in self.groups)
         parallel = f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        servers = self.samplers // self.server_parallel
         where = {
             Sampling.trainer: "",
             Sampling.copy: "; a copy samples in the same process",
             Sampling.workers: f"; rollout workers on {self.samplers}",
-            Sampling.servers: f"; {self.samplers // self.server_parallel} servers of {self.server_parallel}",
+            Sampling.servers: f"; {servers} server{'s' * (servers != 1)} on {self.samplers}",
         }[self.sampling]
         return f"{trained}{parallel}{where}"
 
