@@ -1,21 +1,23 @@
 """Simulation of 8 to 1,024 accelerators: throughput and staleness by placement and staleness bound.
 
-The costs come from a roofline model whose constants are assumptions, listed in this file. They were not measured on a
-cluster. Use the results to compare placements, not to predict seconds.
+The costs come from a roofline model, whose constants are assumptions (`realign.planning.devices`). They were not
+measured on a cluster. Use the results to compare placements, not to predict seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.costs import Costs
-from benchmarks.plans import Plan, Tail, Work
 from benchmarks.report import table
-from benchmarks.simulate import simulate
+from realign.planning.costs import Costs
+from realign.planning.devices import Accelerator, Assumed
+from realign.planning.plans import Plan, Tail, Work
+from realign.planning.roofline import Network, decoding, rows_that_fit
+from realign.planning.simulator import simulate
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BOUNDS = (0, 1, 2, 4, 8)
@@ -23,59 +25,6 @@ SPLITS = (0.25, 0.5, 0.75)
 """Fractions of the devices that generate."""
 ROUNDS = 2
 """Number of measured groups of `bound + 1` steps in a full pipeline. Waits for old prompts recur with this period."""
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """Peak rates of a device. Defaults: NVIDIA's data sheet of the H100 SXM5 (dense bf16, HBM3), in a DGX H100."""
-
-    flops: float = 989e12
-    bandwidth: float = 3.35e12
-    """Memory bandwidth in bytes per second."""
-    memory: float = 80e9
-    link: float = 50e9
-    """Bandwidth to other nodes in bytes per second: one port of 400 Gb/s per device."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """Dense bf16 model with 7 billion weights and the shape of Qwen2.5-7B (from its config.json)."""
-
-    weights: float = 7.6e9
-    layers: int = 28
-    kv_heads: int = 4
-    head_size: int = 128
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Return the bytes of the KV cache per token of context, in bf16."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_size
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """Assumptions that data sheets do not contain."""
-
-    bandwidth_used: float = 0.7
-    """Fraction of the memory bandwidth used in decoding."""
-    flops_used: float = 0.4
-    """Fraction of the peak FLOP/s used in training and prefill."""
-    decode_call_s: float = 0.003
-    """Seconds of a decoding step besides memory reads: launches, sampling and scheduling."""
-    train_call_s: float = 2.0
-    """Seconds of a training step besides its tokens: splitting, final reductions and the optimizer."""
-    sync_call_s: float = 1.0
-    """Seconds of a weight update besides the transfer."""
-    link_used: float = 0.5
-    """Fraction of the link bandwidth used by weight transfers."""
-    switch_s: float = 3.0
-    """Seconds of a switch between training and generation on the same devices: resharding, allocating caches."""
-    learning: float = 6.0
-    """Floating-point operations per weight and token of a training step."""
-    proximal: float = 2.0
-    """Additional operations where responses may be stale: a forward pass for the proximal log-probs."""
-    slots: int = 256
-    """Maximum number of rows of an engine. The KV cache may limit it further."""
 
 
 WORK = Work(
@@ -104,24 +53,17 @@ class Case:
 
 def slots(device: Accelerator, network: Network, assumed: Assumed, work: Work) -> int:
     """Return the number of rows of an engine on one device whose KV cache fits at twice the mean length."""
-    free = 0.9 * device.memory - 2 * network.weights
-    length = work.prompt_tokens + 2 * work.lengths.mean
-    return max(1, min(assumed.slots, int(free / (network.bytes_per_token * length))))
+    return rows_that_fit(assumed.memory_used * device.memory - 2 * network.weights, network, assumed, work)
 
 
 def roofline(bound: int | None, trainers: int, device: Accelerator, network: Network, assumed: Assumed) -> Costs:
     """Estimate the costs of an engine on one device and of training on `trainers` devices, for a `Case.bound`."""
-    read = device.bandwidth * assumed.bandwidth_used
-    compute = device.flops * assumed.flops_used
     operations = assumed.learning + (assumed.proximal if bound else 0.0)
     transfer_s = assumed.sync_call_s + 2 * network.weights / (device.link * assumed.link_used)
-    return Costs(
-        decode_step_s=assumed.decode_call_s + 2 * network.weights / read,
-        decode_row_s=2 * network.weights / compute,
-        decode_context_s=network.bytes_per_token / read,
-        prefill_token_s=2 * network.weights / compute,
+    return replace(
+        decoding(network, device, assumed),
         train_step_s=assumed.train_call_s,
-        train_token_s=operations * network.weights / (compute * trainers),
+        train_token_s=operations * network.weights / (device.flops * assumed.flops_used * trainers),
         sync_s=0.0 if bound is None else transfer_s,  # colocated weights are not transferred; see `switch_s`
     )
 

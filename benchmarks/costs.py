@@ -1,31 +1,12 @@
-"""Costs of the parts of a step, measured here or estimated for accelerators. Input of `benchmarks.simulate`."""
+"""Measure the costs of the parts of a step on this machine. Input of the simulator (`realign.planning.simulator`)."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Costs in seconds."""
-
-    decode_step_s: float
-    """Fixed cost of a decoding step: reading the weights and launching every operator once."""
-    decode_row_s: float = 0.0
-    """Additional cost per row."""
-    decode_context_s: float = 0.0
-    """Additional cost per token of context over all rows: reading its keys and values."""
-    prefill_token_s: float = 0.0
-    """Cost per token of prefill. Decoding waits meanwhile."""
-    train_step_s: float = 0.0
-    """Fixed cost of a training step."""
-    train_token_s: float = 0.0
-    """Additional cost per packed token, over all passes on the training devices."""
-    sync_s: float = 0.0
-    """Duration of a weight update, during which rollout engines do not decode."""
+from realign.planning.costs import Costs
 
 
 def measure(words: Sequence[str], prompts: int, tokens: int, repeats: int = 6) -> Costs:

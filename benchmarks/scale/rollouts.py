@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.costs import Costs, measure
+from benchmarks.costs import measure
 from benchmarks.jobs import Job
-from benchmarks.plans import Plan, Report, Tail, Work, full_steps
 from benchmarks.report import table
 from benchmarks.scale.task import ON_RAY, REWARD, SIGMA, TOKENS, common
-from benchmarks.simulate import simulate
+from realign.planning.costs import Costs
+from realign.planning.plans import Plan, Report, Tail, Work, full_steps
+from realign.planning.simulator import simulate
 
 PROMPTS, GROUP, WORKERS, BOUND = 8, 4, 48, 2
 LAST = 4

@@ -14,6 +14,8 @@ from realign.config.schema import ExperimentConfig
 
 TRAIN = "train"
 """The default command."""
+COMMANDS_WITH_OPTIONS = ("plan", "profile")
+"""Commands with options such as `plan.devices=8`."""
 SWEEPS = ("-m", "--multirun")
 
 
@@ -112,7 +114,7 @@ def _key(name: str) -> str | None:
     """Return the config key of a flag's name; None if there is none."""
     first, dot, rest = name.partition(".")
     first = first.replace("-", "_")
-    known = first in _roots() or first in ALIASES
+    known = first in _roots() or first in ALIASES or (dot and first in COMMANDS_WITH_OPTIONS)
     return f"{first}{dot}{rest}" if known else None
 
 

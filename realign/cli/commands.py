@@ -49,6 +49,8 @@ Usage
   realign ./my.yaml <overrides>   train with your own experiment file
   realign check <overrides>       run everything except training: graph, data, shapes, rewards, devices, disk
   realign graph <overrides>       show the dataflow graph: [--format text|mermaid|svg] [--out FILE]
+  realign plan <overrides>        compare placements on a cluster: [plan.devices=8 plan.device=h100 ...]
+  realign profile <overrides>     profile a few steps with torch: [profile.start=2 profile.steps=2]
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
   realign export RUN_OR_FOLDER    write a model with its model card: --to DIR, --push HUB_NAME, [--merge] an adapter
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
@@ -264,6 +266,33 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `realign plan`: predict the throughput and memory of placements."""
+    from rich.console import Console
+
+    from realign.cli.command_options import split_options
+    from realign.cli.plan import plan_and_print
+    from realign.planning.options import PlanOptions
+
+    options, overrides = split_options("plan", PlanOptions, overrides)
+    plan_and_print(_built(args, overrides), options, overrides, Console())
+    return 0
+
+
+def profile(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Run `realign profile`: run a few steps under the torch profiler."""
+    from rich.console import Console
+
+    from realign.cli.command_options import split_options
+    from realign.cli.profile import profile_and_print
+    from realign.runtime.profiling import ProfileOptions
+
+    options, overrides = split_options("profile", ProfileOptions, overrides)
+    quiet_transformers()
+    profile_and_print(_built(args, overrides), options, Console())
+    return 0
+
+
 def chat(args: argparse.Namespace, words: list[str]) -> int:
     """Run `realign chat`: answer each line until the end of the input."""
     from realign.cli.chat import chat_of
@@ -298,7 +327,7 @@ def _say(text: str) -> None:
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = MappingProxyType(
-    {"graph": show_graph, "check": check}
+    {"graph": show_graph, "check": check, "plan": plan, "profile": profile}
 )
 """Commands on the config of one run."""
 

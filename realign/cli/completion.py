@@ -35,7 +35,11 @@ from realign.config.source import (
 )
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 
-COMMANDS = ("train", "check", "graph", "chat", "export", "help")
+COMMANDS = ("train", "check", "graph", "plan", "profile", "chat", "export", "help")
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {"plan": "realign.planning.options.PlanOptions", "profile": "realign.runtime.profiling.ProfileOptions"}
+)
+"""Class of the options of a command, which begin with its name, such as `plan.devices=8`."""
 PER_ROLE = ("models", "interfaces", "sync", "evaluations", "trackers", "callbacks")
 """Root keys that map names to components."""
 DEFAULTS: Mapping[str, str] = MappingProxyType(
@@ -103,14 +107,27 @@ def completions(line: str) -> list[str]:
         return []
     key, equals, value = word.partition("=")
     try:
+        if command is not None and command in OPTIONS and key.startswith(f"{command}."):
+            return _options_of(command, word)
         if equals:
             return [f"{key}={one}" for one in _starting(value, _values(key, before, folder))]
         offered = [] if command else list(COMMANDS)
+        offered += [f"{command}."] if command in OPTIONS else []
         offered += [] if command == "help" else options()
         offered += _keys(key, before, folder, takes_value=command != "help")
         return _starting(word, offered)
     except (ConfigError, OSError, yaml.YAMLError):  # completion must not print errors
         return []
+
+
+def _options_of(command: str, word: str) -> list[str]:
+    """Return the completions of an option of a command, or of its value."""
+    cls = class_at(OPTIONS[command])
+    fields = {f"{command}.{name}": field for name, field in fields_of(cls).items()} if cls is not None else {}
+    key, equals, value = word.partition("=")
+    if not equals:
+        return _starting(word, (f"{name}=" for name in fields))
+    return [f"{key}={one}" for one in _starting(value, _words(fields[key]) if key in fields else [])]
 
 
 def _starting(word: str, offered: Iterable[str]) -> list[str]:

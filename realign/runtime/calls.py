@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from torch.profiler import record_function
+
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import method_of
 from realign.api.sample import MissingKeyError
 from realign.engines.distributed.ranks import current
 from realign.runtime.out_of_memory import memory_limited
+
+MARK = "RPC "
+"""Prefix of the name of an RPC in traces of the torch profiler."""
 
 
 def call(
@@ -43,7 +48,8 @@ def call(
         RunError: a device is out of memory.
     """
     make = partial(method_of(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
-    with memory_limited(f"RPC {rpc.name!r}", _less_memory(rpc, mb_spec)), _missing_keys_explained(rpc, graph):
+    limited = memory_limited(f"RPC {rpc.name!r}", _less_memory(rpc, mb_spec))
+    with record_function(f"{MARK}{rpc.name}"), limited, _missing_keys_explained(rpc, graph):
         result = make() if interface.needs_engine else current().lead(make)
     if rpc.method == "train_step":
         model.advance()
@@ -102,4 +108,4 @@ def _less_memory(rpc: RPC, mb_spec: MicroBatchSpec) -> str:
     return f"Lower microbatch.max_tokens_per_microbatch={mb_spec.max_tokens_per_microbatch}."
 
 
-__all__ = ["call", "inputs_of", "is_stale"]
+__all__ = ["MARK", "call", "inputs_of", "is_stale"]

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import cluster
-from benchmarks.cluster import Accelerator, Assumed, Case, Network, best, measure, roofline, slots
-from benchmarks.plans import Tail, Work
+from benchmarks.cluster import Case, best, measure, roofline, slots
+from realign.planning.devices import Accelerator, Assumed
+from realign.planning.plans import Tail, Work
+from realign.planning.roofline import Network
 
 DEVICE = Accelerator(flops=100.0, bandwidth=10.0, memory=1000.0, link=4.0)
 NETWORK = Network(weights=50.0, layers=1, kv_heads=1, head_size=1)

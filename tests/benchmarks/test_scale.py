@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.costs import Costs
 from benchmarks.jobs import Job
 from benchmarks.scale import __main__ as scale
 from benchmarks.scale.picture import draw
@@ -16,6 +15,7 @@ from benchmarks.scale.runtimes import measured_runtime, runtime_jobs, runtime_wo
 from benchmarks.scale.task import REWARD, SIGMA, TOKENS, prepare
 from realign.config import compose
 from realign.config.experiment import build_experiment
+from realign.planning.costs import Costs
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from realign.cli.arguments import options, unknown_option, with_overrides_for_fl
         (["--interfaces.actor.epochs", "2"], ["interfaces.actor.epochs=2"]),
         (["--learning-rate", "1e-5"], ["learning_rate=1e-5"]),
         (["--ratio_tolerance", "-1"], ["ratio_tolerance=-1"]),
+        (["--plan.devices", "8"], ["plan.devices=8"]),
         (["--overwrite"], ["overwrite=true"]),
         (["--overwrite", "--steps", "5"], ["overwrite=true", "steps=5"]),
         (["--overwrite", "steps=5"], ["overwrite=true", "steps=5"]),

@@ -22,6 +22,7 @@ CHECKOUT = Path(__file__).parents[2]
     ("line", "expected"),
     [
         ("realign che", ["check", "checkpoint."]),
+        ("realign pr", ["print_samples_every_steps=", "profile"]),
         (
             "realign experiment=grpo_",
             ["experiment=grpo_arithmetic", "experiment=grpo_environment", "experiment=grpo_reasoning"],
@@ -43,6 +44,12 @@ CHECKOUT = Path(__file__).parents[2]
         ("realign grad", ["grad_accum=", "grad_clip=", "gradient_accumulation_steps=", "gradient_checkpointing="]),
         ("realign --shell-completion ", ["bash", "fish", "zsh"]),
         ("realign --mul", ["--multirun"]),
+        ("realign plan pl", ["plan."]),
+        ("realign plan experiment=grpo plan.dev", ["plan.device=", "plan.devices="]),
+        ("realign plan plan.device=h", ["plan.device=h100", "plan.device=h200"]),
+        ("realign profile experiment=grpo profile.st", ["profile.start=", "profile.steps="]),
+        ("realign profile profile.start=", []),
+        ("realign check plan.dev", []),
         ("realign chat ", []),
         ("realign experiment=nothing_like_this interfaces.", []),
         ("realign interfaces.actor.nothing.x", []),

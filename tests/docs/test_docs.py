@@ -12,12 +12,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from realign.cli.arguments import read_arguments
 from realign.cli.chat import chat_of
+from realign.cli.command_options import split_options
 from realign.cli.key_help import key_help
 from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
+from realign.planning.options import PlanOptions
 from realign.runtime import run
+from realign.runtime.profiling import ProfileOptions
 from tests.docs import pages
 
+OPTIONS = {"plan": PlanOptions, "profile": ProfileOptions}
+"""Options of commands, which are no overrides."""
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -83,6 +88,8 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
     if arguments[0] == "help":
         assert key_help(arguments[1:])
         return
+    if arguments[0] in OPTIONS:
+        _, arguments = split_options(arguments[0], OPTIONS[arguments[0]], arguments[1:])
     for overrides in compositions(arguments):
         build_experiment(compose(overrides))
 

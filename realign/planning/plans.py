@@ -67,6 +67,8 @@ class Plan:
     """Whether the KV cache of running responses is recomputed after a weight update."""
     switch_s: float = 0.0
     """Seconds before and after training to move weights and optimizer state, if the same devices also generate."""
+    shared: bool = False
+    """Whether asynchronous rollout uses the devices of training, so that engines wait during a training step."""
 
 
 def full_steps(steps: int, bound: int | None) -> slice:

@@ -1,0 +1,231 @@
+"""Placements: which devices sample and which train, and the overrides that a placement corresponds to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+
+from realign.planning.options import DeviceKind, PlanOptions
+from realign.planning.workload import Workload
+
+SPLITS = 8
+"""Number of parts in which the devices are split between sampling and training."""
+LAUNCHERS = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
+"""Option of each server for its number of devices."""
+
+
+class Sampling(StrEnum):
+    """Where responses are sampled."""
+
+    trainer = "trainer"
+    """On the devices of the trainer, by the trained model itself."""
+    copy = "copy"
+    """In the process of the trainer, by a copy of the model, during training."""
+    workers = "workers"
+    """On separate devices, by rollout workers of Ray."""
+    servers = "servers"
+    """On separate devices, by inference servers."""
+
+
+@dataclass(frozen=True)
+class RoleGroup:
+    """Roles that share devices."""
+
+    roles: tuple[str, ...]
+    devices: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Devices of all roles and of sampling."""
+
+    groups: tuple[RoleGroup, ...]
+    """Groups of roles. The first one contains the sampled role."""
+    sampling: Sampling = Sampling.trainer
+    samplers: int = 0
+    """Devices that only sample. A copy in the process of the trainer shares its device if this is 0."""
+    tensor_parallel: int = 1
+    """Devices that compute a layer together in training. The in-process sampler uses one of them."""
+    server_parallel: int = 1
+    """Devices of one inference server."""
+    max_staleness: int | None = None
+    """Staleness bound; None for rollout=sync."""
+
+    @property
+    def trainers(self) -> int:
+        """Return the devices of the groups."""
+        return sum(group.devices for group in self.groups)
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return self.trainers + self.samplers
+
+    @property
+    def runtime(self) -> str:
+        """Return what starts the processes: local, torchrun or ray."""
+        if len(self.groups) > 1 or self.sampling is Sampling.workers:
+            return "ray"
+        if self.trainers == 1:
+            return "local"
+        return "torchrun" if self.max_staleness is None else "ray"
+
+    def describe(self) -> str:
+        """Return the placement in a few words."""
+        trained = ", ".join(f"{'+'.join(group.roles)} on {group.devices}" for group in self.groups)
+        parallel = f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        servers = self.samplers // self.server_parallel
+        where = {
+            Sampling.trainer: "",
+            Sampling.copy: "; a copy samples in the same process",
+            Sampling.workers: f"; rollout workers on {self.samplers}",
+            Sampling.servers: f"; {servers} server{'s' * (servers != 1)} on {self.samplers}",
+        }[self.sampling]
+        return f"{trained}{parallel}{where}"
+
+
+def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[Placement]:
+    """Yield the placements that use all devices.
+
+    Args:
+        load: work of the experiment.
+        options: the cluster.
+        servers: whether to consider inference servers.
+    """
+    n = options.devices
+    bounds: list[int | None] = list(range(options.max_staleness + 1))
+    for groups in groupings(load, n):
+        for parallel in widths(groups[0].devices, options) if len(groups) == 1 else (1,):
+            yield Placement(groups, tensor_parallel=parallel)
+    if n == 1 or (n == 2 and options.device is DeviceKind.cpu):
+        for bound in bounds:
+            yield Placement(next(groupings(load, 1)), Sampling.copy, n - 1, max_staleness=bound)
+    for samplers in _splits(n):
+        for groups, bound in product(groupings(load, n - samplers), bounds):
+            alone = len(groups) == 1
+            for parallel in widths(groups[0].devices, options) if alone else (1,):
+                yield Placement(groups, Sampling.workers, samplers, parallel, max_staleness=bound)
+            if servers:
+                for width in widths(samplers, options):
+                    even = (n - samplers) % _nodes(n - samplers, options) == 0  # as torchrun requires
+                    strict = None if bound == 0 and alone and even else bound
+                    yield Placement(groups, Sampling.servers, samplers, 1, width, strict)
+
+
+def _splits(n: int) -> list[int]:
+    """Return the numbers of devices that only sample."""
+    if n <= SPLITS:
+        return list(range(1, n))
+    return sorted({round(n * part / SPLITS) for part in range(1, SPLITS)})
+
+
+def widths(devices: int, options: PlanOptions) -> list[int]:
+    """Return the powers of two that divide a number of devices and do not exceed a node."""
+    found, width = [], 1
+    while width <= min(devices, options.devices_per_node, 8):
+        if devices % width == 0 and options.devices_per_node % width == 0:
+            found.append(width)
+        width *= 2
+    return found
+
+
+def groupings(load: Workload, devices: int) -> Iterator[tuple[RoleGroup, ...]]:
+    """Yield ways to distribute roles over devices: together; each trained role apart; every role apart.
+
+    Groups get devices in proportion to their operations, and at least one.
+    """
+    roles = [load.sampled, *(role for role in load.roles if role != load.sampled)]
+    trained = [role for role in roles if load.roles[role].trained or role == load.sampled]
+    frozen = [role for role in roles if role not in trained]
+    by_training = [(trained[0], *frozen), *((role,) for role in trained[1:])]
+    choices: list[list[tuple[str, ...]]] = [[tuple(roles)], by_training, [(role,) for role in roles]]
+    seen: set[tuple[tuple[str, ...], ...]] = set()
+    for choice in choices:
+        if tuple(choice) not in seen and len(choice) <= devices:
+            seen.add(tuple(choice))
+            yield _sized(load, choice, devices)
+
+
+def _sized(load: Workload, choice: Sequence[tuple[str, ...]], devices: int) -> tuple[RoleGroup, ...]:
+    need = [
+        sum(call.operations * load.roles[call.role].network.weights for call in load.calls if call.role in roles)
+        for roles in choice
+    ]
+    sizes = [1] * len(choice)
+    for _ in range(devices - len(choice)):  # the group with the most operations per device gets the next one
+        sizes[max(range(len(choice)), key=lambda i: need[i] / sizes[i])] += 1
+    return tuple(RoleGroup(roles, size) for roles, size in zip(choice, sizes, strict=True))
+
+
+def overrides(placement: Placement, load: Workload, options: PlanOptions, server: str) -> list[str]:
+    """Return the overrides of a placement.
+
+    Args:
+        placement: the placement.
+        load: work of the experiment.
+        options: the cluster.
+        server: word of the inference server.
+    """
+    words = _runtime_words(placement, options)
+    if placement.tensor_parallel > 1:
+        roles = [role for group in placement.groups for role in group.roles if load.roles[role].configured]
+        words += [f"models.{role}.sharding.tensor_parallel={placement.tensor_parallel}" for role in roles]
+    if placement.sampling is Sampling.servers:
+        words += _server_words(placement, f"models.{load.sampled}.sampler", server)
+    if placement.max_staleness is None:
+        return [*words, "rollout=sync"]
+    words += ["rollout=async", f"rollout.max_staleness={placement.max_staleness}"]
+    if placement.max_staleness and not load.corrects_staleness and load.correction_key is not None:
+        words.append(f"{load.correction_key}=importance_correction")
+    return words
+
+
+def _runtime_words(placement: Placement, options: PlanOptions) -> list[str]:
+    if placement.runtime != "ray":
+        return ["runtime=local"]
+    words = ["runtime=ray", *(["runtime.address=auto"] if options.nodes > 1 else [])]
+    nodes: dict[str, str] = {}
+    for group in placement.groups:
+        nodes[group.roles[0]] = f"{{devices: {group.devices}}}"
+        nodes |= dict.fromkeys(group.roles[1:], f"{{with: {group.roles[0]}}}")
+    if placement.sampling is Sampling.workers:
+        nodes["rollout"] = f"{{devices: {placement.samplers}}}"
+    return [*words, f"runtime.placement={{{', '.join(f'{role}: {node}' for role, node in nodes.items())}}}"]
+
+
+def _server_words(placement: Placement, key: str, server: str) -> list[str]:
+    words = [f"{key}={server}", f"{key}.servers={placement.samplers // placement.server_parallel}"]
+    if placement.server_parallel > 1:
+        words.append(f"{key}.arguments='{LAUNCHERS[server]} {placement.server_parallel}'")
+    return words
+
+
+def launcher(placement: Placement, options: PlanOptions) -> list[str]:
+    """Return the program that starts a run with a placement."""
+    if placement.runtime != "torchrun":
+        return ["realign"]
+    nodes = _nodes(placement.trainers, options)
+    each = placement.trainers // nodes
+    several = [f"--nnodes={nodes}"] if nodes > 1 else ["--standalone"]
+    return ["torchrun", *several, f"--nproc-per-node={each}", "-m", "realign"]
+
+
+def _nodes(devices: int, options: PlanOptions) -> int:
+    """Return the number of nodes that have so many devices."""
+    return -(-devices // options.devices_per_node)
+
+
+def notes(placement: Placement, load: Workload, options: PlanOptions) -> list[str]:
+    """Return what the overrides of a placement do not contain."""
+    found = []
+    if placement.sampling is Sampling.servers:
+        found.append("The overrides assign no devices to servers. Start them with CUDA_VISIBLE_DEVICES, and set urls.")
+        if options.nodes > 1:
+            found.append("Servers on other nodes need urls and weights_dir.")
+    if placement.runtime == "torchrun" and options.nodes > 1:
+        found.append("Run torchrun on every node, with --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT.")
+    if placement.max_staleness and not load.corrects_staleness and load.correction_key is None:
+        found.append("The objective does not correct for stale samples.")
+    return found

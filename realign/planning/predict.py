@@ -1,0 +1,234 @@
+"""Predict step time, throughput and memory of a placement by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from realign.planning.costs import Costs
+from realign.planning.devices import Device
+from realign.planning.memory import WEIGHT_BYTES, DeviceMemory, fits, in_process_slots, memory_of
+from realign.planning.options import PlanOptions
+from realign.planning.placements import Placement, RoleGroup, Sampling
+from realign.planning.plans import Plan, Work
+from realign.planning.roofline import decoding, rows_that_fit
+from realign.planning.simulator import simulate
+from realign.planning.workload import CallLoad, Workload
+
+ROUNDS = 2
+"""Number of simulated groups of `max_staleness + 1` steps with a full pipeline. Waits for old prompts recur so."""
+LEAST_STEPS = 4
+"""Least number of simulated steps with a full pipeline."""
+GATHERS = {True: 3, False: 1}
+"""Transfers of sharded weights per micro-batch: in training, also for the backward pass and for gradients."""
+OPTIMIZER_BYTES = 28
+"""Bytes that an optimizer step of AdamW reads and writes per weight: weight, gradient and both moments."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors by which measured costs differ from the analytic costs."""
+
+    decode_step: float = 1.0
+    decode_row: float = 1.0
+    decode_context: float = 1.0
+    prefill_token: float = 1.0
+    train_step: float = 1.0
+    train_token: float = 1.0
+
+    def of_sampling(self, costs: Costs) -> Costs:
+        """Return the costs with the factors of sampling."""
+        return replace(
+            costs,
+            decode_step_s=costs.decode_step_s * self.decode_step,
+            decode_row_s=costs.decode_row_s * self.decode_row,
+            decode_context_s=costs.decode_context_s * self.decode_context,
+            prefill_token_s=costs.prefill_token_s * self.prefill_token,
+        )
+
+    def of_training(self, costs: Costs) -> Costs:
+        """Return the costs with the factors of training."""
+        return replace(
+            costs,
+            train_step_s=costs.train_step_s * self.train_step,
+            train_token_s=costs.train_token_s * self.train_token,
+        )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of a plan, and the factors of their costs."""
+
+    options: PlanOptions
+    device: Device
+    scale: Scale = Scale()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted behavior of a placement."""
+
+    placement: Placement
+    step_s: float
+    tokens_per_s: float
+    """Trained response tokens per second."""
+    staleness: float
+    """Mean staleness of trained prompts."""
+    memory: Mapping[str, DeviceMemory]
+    fits: bool
+
+
+def predict(placement: Placement, load: Workload, cluster: Cluster) -> Prediction:
+    """Simulate a placement."""
+    bound = placement.max_staleness or 0
+    steps = max(LEAST_STEPS, ROUNDS * (bound + 1)) + 1 + 2 * bound
+    costs, plan = costs_of(placement, load, cluster), schedule(placement, load, cluster)
+    report = simulate(costs, with_steps(load.work, steps), plan)
+    memory = memory_of(placement, load, cluster.device)
+    return Prediction(
+        placement, report.step_s, report.tokens_per_s, report.staleness()["head"], memory, fits(memory, cluster.device)
+    )
+
+
+def with_steps(work: Work, steps: int) -> Work:
+    """Return the work of a run with a number of steps."""
+    return replace(work, steps=steps)
+
+
+def schedule(placement: Placement, load: Workload, cluster: Cluster) -> Plan:
+    """Return the schedule that the simulator executes."""
+    return Plan(
+        max_staleness=placement.max_staleness,
+        engines=engines(placement),
+        slots=slots(placement, load, cluster),
+        shared=placement.sampling is Sampling.copy and not placement.samplers,
+    )
+
+
+def engines(placement: Placement) -> int:
+    """Return the number of engines that sample."""
+    if placement.sampling is Sampling.trainer:
+        return max(1, placement.groups[0].devices // placement.tensor_parallel)
+    return max(1, placement.samplers // placement.server_parallel)
+
+
+def slots(placement: Placement, load: Workload, cluster: Cluster) -> int:
+    """Return the number of rows of an engine."""
+    network = load.roles[load.sampled].network
+    if placement.sampling is not Sampling.servers:
+        return in_process_slots(network, load)
+    device, width = cluster.device, placement.server_parallel
+    free = device.assumed.memory_used * device.accelerator.memory * width - network.number_bytes * network.weights
+    return rows_that_fit(free, network, device.assumed, load.work)
+
+
+def costs_of(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
+    """Return the costs of a placement: analytic costs times the measured factors."""
+    sampling = sampling_costs(placement, load, cluster)
+    training = cluster.scale.of_training(training_costs(placement, load, cluster))
+    if placement.sampling is not Sampling.servers:  # the factors are those of the in-process sampler
+        sampling = cluster.scale.of_sampling(sampling)
+    return replace(
+        sampling,
+        train_step_s=training.train_step_s + collectives_s(placement, load, cluster),
+        train_token_s=training.train_token_s,
+        sync_s=update_s(placement, load, cluster),
+    )
+
+
+def sampling_costs(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
+    """Return the analytic costs of an engine."""
+    network, assumed = load.roles[load.sampled].network, cluster.device.assumed
+    costs = decoding(network, cluster.device.accelerator, assumed, placement.server_parallel)
+    if placement.sampling is Sampling.servers:
+        return costs
+    return replace(costs, decode_step_s=costs.decode_step_s + assumed.in_process_layer_s * network.layers)
+
+
+def update_s(placement: Placement, load: Workload, cluster: Cluster) -> float:
+    """Return the seconds of a weight update."""
+    assumed, network = cluster.device.assumed, load.roles[load.sampled].network
+    if placement.sampling is Sampling.trainer:
+        if placement.groups[0].devices == 1:
+            return 0.0
+        return WEIGHT_BYTES * network.weights / (_link(placement.groups[0], cluster) * assumed.link_used)
+    if placement.sampling is Sampling.copy:
+        return WEIGHT_BYTES * network.weights / (cluster.device.accelerator.bandwidth * assumed.bandwidth_used)
+    size = network.number_bytes if placement.sampling is Sampling.servers else WEIGHT_BYTES
+    return assumed.sync_call_s + size * network.weights / assumed.host_rate
+
+
+def _link(group: RoleGroup, cluster: Cluster) -> float:
+    device = cluster.device.accelerator
+    return device.node_link if group.devices <= cluster.options.devices_per_node else device.link
+
+
+def training_costs(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
+    """Return the analytic costs of all calls after sampling.
+
+    A call starts when the calls that it depends on have ended, and when its devices are free.
+    """
+    assumed = cluster.device.assumed
+    proximal = _needs_proximal(placement, load)
+    group_of = {role: group for group in placement.groups for role in group.roles}
+    ends: dict[str, float] = {}
+    free: dict[str, float] = {}
+    fixed = assumed.train_call_s
+    for call in load.calls:
+        group = group_of[call.role]
+        start = max([free.get(group.roles[0], 0.0), *(ends.get(name, 0.0) for name in call.after)])
+        seconds = token_s(call, group, placement, load, cluster)
+        if proximal and call.optimizer_steps and call.role == load.sampled:
+            forward = CallLoad("proximal", call.role, assumed.proximal)
+            seconds += token_s(forward, group, placement, load, cluster)
+        ends[call.name] = free[group.roles[0]] = start + seconds
+        role = load.roles[call.role]
+        trained = call.optimizer_steps * role.trained * role.network.weights
+        fixed += OPTIMIZER_BYTES * trained / (group.devices * cluster.device.accelerator.bandwidth)
+    return Costs(0.0, train_step_s=fixed, train_token_s=max(ends.values(), default=0.0))
+
+
+def collectives_s(placement: Placement, load: Workload, cluster: Cluster) -> float:
+    """Return the seconds of a step for starting the collectives of sharded models.
+
+    Runs in one process do not measure them, so that no factor applies.
+    """
+    found = 0.0
+    for call in load.calls:
+        group = next(group for group in placement.groups if call.role in group.roles)
+        ranks = max(1, group.devices // placement.tensor_parallel)
+        if ranks > 1:
+            microbatches = math.ceil(load.tokens / ranks / load.budget)
+            found += _gathers(call, load) * microbatches * load.roles[call.role].network.layers
+    return found * cluster.device.assumed.collective_s
+
+
+def _gathers(call: CallLoad, load: Workload) -> int:
+    """Return how often a call gathers or reduces each layer for one micro-batch."""
+    return GATHERS[True] * load.epochs if call.optimizer_steps else GATHERS[False]
+
+
+def _needs_proximal(placement: Placement, load: Workload) -> bool:
+    """Return whether the overrides of the placement add a correction, which recomputes log-probs."""
+    return bool(placement.max_staleness) and not load.corrects_staleness
+
+
+def token_s(call: CallLoad, group: RoleGroup, placement: Placement, load: Workload, cluster: Cluster) -> float:
+    """Return the seconds per packed token of a call on a group of devices.
+
+    Transfers of sharded weights overlap with the computation, so that the longer of both counts.
+    """
+    device, assumed = cluster.device.accelerator, cluster.device.assumed
+    network = load.roles[call.role].network
+    compute_s = call.operations * network.weights / (device.flops * assumed.flops_used)
+    ranks = max(1, group.devices // placement.tensor_parallel)
+    if ranks > 1:
+        transferred = _gathers(call, load) * network.number_bytes * network.weights / placement.tensor_parallel
+        tokens = min(load.budget, load.tokens / ranks)
+        transfer_s = transferred / (_link(group, cluster) * assumed.link_used * tokens)
+        return max(compute_s / placement.tensor_parallel, transfer_s) / ranks
+    return compute_s / group.devices
+
+
+__all__ = ["Cluster", "Prediction", "Scale", "costs_of", "predict"]

@@ -1,0 +1,98 @@
+"""Search the placements of an experiment: estimate all of them, and simulate the most promising ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from realign.planning.memory import fits, memory_of
+from realign.planning.placements import Placement, placements
+from realign.planning.plans import Plan
+from realign.planning.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
+from realign.planning.simulator import simulate
+from realign.planning.workload import Workload
+
+SIMULATED = 8
+"""Number of fitting allocations of devices to simulate, each with every staleness bound."""
+TOO_LARGE = 1
+"""Number of allocations that do not fit to simulate as well."""
+EQUAL = 0.98
+"""Fraction of the highest throughput of an allocation from which on a smaller staleness bound is preferred."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Result of a search."""
+
+    best: Sequence[Prediction]
+    """Fitting placements, fastest first."""
+    too_large: Sequence[Prediction]
+    """Placements that do not fit and whose predicted throughput is higher, fastest first."""
+    considered: int
+    """Number of placements."""
+    fitting: int
+    """Number of placements that fit."""
+
+
+def search(load: Workload, cluster: Cluster, *, servers: bool) -> Search:
+    """Return the fastest placements.
+
+    Args:
+        load: work of the experiment.
+        cluster: devices and their costs.
+        servers: whether to consider inference servers.
+    """
+    found = list(placements(load, cluster.options, servers))
+    fitting = [one for one in found if fits(memory_of(one, load, cluster.device), cluster.device)]
+    bounds = _Bounds(load, cluster)
+    best = _simulated(_promising(fitting, bounds, SIMULATED), load, cluster)
+    others = _promising([one for one in found if one not in fitting], bounds, TOO_LARGE)
+    fastest = best[0].tokens_per_s if best else 0.0
+    faster = [one for one in _simulated(others, load, cluster) if one.tokens_per_s > fastest]
+    return Search(best[: cluster.options.show], faster, len(found), len(fitting))
+
+
+def _promising(found: Sequence[Placement], bounds: _Bounds, number: int) -> list[list[Placement]]:
+    """Return the allocations with the lowest bounds of the seconds of a step, each with its staleness bounds."""
+    allocations: dict[Placement, list[Placement]] = {}
+    for one in found:
+        allocations.setdefault(replace(one, max_staleness=None), []).append(one)
+    return sorted(allocations.values(), key=lambda same: min(map(bounds.step_s, same)))[:number]
+
+
+def _simulated(allocations: Sequence[Sequence[Placement]], load: Workload, cluster: Cluster) -> list[Prediction]:
+    """Predict allocations, each with the smallest staleness bound of nearly its highest throughput; fastest first."""
+    found = []
+    for same in allocations:
+        predicted = sorted((predict(one, load, cluster) for one in same), key=lambda p: p.placement.max_staleness or 0)
+        most = max(one.tokens_per_s for one in predicted)
+        found.append(next(one for one in predicted if one.tokens_per_s >= EQUAL * most))
+    return sorted(found, key=lambda one: -one.tokens_per_s)
+
+
+class _Bounds:
+    """Lower bounds of the seconds of a step, from one simulated batch for each kind of sampling."""
+
+    def __init__(self, load: Workload, cluster: Cluster) -> None:
+        self._load, self._cluster = load, cluster
+        self._found: dict[object, tuple[float, float]] = {}
+
+    def step_s(self, placement: Placement) -> float:
+        """Return a lower bound: sampling of a batch may overlap with `max_staleness` further steps."""
+        costs = costs_of(placement, self._load, self._cluster)
+        plan = schedule(placement, self._load, self._cluster)
+        train_s = costs.train_step_s + self._load.tokens * costs.train_token_s
+        whole_s, busy_s = self._sampling(placement, plan)
+        if not placement.max_staleness:
+            return whole_s + train_s + costs.sync_s
+        together = train_s + busy_s if plan.shared else max(train_s, busy_s + costs.sync_s)
+        return max(together, whole_s / (placement.max_staleness + 1))
+
+    def _sampling(self, placement: Placement, plan: Plan) -> tuple[float, float]:
+        """Return the seconds until a batch is scored, and the mean seconds in which an engine decodes."""
+        costs = replace(costs_of(placement, self._load, self._cluster), train_step_s=0.0, train_token_s=0.0, sync_s=0.0)
+        key = (costs, plan.engines, plan.slots)
+        if key not in self._found:
+            report = simulate(costs, with_steps(self._load.work, 1), Plan(None, plan.engines, plan.slots))
+            self._found[key] = (report.ends[0], report.generating_s / plan.engines)
+        return self._found[key]

@@ -1,0 +1,210 @@
+"""Work of an experiment: sizes of its models, calls of its graph, and lengths of its sequences. Loads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from realign.engines import All, DType, InProcessSampling, Lora, TopLayers, TransformersModel
+from realign.engines.files.adapters import find_adapter
+from realign.engines.files.folders import check_path
+from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.errors import ConfigError
+from realign.planning.options import PlanOptions
+from realign.planning.plans import Tail, Work
+from realign.planning.roofline import Network
+from realign.runtime.experiment import Experiment
+from realign.runtime.rollout.background import owner_of
+
+FORWARD = 2.0
+"""Floating-point operations per weight and token of a forward pass."""
+BACKWARD = 4.0
+"""Floating-point operations per weight and token of a backward pass; half of them are for gradients of weights."""
+LORA_FRACTION = 0.01
+"""Assumed fraction of trained weights with LoRA."""
+
+
+@dataclass(frozen=True)
+class RoleLoad:
+    """A model of the experiment. Roles that share the model of another role have none."""
+
+    name: str
+    network: Network
+    trained: float = 0.0
+    """Fraction of the weights that train; 0 for a frozen model."""
+    checkpointing: bool = False
+    fused: bool = True
+    """Whether sampling uses concatenated copies of the weights."""
+    configured: bool = True
+    """Whether the config has a node for it. Roles added by default copy the settings of another role."""
+
+
+@dataclass(frozen=True)
+class CallLoad:
+    """A call of the graph that runs a model on the whole batch."""
+
+    name: str
+    role: str
+    """Role whose weights it uses."""
+    operations: float
+    """Floating-point operations per weight and token."""
+    optimizer_steps: int = 0
+    after: tuple[str, ...] = ()
+    """Calls that it waits for."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Work of an experiment. One step trains on one batch."""
+
+    work: Work
+    roles: Mapping[str, RoleLoad]
+    calls: tuple[CallLoad, ...]
+    """Calls after sampling, in the order of the graph."""
+    sampled: str
+    """Role that samples."""
+    sampling_calls: tuple[str, ...]
+    """Calls of the graph that sample."""
+    reward_calls: tuple[str, ...]
+    """Calls of the graph without a model."""
+    longest_prompt: float
+    budget: int
+    """Maximum number of tokens of a forward pass."""
+    max_slots: int | None = None
+    """Setting `max_slots` of the in-process sampler."""
+    epochs: int = 1
+    corrects_staleness: bool = True
+    correction_key: str | None = None
+    """Config key that enables the correction of stale samples; None if the interface has no such field."""
+
+    @property
+    def sequences(self) -> int:
+        """Return the sequences of a step."""
+        return self.work.batch_prompts * self.work.group
+
+    @property
+    def tokens(self) -> float:
+        """Return the expected packed tokens of a step."""
+        return self.sequences * (self.work.prompt_tokens + min(self.work.lengths.mean, self.work.lengths.most))
+
+
+def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
+    """Return the work of an experiment, with lengths from the options.
+
+    Raises:
+        ConfigError: the graph does not sample or train, or a model is not a `TransformersModel`.
+        DataError: the `config.json` of a model cannot be read.
+    """
+    graph = experiment.graph
+    sampling = [rpc for rpc in graph.order if rpc.method == "generate"]
+    if not sampling or not any(rpc.method == "train_step" for rpc in graph.order):
+        raise ConfigError("realign plan: the graph does not sample and train. Plan an experiment with rollouts.")
+    lead = sampling[0].model
+    plan, interface = experiment.interfaces[lead].plan(), experiment.interfaces[lead]
+    owners = dict.fromkeys(owner_of(experiment, role) for role in experiment.roles if role in experiment.models)
+    roles = {role: _role(experiment, role) for role in owners}
+    own_calls = {rpc.name for rpc in graph.order if experiment.interfaces[rpc.model].needs_engine}
+    sampled = owner_of(experiment, lead)
+    spec = experiment.models[sampled]
+    assert isinstance(spec, TransformersModel)  # `_role` has checked it
+    corrects = any(experiment.interfaces[rpc.model].plan().corrects_staleness for rpc in graph.order)
+    correctable = any(field.name == "correction" for field in fields(interface))  # type: ignore[arg-type]
+    training = [experiment.interfaces[rpc.model].plan() for rpc in graph.order if rpc.method == "train_step"]
+    return Workload(
+        work=_work(experiment, options, (plan.responses_per_prompt or 1) + len(sampling) - 1, lead),
+        roles=roles,
+        calls=tuple(_calls(experiment, roles, own_calls)),
+        sampled=sampled,
+        sampling_calls=tuple(rpc.name for rpc in sampling),
+        reward_calls=tuple(rpc.name for rpc in graph.order if rpc.name not in own_calls),
+        longest_prompt=2 * options.prompt_tokens,
+        budget=experiment.microbatch.max_tokens_per_microbatch or 2**62,
+        max_slots=spec.sampler.max_slots if isinstance(spec.sampler, InProcessSampling) else None,
+        epochs=max(one.epochs for one in training),
+        corrects_staleness=corrects,
+        correction_key=f"interfaces.{lead}.correction" if correctable else None,
+    )
+
+
+def _work(experiment: Experiment, options: PlanOptions, group: int, lead: str) -> Work:
+    longest = experiment.longest_response or 1
+    generation = experiment.interfaces[lead].plan().generation
+    fixed = generation is not None and generation.fixed_length
+    mean, sigma = (float(longest), 0.0) if fixed else (options.mean_response(longest), options.length_sigma)
+    return Work(
+        batch_prompts=experiment.batch_prompts,
+        group=group,
+        steps=0,
+        prompt_tokens=options.prompt_tokens,
+        lengths=Tail(mean, sigma, longest),
+        reward_s=Tail(options.reward_s),
+        reward_workers=options.reward_workers,
+    )
+
+
+def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set[str]) -> list[CallLoad]:
+    graph, found = experiment.graph, []
+    for rpc in graph.order:
+        if rpc.name not in own_calls or rpc.method in ("generate", "credit"):
+            continue
+        role, plan = owner_of(experiment, rpc.model), experiment.interfaces[rpc.model].plan()
+        operations, steps = FORWARD, 0
+        if rpc.method == "train_step":
+            partly = BACKWARD / 2 * (1 + roles[role].trained)
+            operations, steps = plan.epochs * (FORWARD + partly), plan.optimizer_steps
+        found.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name])))
+    return found
+
+
+def _role(experiment: Experiment, role: str) -> RoleLoad:
+    spec = experiment.models[role]
+    if not isinstance(spec, TransformersModel):
+        raise ConfigError(
+            f"models.{role}: realign plan knows the sizes of TransformersModel only, not of {type(spec).__name__}."
+        )
+    network = _network(role, spec)
+    trained = 0.0
+    if spec.optimizer is not None:
+        trains = spec.trains
+        trained = 1.0 if isinstance(trains, All) else LORA_FRACTION
+        if isinstance(trains, TopLayers):
+            trained = min(1.0, trains.layers / network.layers)
+        elif not isinstance(trains, All | Lora):
+            trained = 1.0
+    fused = spec.fused_rollout and not isinstance(spec.trains, Lora)
+    return RoleLoad(
+        role, network, trained, spec.gradient_checkpointing, fused, configured=role not in experiment.filled_roles
+    )
+
+
+def _network(role: str, spec: TransformersModel) -> Network:
+    """Return the sizes of a model from its `config.json`. Counts the weights of a model without storage."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    key = f"models.{role}.path"
+    adapter = find_adapter(f"{key}={spec.path!r}", spec.path)
+    path = check_path(key, spec.path if adapter is None else adapter.base)
+    with readable(f"{key}={path!r}"), quiet_transformers():
+        config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code).get_text_config()
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+    heads = int(config.num_attention_heads)
+    return Network(
+        weights=float(sum(weight.numel() for weight in module.parameters())),
+        layers=int(config.num_hidden_layers),
+        kv_heads=_optional(config, "num_key_value_heads", heads),
+        head_size=_optional(config, "head_dim", int(config.hidden_size) // heads),
+        hidden=int(config.hidden_size),
+        number_bytes=2 if spec.dtype is DType.bfloat16 else 4,
+    )
+
+
+def _optional(config: Any, name: str, default: int) -> int:
+    """Return a value that only some model families have in their config."""
+    found = config.to_dict().get(name)
+    return default if found is None else int(found)
+
+
+__all__ = ["CallLoad", "RoleLoad", "Workload", "workload_of"]

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import plan
+from benchmarks.jobs import REALIGN, TORCHRUN, Job
+from benchmarks.plan import PLACEMENTS, calibration_jobs, experiment_words, job_for, load_of, measured_step_s
+from benchmarks.scale.task import prepare
+from realign.config import compose
+from realign.config.experiment import build_experiment
+from realign.planning.options import PlanOptions
+from realign.planning.predict import Cluster, predict
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("plan") / "task")
+
+
+def record(job, step_s):
+    """Write metrics of a run whose steps take as long as the function of prompts and tokens says."""
+    words = dict(word.partition("=")[::2] for word in job.words)
+    prompts, length = int(words["batch_prompts"]), 0
+    for word in job.words:
+        key, _, value = word.partition("=")
+        length = int(value) if key.endswith("max_new_tokens") else length
+    rows, tokens = prompts * plan.GROUP, prompts * plan.GROUP * length
+    generate_s = length * (0.001 + 1e-4 * rows)
+    made = []
+    for step in range(1, int(words["steps"]) + 1):
+        row = {"step": step, "step_s": step_s(rows, tokens) + generate_s, "time/actor_gen_s": generate_s}
+        row |= {"seconds": step * row["step_s"], "time/reward_inf_s": 0.0}
+        row |= {"rollout_tokens": tokens, "response_tokens": length, "tokens": tokens + 6 * rows}
+        made.append(row)
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return job
+
+
+def test_every_run_is_a_valid_experiment_with_the_launcher_of_its_placement(task, tmp_path):
+    words = experiment_words(task, 3)
+    options = PlanOptions(devices=2, device="cpu")
+    load = load_of(words, options)
+    for job in calibration_jobs(tmp_path, task, 3):
+        assert not build_experiment(compose(list(job.words))).runtime.starts_workers
+    for name, placement in PLACEMENTS.items():
+        job = job_for(name, tmp_path, words, load, options)
+        made = build_experiment(compose(list(job.words)))
+        assert made.runtime.starts_workers == (name in ("reference", "workers"))
+        assert made.rollout.ahead == (placement.max_staleness is not None)
+        assert job.program == (TORCHRUN if name == "torchrun" else REALIGN)
+    assert [placement.devices for placement in PLACEMENTS.values()] == [1, 2, 2, 2, 2]
+
+
+def test_calibration_reproduces_the_run_in_one_process(task, tmp_path):
+    jobs = [record(job, lambda rows, tokens: 0.05 + 2e-4 * tokens) for job in calibration_jobs(tmp_path, task, 4)]
+    load, cluster = plan.planner(jobs[0].words, jobs)
+    assert isinstance(cluster, Cluster)
+    assert (load.work.lengths.mean, load.work.prompt_tokens) == (plan.LENGTH, pytest.approx(6))
+    base = predict(PLACEMENTS["one_process"], load, cluster)
+    assert base.step_s == pytest.approx(measured_step_s(jobs[0], None), rel=0.05)
+    two = predict(PLACEMENTS["torchrun"], load, cluster)
+    assert 0.4 * base.step_s < two.step_s < base.step_s
+
+
+def test_the_benchmark_compares_predictions_with_runs(task, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "prepare", lambda folder: task)
+    monkeypatch.setattr(Job, "run", lambda job: record(job, lambda rows, tokens: 0.05 + 2e-4 * tokens))
+    code = plan.main(["steps=4", "placements=one_process,torchrun", f"folder={tmp_path / 'runs'}"])
+    out = capsys.readouterr().out.splitlines()
+    found = json.loads(out[-1])
+    assert out[0].split()[:4] == ["placement", "s/step", "predicted", "error"]
+    assert abs(found["rows"]["one_process"]["error"]) < 0.05
+    assert found["rows"]["torchrun"]["error"] < -0.25  # the second run was not faster
+    assert (code, found["good"]) == (1, False)
+    with pytest.raises(SystemExit, match="unknown placement 'two'; valid: one_process"):
+        plan.main(["placements=two"])

@@ -1,0 +1,144 @@
+"""Test the costs of placements on devices with round rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from realign.planning.costs import Costs
+from realign.planning.devices import Accelerator, Assumed, Device
+from realign.planning.options import PlanOptions
+from realign.planning.placements import Placement, RoleGroup, Sampling
+from realign.planning.plans import Tail, Work
+from realign.planning.predict import Cluster, Scale, costs_of, engines, predict, schedule
+from realign.planning.roofline import Network
+from realign.planning.workload import CallLoad, RoleLoad, Workload
+
+NETWORK = Network(weights=100.0, layers=5, kv_heads=1, head_size=1, hidden=10, number_bytes=2)
+ASSUMED = Assumed(
+    bandwidth_used=1.0,
+    flops_used=0.5,
+    decode_call_s=1.0,
+    train_call_s=3.0,
+    sync_call_s=2.0,
+    link_used=0.5,
+    in_process_layer_s=0.2,
+    tensor_parallel_layer_s=0.1,
+    collective_s=0.5,
+    host_rate=20.0,
+    memory_used=1.0,
+)
+DEVICE = Device(Accelerator(flops=100.0, bandwidth=10.0, memory=1e9, link=4.0, node_link=1e9), ASSUMED)
+ACTOR, REF = RoleLoad("actor", NETWORK, trained=1.0), RoleLoad("ref", NETWORK)
+LOAD = Workload(
+    work=Work(4, 2, 0, 10, Tail(20.0, 0.0, 20.0)),
+    roles={"actor": ACTOR, "ref": REF},
+    calls=(CallLoad("ref_inf", "ref", 2.0), CallLoad("actor_train", "actor", 6.0, 1, ("ref_inf",))),
+    sampled="actor",
+    sampling_calls=("actor_gen",),
+    reward_calls=(),
+    longest_prompt=20,
+    budget=10**6,
+)
+CLUSTER = Cluster(PlanOptions(devices=8), DEVICE)
+TOGETHER = RoleGroup(("actor", "ref"), 1)
+APART = (RoleGroup(("actor",), 1), RoleGroup(("ref",), 1))
+
+
+def test_costs_of_one_device_by_hand():
+    found = costs_of(Placement((TOGETHER,)), LOAD, CLUSTER)
+    assert found.decode_step_s == pytest.approx(1 + 5 * 0.2 + 200 / 10)
+    assert found.decode_row_s == found.prefill_token_s == pytest.approx(200 / 50)
+    assert found.decode_context_s == pytest.approx(2 * 2 * 5 / 10)
+    assert found.train_token_s == pytest.approx((2 + 6) * 100 / 50)
+    assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10)
+    assert found.sync_s == 0
+
+
+def test_more_devices_divide_training_and_gather_weights():
+    found = costs_of(Placement((replace(TOGETHER, devices=4),)), LOAD, CLUSTER)
+    assert found.train_token_s == pytest.approx(8 * 100 / 50 / 4)
+    collectives = 0.5 * 5 * (1 + 3)  # one per layer of the reference, three of the actor
+    assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10 / 4 + collectives)
+    assert found.sync_s == pytest.approx(400 / (1e9 * 0.5))
+    slow = Cluster(PlanOptions(devices=8, nodes=4), DEVICE)  # transfers between nodes take longer than computing
+    tokens = LOAD.tokens / 4
+    gathered = [gathers * 2 * 100 / (4 * 0.5 * tokens) / 4 for gathers in (1, 3)]
+    computed = [operations * 100 / 50 / 4 for operations in (2, 6)]
+    expected = sum(map(max, zip(gathered, computed, strict=True)))
+    found = costs_of(Placement((replace(TOGETHER, devices=4),)), LOAD, slow)
+    assert found.train_token_s == pytest.approx(expected)
+    assert found.sync_s == pytest.approx(400 / (4 * 0.5))
+
+
+def test_calls_on_different_devices_overlap_if_they_do_not_depend_on_each_other():
+    free = replace(LOAD, calls=(LOAD.calls[0], replace(LOAD.calls[1], after=())))
+    assert costs_of(Placement(APART), LOAD, CLUSTER).train_token_s == pytest.approx(8 * 100 / 50)
+    assert costs_of(Placement(APART), free, CLUSTER).train_token_s == pytest.approx(6 * 100 / 50)
+    assert costs_of(Placement((TOGETHER,)), free, CLUSTER).train_token_s == pytest.approx(8 * 100 / 50)
+
+
+def test_stale_samples_cost_a_forward_pass_unless_the_graph_has_it():
+    stale = Placement((TOGETHER,), Sampling.workers, 1, max_staleness=1)
+    assert costs_of(stale, LOAD, CLUSTER).train_token_s == pytest.approx(8 * 2)
+    without = replace(LOAD, corrects_staleness=False)
+    assert costs_of(stale, without, CLUSTER).train_token_s == pytest.approx(10 * 2)
+    assert costs_of(replace(stale, max_staleness=0), without, CLUSTER).train_token_s == pytest.approx(8 * 2)
+
+
+def test_weights_travel_through_the_host_to_workers_in_fp32_and_to_servers_in_the_precision_of_products():
+    workers = Placement((TOGETHER,), Sampling.workers, 2, max_staleness=1)
+    servers = Placement((TOGETHER,), Sampling.servers, 2, server_parallel=2, max_staleness=1)
+    copied = Placement((TOGETHER,), Sampling.copy, max_staleness=1)
+    assert costs_of(workers, LOAD, CLUSTER).sync_s == pytest.approx(2 + 400 / 20)
+    assert costs_of(servers, LOAD, CLUSTER).sync_s == pytest.approx(2 + 200 / 20)
+    assert costs_of(copied, LOAD, CLUSTER).sync_s == pytest.approx(400 / 10)
+    assert costs_of(servers, LOAD, CLUSTER).decode_step_s == pytest.approx(1 + 5 * 0.1 + 200 / 20)
+
+
+def test_engines_follow_from_the_placement():
+    many = RoleGroup(("actor", "ref"), 8)
+    assert engines(Placement((many,), tensor_parallel=4)) == 2
+    assert engines(Placement((many,), Sampling.workers, 3, max_staleness=1)) == 3
+    assert engines(Placement((many,), Sampling.servers, 8, server_parallel=4)) == 2
+    assert engines(Placement((TOGETHER,), Sampling.copy, max_staleness=1)) == 1
+
+
+def test_a_copy_without_a_device_of_its_own_waits_for_training():
+    assert schedule(Placement((TOGETHER,), Sampling.copy, max_staleness=1), LOAD, CLUSTER).shared
+    assert not schedule(Placement((TOGETHER,), Sampling.copy, 1, max_staleness=1), LOAD, CLUSTER).shared
+
+
+def test_measured_factors_apply_to_the_in_process_sampler_and_to_training():
+    scale = Scale(2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    for placement, sampling in ((Placement((TOGETHER,)), True), (Placement((TOGETHER,), Sampling.servers, 1), False)):
+        plain = costs_of(placement, LOAD, CLUSTER)
+        found = costs_of(placement, LOAD, replace(CLUSTER, scale=scale))
+        factors = {"decode_step_s": 2, "decode_row_s": 3, "decode_context_s": 4, "prefill_token_s": 5}
+        factors = factors if sampling else dict.fromkeys(factors, 1)
+        factors |= {"train_step_s": 6, "train_token_s": 7, "sync_s": 1}
+        assert vars(found) == pytest.approx({name: factors[name] * value for name, value in vars(plain).items()})
+
+
+def test_a_synchronous_prediction_by_hand():
+    found = predict(Placement((TOGETHER,)), LOAD, CLUSTER)
+    costs: Costs = costs_of(Placement((TOGETHER,)), LOAD, CLUSTER)
+    rows, steps = 8, 20
+    context = rows * 10 * steps + rows * steps * steps / 2
+    sampling = steps * (costs.decode_step_s + rows * costs.decode_row_s) + context * costs.decode_context_s
+    prefill = 4 * 10 * costs.prefill_token_s
+    training = costs.train_step_s + rows * 30 * costs.train_token_s
+    assert found.step_s == pytest.approx(prefill + sampling + training)
+    assert found.tokens_per_s == pytest.approx(rows * steps / found.step_s)
+    assert (found.staleness, found.fits) == (0, True)
+
+
+def test_asynchronous_rollout_takes_the_time_of_its_slower_half():
+    work = replace(LOAD.work, batch_prompts=8)
+    load, sync = replace(LOAD, work=work), predict(Placement((TOGETHER,)), replace(LOAD, work=work), CLUSTER)
+    free = predict(Placement((TOGETHER,), Sampling.copy, 1, max_staleness=2), load, CLUSTER)
+    shared = predict(Placement((TOGETHER,), Sampling.copy, 0, max_staleness=2), load, CLUSTER)
+    assert free.step_s < sync.step_s
+    assert free.step_s < shared.step_s
+    assert 0 < free.staleness <= 2
