@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from realign.api.memory import MemoryWork, RoleMemory
 from realign.api.model import Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplerSpec
@@ -131,6 +132,43 @@ class TransformersModel(Settings, ModelSpec):
             return facts
         return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
 
+    def memory(self, name: str, work: MemoryWork) -> RoleMemory:
+        """See `EstimatesMemory.memory`; reads the config of the model."""
+        from realign.engines.memory import MemoryModel, read_shape
+
+        adapter, device = self._adapter(name), pick_device(self.device)
+        path = self.path if adapter is None else adapter.base
+        with readable(f"models.{name}: cannot read the config in {path!r}"):
+            shape = read_shape(
+                path,
+                self.head,
+                trust_remote_code=self.trust_remote_code,
+                trains=self.trains,
+                trainable=self.optimizer is not None,
+            )
+        value_head = self.head.value_head if isinstance(self.head, Causal) else None
+        together = self.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
+        model = MemoryModel(
+            shape,
+            device,
+            self._products,
+            optimizer=self.optimizer,
+            value_head=value_head,
+            gradient_checkpointing=self.gradient_checkpointing,
+            load_in_4bit=self.load_in_4bit,
+            lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
+            fused_rollout=self.fused_rollout,
+            max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
+            offload=self.sharding.offload,
+            reshard=self.sharding.reshard,
+        )
+        return model.estimate(work)
+
+    @property
+    def _products(self) -> torch.dtype:
+        """Data type of matrix products."""
+        return torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32
+
     def frozen_start(self, role: str) -> ModelSpec:
         """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
         if self.optimizer is not None and self.trains.keeps_start and not self._continues:
@@ -228,8 +266,7 @@ class TransformersModel(Settings, ModelSpec):
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
-        adapter, device = self._adapter(name), pick_device(self.device)
-        dtype = torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32
+        adapter, device, dtype = self._adapter(name), pick_device(self.device), self._products
         reader = ModuleReader(
             name,
             self.path,

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .head import HeadGradients, LMHead, Projection, no_autocast, wide_dtype
 
-__all__ = ["LMHead", "exact_kl", "token_logprobs"]
+__all__ = ["LMHead", "chunk_tokens", "exact_kl", "token_logprobs"]
 
 MIN_TEMPERATURE = 1e-2
 """Minimum temperature. Below it, scaled logits are numerically meaningless in low precision."""
@@ -236,13 +236,18 @@ def _check_targets(targets_N: Tensor, words: int) -> None:
         raise ValueError(f"targets_N must be ids in [0, {words}), found {low} to {high}")
 
 
+def chunk_tokens(words: int, device: torch.device) -> int:
+    """Return the default number of tokens in a chunk of logits over `words` tokens of the vocabulary."""
+    elements = CHUNK_ELEMENTS_CPU if device.type == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
+    return max(64, min(2048, elements // max(1, words)))
+
+
 def _chunk_size(asked: int | None, weight_VH: Tensor) -> int:
     if asked is not None:
         if asked < 1:
             raise ValueError(f"chunk_size must be at least 1 token, found {asked}")
         return asked
-    elements = CHUNK_ELEMENTS_CPU if weight_VH.device.type == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
-    return max(64, min(2048, elements // max(1, len(weight_VH))))
+    return chunk_tokens(len(weight_VH), weight_VH.device)
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:
