@@ -122,8 +122,8 @@ class PackedContext:
             ConfigError: the requested backend cannot compute this layer.
         """
         match choose_backend(Backend(self.backend), q, v, args):
-            case Backend.flash:
-                return flash_attention(q, k, v, args, self.cu_seqlens, self._longest)
+            case (Backend.flash | Backend.flash3 | Backend.hub) as flash:
+                return flash_attention(flash, q, k, v, args, self.cu_seqlens, self._longest)
             case Backend.varlen:
                 return varlen_attention(q, k, v, args, self.cu_seqlens, self._longest)
             case _:
