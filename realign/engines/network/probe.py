@@ -20,6 +20,7 @@ from realign.engines.network.attention import ATTENTION, Backend, layout_inputs
 from realign.engines.network.branches import Branch
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
+from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -36,7 +37,6 @@ _TOLERANCE_BF16 = 3e-2
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-@torch.no_grad()
 def probe(
     model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast: Autocast | None, share: bool = False
 ) -> None:
@@ -52,6 +52,11 @@ def probe(
     Raises:
         ConfigError: the results differ. The message names the family and what differs.
     """
+    with torch.no_grad(), full_fp32(next(model.parameters()).device):
+        _probe(model, head, attention, autocast, share)
+
+
+def _probe(model: Any, head: LMHead | ScalarHead, attention: Backend, autocast: Autocast | None, share: bool) -> None:
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
     with _own_attention(model):
@@ -108,9 +113,10 @@ def probe_branch(model: Any, branch: Branch) -> None:
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    with branch.listening() as heard:
-        trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
-    error = _relative(branch(heard), trunk_TH).max().item()
+    with full_fp32(ids_T.device):
+        with branch.listening() as heard:
+            trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
+        error = _relative(branch(heard), trunk_TH).max().item()
     if not error <= _TOLERANCE_FP32:
         raise ConfigError(
             f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from the model"

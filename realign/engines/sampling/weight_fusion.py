@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from realign.engines.network.attention import AttentionArgs, PackedContext
+from realign.engines.precision import full_fp32
 from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk
@@ -113,7 +114,7 @@ def _compared(model: Any) -> list[AttentionArgs]:
     cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
     positions_T = position_ids(cu_seqlens)
     recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
-    with no_autocast(ids_T):
+    with no_autocast(ids_T), full_fp32(device):
         want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
         if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
             raise _Unknown("its layers do not each call attention once, without sinks")
