@@ -17,7 +17,7 @@ from realign.engines.files.pretrained import quiet_transformers
 from realign.engines.network.cpu_lanes import MIN_ROWS
 from realign.engines.network.heads import Head, ValueHead, ValueHidden
 from realign.engines.network.trains import All, Trained
-from realign.engines.sampling.slots import CACHE_BYTES, LOGIT_ELEMENTS, PREFILL_TOKENS
+from realign.engines.sampling.slots import CACHE_FRACTION, LOGIT_ELEMENTS, PREFILL_TOKENS, cache_bytes
 from realign.engines.sampling.weight_fusion import CPU_BYTES, FAMILIES
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.logprobs import chunk_tokens
@@ -168,6 +168,7 @@ class MemoryModel:
     """Maximum number of concurrent micro-batches."""
     fused_rollout: bool = True
     max_slots: int | None = None
+    cache_fraction: float = CACHE_FRACTION
     offload: bool = False
     reshard: bool = True
 
@@ -309,16 +310,13 @@ class MemoryModel:
         row = self._bytes * shape.cache_token * length
         copies = self._rollout_weights(work)
         free = None if work.free is None else max(0, work.free - found.kept - copies)
-        slots = max(1, min(work.sequences, self.max_slots or max(1, self.cache_limit(free) // max(1, row))))
+        limit = cache_bytes(self.device, self.cache_fraction, free or 0)
+        slots = max(1, min(work.sequences, self.max_slots or limit // max(1, row)))
         prefill = min(work.prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
         passing = prefill * (FP32 * 3 * shape.hidden + self._bytes * (3 * shape.mlp + shape.cache_token))
         logits = min(slots * shape.words, LOGIT_ELEMENTS) * (FP32 if not self._half else 2 * FP32 + self._bytes)
         scores = slots * length * shape.heads * 2 * FP32
         return replace(found, cache=slots * row, rollout_weights=copies, rollout_work=max(passing, logits + scores))
-
-    def cache_limit(self, free: int | None) -> int:
-        """Return the largest KV cache, given the free memory of the device after the weights."""
-        return CACHE_BYTES
 
     def _rollout_weights(self, work: MemoryWork) -> int:
         """Return the memory of the weights from which a rollout samples."""

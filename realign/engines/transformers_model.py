@@ -73,8 +73,8 @@ class TransformersModel(Settings, ModelSpec):
             merge_on_save=false, and the extra `quantization`.
         trust_remote_code: Run the model code in the folder or hub repository.
         shared_prompts: auto | off. auto computes the shared prompt of a group once, in training and scoring, if that
-            saves at least 5% of the group's tokens. The results are the same. It applies on CPU only; a training pass
-            with dropout does not share prompts.
+            saves at least 5% of the group's tokens. The results are the same. A training pass with dropout does not
+            share prompts.
         fused_rollout: Sample with fused layers over concatenated copies of the weights. Applies if the model family
             is known and a comparison with its modules shows no difference. Otherwise, and with false, sampling calls
             the modules.
@@ -156,11 +156,17 @@ class TransformersModel(Settings, ModelSpec):
             load_in_4bit=self.load_in_4bit,
             lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
             fused_rollout=self.fused_rollout,
-            max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
+            max_slots=self._sampling.max_slots,
+            cache_fraction=self._sampling.cache_fraction,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
         )
         return model.estimate(work)
+
+    @property
+    def _sampling(self) -> InProcessSampling:
+        """Settings of the engine's own sampler; defaults if another sampler samples."""
+        return self.sampler if isinstance(self.sampler, InProcessSampling) else InProcessSampling()
 
     @property
     def _compute(self) -> Compute | None:
@@ -313,7 +319,8 @@ class TransformersModel(Settings, ModelSpec):
             shared_prompts=self.shared_prompts,
             fused_rollout=self.fused_rollout and not self.load_in_4bit,
             parallel_passes=self.parallel_passes,
-            max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
+            max_slots=self._sampling.max_slots,
+            cache_fraction=self._sampling.cache_fraction,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

@@ -197,3 +197,13 @@ def test_slots_of_the_config_limit_the_cache(tmp_path):
         for most in (4, None)
     )
     assert many == 16 * few
+
+
+def test_the_cache_of_a_gpu_is_a_fraction_of_what_the_weights_leave(monkeypatch):
+    shape = shape_of(tiny_config("llama"), Causal(), trainable=False)
+    on_gpu = MemoryModel(shape, torch.device("cuda"), torch.bfloat16, cache_fraction=0.25)
+    work = MemoryWork(False, False, True, 64, 64, prompts=10**4, sequences=10**6, prompt=16, response=16, free=2**27)
+    found = on_gpu.estimate(work)
+    left = 2**27 - found.kept - found.rollout_weights
+    row = 2 * shape.cache_token * 32
+    assert found.cache == left // 4 // row * row

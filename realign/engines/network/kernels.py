@@ -166,20 +166,29 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mas
     return F.dropout(weights.to(v.dtype), args.dropout) @ v
 
 
-def flash_attention(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int
-) -> Tensor:
-    """Run a kernel with the interface of flash-attn. q [1, Hq, T, D], k, v [1, Hk, T, D]; returns [1, T, Hq, D].
+class Packing(NamedTuple):
+    """Boundaries of packed sequences. With more keys than queries, the queries are the last tokens of a sequence."""
+
+    cu_queries: Tensor
+    """int32 [S + 1]."""
+    longest_query: int
+    cu_keys: Tensor
+    """int32 [S + 1]."""
+    longest_key: int
+
+
+def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing) -> Tensor:
+    """Run a kernel with the interface of flash-attn. q [1, Hq, T, D], k, v [1, Hk, K, D]; returns [1, T, Hq, D].
 
     Under `torch.use_deterministic_algorithms`, the backward pass is deterministic.
     """
     keywords: dict[str, Any] = {} if backend is Backend.flash3 else {"dropout_p": args.dropout}
     out = _flash_function(backend)(
         *(x[0].transpose(0, 1) for x in (q, k, v)),
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        cu_seqlens_q=packing.cu_queries,
+        cu_seqlens_k=packing.cu_keys,
+        max_seqlen_q=packing.longest_query,
+        max_seqlen_k=packing.longest_key,
         softmax_scale=args.scaling,
         causal=True,
         window_size=(-1, -1) if args.sliding_window is None else (args.sliding_window - 1, 0),
@@ -208,7 +217,7 @@ def _hub_module() -> Any:
     return get_kernel(HUB_KERNEL)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing) -> Tensor:
     """Run the kernel of torch; apply scaling and GQA before the call if this torch version lacks the keywords."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -228,7 +237,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_se
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **keywords)
+    bounds = packing.cu_queries, packing.cu_keys, packing.longest_query, packing.longest_key
+    out = varlen_attn(q, k, v, *bounds, **keywords)
     assert isinstance(out, Tensor)
     return out[None]
 

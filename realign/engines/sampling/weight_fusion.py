@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from realign.engines.device_memory import free_bytes
 from realign.engines.network.attention import AttentionArgs, PackedContext
 from realign.engines.precision import full_fp32
 from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
@@ -215,7 +216,7 @@ def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
     weights = [p for layer in layers for p in layer.parameters()]
     copied = sum(p.numel() for p in weights) * dtype.itemsize
     device = weights[0].device
-    limit = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else CPU_BYTES
+    limit = free_bytes(device) // 4 if device.type == "cuda" else CPU_BYTES
     if copied > limit:
         raise _Unknown(f"copies of the weights need {copied} bytes, more than the limit of {limit}")
 

@@ -117,6 +117,8 @@ def qkv(seed=0, heads=4, kv_heads=2, size=8, value_size=8, lengths=LENGTHS, dtyp
     return [torch.randn(1, h, sum(lengths), d, generator=generator, dtype=dtype) for h, d in sizes]
 
 
+FLASH = {Backend.flash: "flash_attn", Backend.flash3: "flash_attn_interface"}
+PACKING = kernels.Packing(cu_seqlens_of(LENGTHS), max(LENGTHS), cu_seqlens_of(LENGTHS), max(LENGTHS))
 ARGS = {
     "plain": AttentionArgs(0.3, 0.0, None, None, None),
     "window": AttentionArgs(0.3, 0.0, 3, None, None),
@@ -149,6 +151,23 @@ def test_pieces_that_continue_another_against_float64(what):
         want = reference(*(x[:, :, rows] for x in (q, k, v)), (len(rows),), ARGS[what])
         own = slice(len(rows) - pieces[i], None)
         torch.testing.assert_close(got[:, starts[i] : starts[i + 1]].double(), want[:, own], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", FLASH)
+@pytest.mark.parametrize("what", ["plain", "window", "softcap and window"])
+def test_a_kernel_reads_the_keys_of_the_piece_that_another_continues(monkeypatch, backend, what):
+    pieces, after = (3, 4, 2, 0, 5, 1), (-1, 0, 0, 0, -1, 4)
+    install_flash(monkeypatch, FLASH[backend])
+    monkeypatch.setattr("realign.engines.network.attention.choose_backend", lambda asked, *rest: asked)
+    (q, k, v), outputs, gradients = qkv(lengths=pieces), [], []
+    for kernel in (backend, Backend.sdpa):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        context = PackedContext(cu_seqlens_of(pieces), kernel, lengths=pieces, after=after)
+        out = context.attend(0, nn.Module(), *inputs, ARGS[what])
+        gradients.append(torch.autograd.grad((out**2).sum(), inputs))
+        outputs.append(out)
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 def test_packed_context_of_no_tokens():
@@ -184,11 +203,8 @@ def stand_in(version):
 def test_varlen_is_called_as_its_version_wants(monkeypatch, version, what):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in(version))
     q, k, v = qkv()
-    got = kernels.varlen_attention(q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    got = kernels.varlen_attention(q, k, v, ARGS[what], PACKING)
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
-
-
-FLASH = {Backend.flash: "flash_attn", Backend.flash3: "flash_attn_interface"}
 
 
 @pytest.mark.parametrize("backend", FLASH)
@@ -196,7 +212,7 @@ FLASH = {Backend.flash: "flash_attn", Backend.flash3: "flash_attn_interface"}
 def test_flash_is_called_as_its_package_wants(monkeypatch, backend, what):
     calls = install_flash(monkeypatch, FLASH[backend])
     q, k, v = qkv()
-    got = kernels.flash_attention(backend, q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    got = kernels.flash_attention(backend, q, k, v, ARGS[what], PACKING)
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
     (call,) = calls
     assert (call["max_seqlen_q"], call["max_seqlen_k"], call["deterministic"]) == (max(LENGTHS), max(LENGTHS), False)
@@ -211,7 +227,7 @@ def test_a_kernel_of_the_hub_has_the_interface_of_flash_attn(monkeypatch):
     kernels._hub_module.cache_clear()
     q, k, v = qkv()
     for _ in range(2):
-        got = kernels.flash_attention(Backend.hub, q, k, v, ARGS["plain"], cu_seqlens_of(LENGTHS), max(LENGTHS))
+        got = kernels.flash_attention(Backend.hub, q, k, v, ARGS["plain"], PACKING)
     kernels._hub_module.cache_clear()
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS["plain"]), atol=1e-5, rtol=1e-5)
     assert (len(calls), asked) == (2, [kernels.HUB_KERNEL])
@@ -220,14 +236,14 @@ def test_a_kernel_of_the_hub_has_the_interface_of_flash_attn(monkeypatch):
 def test_deterministic_algorithms_reach_flash(monkeypatch):
     calls = install_flash(monkeypatch, "flash_attn")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    kernels.flash_attention(Backend.flash, *qkv(), ARGS["plain"], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    kernels.flash_attention(Backend.flash, *qkv(), ARGS["plain"], PACKING)
     assert calls[0]["deterministic"]
 
 
 def test_only_the_output_of_an_early_flash_3_is_used(monkeypatch):
     install_flash(monkeypatch, "flash_attn_interface", with_sums=True)
     q, k, v = qkv()
-    got = kernels.flash_attention(Backend.flash3, q, k, v, ARGS["plain"], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    got = kernels.flash_attention(Backend.flash3, q, k, v, ARGS["plain"], PACKING)
     assert got.shape == (1, sum(LENGTHS), q.shape[1], q.shape[3])
 
 
