@@ -84,7 +84,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "models.actor.dtype=bf16"],
         (
-            "models.actor.dtype: unknown choice 'bf16'; did you mean 'bfloat16'? (valid: bfloat16, float32): Precision "
+            "models.actor.dtype: unknown choice 'bf16'; did you mean 'bfloat16'? (valid: auto, bfloat16, float32): Precision "
             "of matrix products"
         ),
     ),
