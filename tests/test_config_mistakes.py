@@ -84,8 +84,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         [*GRPO, "models.actor.dtype=bf16"],
         (
-            "models.actor.dtype: unknown choice 'bf16'; did you mean 'bfloat16'? (valid: bfloat16, float32): Precision "
-            "of matrix products"
+            "models.actor.dtype: unknown choice 'bf16'; did you mean 'bfloat16'? (valid: auto, bfloat16, float32): "
+            "Precision of matrix products"
         ),
     ),
     (
@@ -506,7 +506,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "ratio_tolerance=-1"],
-        "ratio_tolerance=-1.0: must be at least 0",
+        "ratio_tolerance=-1.0: must be at least 0, or null",
     ),
     (
         [*GRPO, "~interfaces.reward"],

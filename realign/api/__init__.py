@@ -30,7 +30,7 @@ from realign.api.interface import (
 )
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
-from realign.api.model import Model, ModelFacts, ModelSpec, TokenizerSource
+from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.requests import Completion, Handle, Request, Tokens
 from realign.api.rewards import total_rewards
 from realign.api.rl_dataflow import SAMPLED, rl_graph
@@ -66,6 +66,7 @@ __all__ = [
     "CallbackResult",
     "Capabilities",
     "Completion",
+    "Compute",
     "Correlation",
     "DataflowGraph",
     "EndEvent",

@@ -97,6 +97,22 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Compute:
+    """How this machine computes a model."""
+
+    device: str
+    """Type of the device, such as "cpu" or "cuda"."""
+    precision: str
+    """Data type of matrix products, such as "bfloat16"."""
+    attention: str
+    """Preferred kernel of packed attention."""
+
+    def __str__(self) -> str:
+        """Return a readable description."""
+        return f"{self.device}, {self.precision} products, attention: {self.attention}"
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts about a model that are available before it is loaded. None means unknown."""
 
@@ -114,6 +130,8 @@ class ModelFacts:
     """Number of steps after which the learning rate is 0; None if it never reaches 0."""
     rate_unit: str = "optimizer_step"
     """Unit of `rate_ends`: optimizer_step or train_step."""
+    compute: Compute | None = None
+    """How the machine that reads the config would compute the model."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +190,7 @@ class ModelSpec(ABC):
 
 
 __all__ = [
+    "Compute",
     "Model",
     "ModelFacts",
     "ModelSpec",

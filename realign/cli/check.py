@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from realign.api import SequenceSample
+from realign.cli.memory_table import print_memory
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
@@ -23,6 +24,7 @@ from realign.runtime.calls import call
 from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
 from realign.runtime.checks.launch import writable
+from realign.runtime.checks.memory import estimate, longest_prompt
 from realign.runtime.metrics.data_row import show_row
 from realign.runtime.metrics.samples import spoken
 
@@ -65,7 +67,7 @@ def counted_warnings() -> Iterator[Counter[str]]:
 
 
 def preflight(experiment: Experiment, console: Console) -> None:
-    """Show the graph, disk and devices, load models and data, and run every call except training on two prompts.
+    """Show graph, disk, devices and memory, load models and data, and run all calls except training on two prompts.
 
     Raises:
         RealignError: a step of the check fails, or the run cannot resume from the checkpoint; names the reason.
@@ -78,6 +80,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
+    print_memory(console, estimate(experiment), longest_prompt(experiment))
     start = find_start(experiment)
     if experiment.resume is not None:
         found = "no checkpoint: the run would start from step 0" if start is None else f"from {start.checkpoint.path}"

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from realign.cli.train import Start
     from realign.runtime import Experiment
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables that configure the memory allocator of torch."""
 OWN_COMMANDS = (TRAIN, "help", "chat", "export")
 """Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
@@ -97,9 +99,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, as listed in `realign.errors.ExitCode`.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    use_expandable_segments()
     debug = "--debug" in args or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     with plain_warnings(debug):
         return guarded(lambda: _of_all_ranks(args, debug), debug)
+
+
+def use_expandable_segments() -> None:
+    """Let the CUDA allocator of torch grow its blocks, unless the user configures it. Must precede its first use.
+
+    Micro-batches have different shapes, which would otherwise fragment the memory of a GPU.
+    """
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _of_all_ranks(args: list[str], debug: bool) -> int:

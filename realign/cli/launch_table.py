@@ -46,6 +46,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     rows["checkpoints"] = "none" if e.checkpoint is None else e.checkpoint.describe()
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()
+    rows |= _compute_rows(e)
     if e.runtime.starts_workers:
         rows["worker processes"] = "; ".join(group.describe() for group in plan_groups(e))
     rows |= _external_rows(e)
@@ -65,6 +66,17 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     if e.dropped:
         rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
     return list(rows.items())
+
+
+def _compute_rows(experiment: Experiment) -> dict[str, str]:
+    """Return a row with device, precision and attention kernel of each model; empty if no model states them."""
+    specs = {role: experiment.models[role] for role in experiment.roles if role in experiment.models}
+    found = {role: str(compute) for role, spec in specs.items() if (compute := spec.facts().compute) is not None}
+    if not found:
+        return {}
+    if len(set(found.values())) == 1:
+        return {"models compute on": next(iter(found.values()))}
+    return {"models compute on": "; ".join(f"{role}: {compute}" for role, compute in found.items())}
 
 
 def _external_rows(experiment: Experiment) -> dict[str, str]:

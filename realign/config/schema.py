@@ -129,9 +129,9 @@ class ExperimentConfig:
     rollout: dict[str, Any] = field(default_factory=dict)
     """Synchronous or asynchronous rollout: config group `rollout` (sync, async). `_target_` defaults to
     realign.runtime.rollout.spec.Sync."""
-    ratio_tolerance: float = 1e-3
+    ratio_tolerance: float | None = None
     """Largest |log-prob difference| between sampler and trainer, in nats, before the first update. A larger difference
-    raises a warning, or an error with `strict_ratio`."""
+    raises a warning, or an error with `strict_ratio`. null: 1e-3, or 0.1 for a model that computes in bfloat16."""
     strict_ratio: bool = False
     """Whether to stop the run, rather than warn, when the difference exceeds `ratio_tolerance`."""
     threads: int | None = None

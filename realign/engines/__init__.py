@@ -4,6 +4,8 @@
 - `module_reader`: reads the module of a model, and merges an adapter into it.
 - `network`: the model, its attention, heads, LoRA adapters, branches and outputs.
 - `quantization`: base models in 4 bits.
+- `precision`: data type of matrix products, and TF32.
+- `memory`: estimate of the memory that a model needs.
 - `training`: the single-process engine, optimizer, gradient steps and moving averages of the weights.
 - `sampling`: generation with the model in the same process.
 - `servers`: generation with servers of vLLM or SGLang.
@@ -18,13 +20,14 @@ from realign.engines.files.adapters import AdapterStart
 from realign.engines.network.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
 from realign.engines.network.kernels import Backend
 from realign.engines.network.trains import All, Lora, TopLayers, Trained
+from realign.engines.precision import DType
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
 from realign.engines.training.torch_optimizer import TorchOptimizer
-from realign.engines.transformers_model import DType, TransformersModel
+from realign.engines.transformers_model import TransformersModel
 
 __all__ = [
     "AdapterStart",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from realign.api.model import Model, ModelFacts, ModelSpec, TokenizerSource
+from realign.api.memory import MemoryWork, RoleMemory
+from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
@@ -32,24 +31,18 @@ from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, 
 from realign.engines.module_reader import ModuleReader
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, read_head
-from realign.engines.network.kernels import Backend
+from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.trains import All, Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.precision import DType, enable_tf32, products_dtype, use_deterministic_algorithms
 from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
 from realign.errors import ConfigError, DataError, SettingsError
 from realign.settings import Settings
-
-
-class DType(StrEnum):
-    """Precision of matrix products. Weights, optimizer state, log-probs, values and losses are always fp32."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @dataclass
@@ -62,9 +55,13 @@ class TransformersModel(Settings, ModelSpec):
             (critic, one number per token). See `Causal`, `Score`, `Value`.
         tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer of the actor, and for the actor the
             one in `path`.
-        dtype: Precision of matrix products: float32 | bfloat16 (autocast over fp32 weights).
+        dtype: Precision of matrix products: auto | float32 | bfloat16 (autocast over fp32 weights). auto is bfloat16
+            on a CUDA device that computes in it, and float32 otherwise. See `DType`.
         device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if it is available.
-        attention: Attention kernel: auto | sdpa | flash | varlen. See `Backend`.
+        attention: Attention kernel: auto | sdpa | flash | flash3 | hub | varlen. See `Backend`.
+        deterministic: Use deterministic kernels, including those of flash-attn, so that a run on the same GPU repeats
+            bit by bit. They are slower, and apply to all models in the process. On CPU, results are deterministic
+            without this key.
         gradient_checkpointing: Recompute each layer in the backward pass. This saves memory and takes about a third
             more time.
         dropout: Apply the model's dropout during training. Off by default, since the importance ratios of PPO compare
@@ -76,8 +73,8 @@ class TransformersModel(Settings, ModelSpec):
             merge_on_save=false, and the extra `quantization`.
         trust_remote_code: Run the model code in the folder or hub repository.
         shared_prompts: auto | off. auto computes the shared prompt of a group once, in training and scoring, if that
-            saves at least 5% of the group's tokens. The results are the same. It applies on CPU only; a training pass
-            with dropout does not share prompts.
+            saves at least 5% of the group's tokens. The results are the same. A training pass with dropout does not
+            share prompts.
         fused_rollout: Sample with fused layers over concatenated copies of the weights. Applies if the model family
             is known and a comparison with its modules shows no difference. Otherwise, and with false, sampling calls
             the modules.
@@ -91,9 +88,10 @@ class TransformersModel(Settings, ModelSpec):
     path: str
     head: Head = field(default_factory=Causal)
     tokenizer: str | None = None
-    dtype: DType = DType.float32
+    dtype: DType = DType.auto
     device: str = "auto"
     attention: Backend = Backend.auto
+    deterministic: bool = False
     gradient_checkpointing: bool = False
     dropout: bool = False
     optimizer: OptimizerSpec | None = None
@@ -125,11 +123,60 @@ class TransformersModel(Settings, ModelSpec):
             outputs=self.head.outputs,
             trainable=self.optimizer is not None,
             branches=self.trains.keeps_start and not self._continues,
+            compute=self._compute,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
         if schedule is None or schedule.kind is ScheduleKind.constant or schedule.min_ratio:
             return facts
         return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
+
+    def memory(self, name: str, work: MemoryWork) -> RoleMemory:
+        """See `EstimatesMemory.memory`; reads the config of the model."""
+        from realign.engines.memory import MemoryModel, read_shape
+
+        adapter, device = self._adapter(name), pick_device(self.device)
+        path = self.path if adapter is None else adapter.base
+        with readable(f"models.{name}: cannot read the config in {path!r}"):
+            shape = read_shape(
+                path,
+                self.head,
+                trust_remote_code=self.trust_remote_code,
+                trains=self.trains,
+                trainable=self.optimizer is not None,
+            )
+        value_head = self.head.value_head if isinstance(self.head, Causal) else None
+        together = self.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
+        model = MemoryModel(
+            shape,
+            device,
+            products_dtype(self.dtype, device),
+            optimizer=self.optimizer,
+            value_head=value_head,
+            gradient_checkpointing=self.gradient_checkpointing,
+            load_in_4bit=self.load_in_4bit,
+            lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
+            fused_rollout=self.fused_rollout,
+            max_slots=self._sampling.max_slots,
+            cache_fraction=self._sampling.cache_fraction,
+            offload=self.sharding.offload,
+            reshard=self.sharding.reshard,
+        )
+        return model.estimate(work)
+
+    @property
+    def _sampling(self) -> InProcessSampling:
+        """Settings of the engine's own sampler; defaults if another sampler samples."""
+        return self.sampler if isinstance(self.sampler, InProcessSampling) else InProcessSampling()
+
+    @property
+    def _compute(self) -> Compute | None:
+        """How this machine would compute the model; None if it lacks the device."""
+        try:
+            device = pick_device(self.device)
+        except ConfigError:
+            return None
+        dtype = products_dtype(self.dtype, device)
+        return Compute(device.type, str(dtype).removeprefix("torch."), preferred_kernel(self.attention, device, dtype))
 
     def frozen_start(self, role: str) -> ModelSpec:
         """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
@@ -184,11 +231,8 @@ class TransformersModel(Settings, ModelSpec):
         self.trains.check(f"{what}.trains")
         if self.load_in_4bit:
             check_4bit(what, self.trains, self.head, current().size)
-        if self.attention is Backend.flash and find_spec("flash_attn") is None:
-            raise ConfigError(
-                f"{what}.attention=flash: flash-attn is not installed. Run pip install 'realign-rl[flash-attn]', or "
-                f"set {what}.attention=auto."
-            )
+        if (why := missing_package(self.attention)) is not None:
+            raise ConfigError(f"{what}.attention={self.attention.value}: {why}. Or set {what}.attention=auto.")
         try:
             pick_device(self.device)
         except ConfigError as error:
@@ -229,7 +273,10 @@ class TransformersModel(Settings, ModelSpec):
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
         adapter, device = self._adapter(name), pick_device(self.device)
-        dtype = torch.bfloat16 if self.dtype is DType.bfloat16 else torch.float32
+        dtype = products_dtype(self.dtype, device)
+        enable_tf32(device)
+        if self.deterministic:
+            use_deterministic_algorithms()
         reader = ModuleReader(
             name,
             self.path,
@@ -272,7 +319,8 @@ class TransformersModel(Settings, ModelSpec):
             shared_prompts=self.shared_prompts,
             fused_rollout=self.fused_rollout and not self.load_in_4bit,
             parallel_passes=self.parallel_passes,
-            max_slots=self.sampler.max_slots if isinstance(self.sampler, InProcessSampling) else None,
+            max_slots=self._sampling.max_slots,
+            cache_fraction=self._sampling.cache_fraction,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

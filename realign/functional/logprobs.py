@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .head import HeadGradients, LMHead, Projection, no_autocast, wide_dtype
 
-__all__ = ["LMHead", "exact_kl", "token_logprobs"]
+__all__ = ["LMHead", "chunk_tokens", "exact_kl", "token_logprobs"]
 
 MIN_TEMPERATURE = 1e-2
 """Minimum temperature. Below it, scaled logits are numerically meaningless in low precision."""
@@ -23,7 +23,12 @@ MIN_TEMPERATURE = 1e-2
 CHUNK_ELEMENTS_CPU = 2**22
 """Logits per chunk on CPU: 16 MiB in fp32, which fits the last-level cache and is as fast as larger chunks."""
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
-"""Logits per chunk on an accelerator: 256 MiB in fp32, hundreds of tokens for a vocabulary of 150,000."""
+"""Minimum logits per chunk on an accelerator: 256 MiB in fp32, hundreds of tokens for a vocabulary of 150,000."""
+CHUNK_ELEMENTS_LARGEST = 2**28
+"""Maximum logits per chunk on an accelerator: 1 GiB in fp32."""
+MEMORY_PER_ELEMENT = 320
+"""Bytes of device memory for each logit of a chunk: a chunk in fp32 takes 1/80 of the memory. It depends on the size
+of the device and not on its free memory, so that equal devices round equally."""
 
 
 def token_logprobs(
@@ -236,13 +241,23 @@ def _check_targets(targets_N: Tensor, words: int) -> None:
         raise ValueError(f"targets_N must be ids in [0, {words}), found {low} to {high}")
 
 
+def chunk_tokens(words: int, device: torch.device) -> int:
+    """Return the default number of tokens in a chunk of logits over `words` tokens of the vocabulary."""
+    if device.type == "cpu":
+        return max(64, min(2048, CHUNK_ELEMENTS_CPU // max(1, words)))
+    elements = CHUNK_ELEMENTS_ACCELERATOR
+    if device.type == "cuda" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(device).total_memory
+        elements = max(elements, min(CHUNK_ELEMENTS_LARGEST, total // MEMORY_PER_ELEMENT))
+    return max(64, min(8192, elements // max(1, words)))
+
+
 def _chunk_size(asked: int | None, weight_VH: Tensor) -> int:
     if asked is not None:
         if asked < 1:
             raise ValueError(f"chunk_size must be at least 1 token, found {asked}")
         return asked
-    elements = CHUNK_ELEMENTS_CPU if weight_VH.device.type == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
-    return max(64, min(2048, elements // max(1, len(weight_VH))))
+    return chunk_tokens(len(weight_VH), weight_VH.device)
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:

@@ -116,9 +116,9 @@ class Experiment(Settings):
     """Processes in which the models run: `Local` or `Ray`."""
     rollout: RolloutSpec = field(default_factory=SyncRollout)
     """When responses are sampled: synchronously within their training step, or asynchronously ahead of it."""
-    ratio_tolerance: Annotated[float, Range(ge=0)] = 1e-3
+    ratio_tolerance: Annotated[float, Range(ge=0)] | None = None
     """Largest absolute log-prob difference (nats) between sampler and trainer before the first update. A larger one
-    warns."""
+    warns. null: 1e-3, or 0.1 for a model that computes in bfloat16."""
     strict_ratio: bool = False
     """Raise an error instead of a warning when the difference exceeds `ratio_tolerance`."""
     overwrite: bool = False

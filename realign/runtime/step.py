@@ -28,7 +28,7 @@ from realign.data.dataset import content_hash
 from realign.data.decoded import DecodedSequence, decoded_row
 from realign.runtime.calls import call, is_stale
 from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
-from realign.runtime.checks.ratio import check_ratio
+from realign.runtime.checks.ratio import check_ratio, default_tolerance
 from realign.runtime.counters import Counters
 from realign.runtime.datasets import load_datasets
 from realign.runtime.evaluation.base import in_set
@@ -307,7 +307,10 @@ class LocalRuntime:
         if found is None or rpc.name in self.counters.ratio_checked:
             return
         self.counters.ratio_checked.add(rpc.name)
-        check_ratio(rpc, found, self.experiment.ratio_tolerance, strict=self.experiment.strict_ratio)
+        tolerance = self.experiment.ratio_tolerance
+        if tolerance is None:
+            tolerance = default_tolerance(self.experiment.models[rpc.model])
+        check_ratio(rpc, found, tolerance, strict=self.experiment.strict_ratio)
 
 
 __all__: Sequence[str] = ["LocalRuntime"]

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+import pytest
 import torch
 
-from benchmarks.memory import MemoryCount
+from benchmarks import memory
+from benchmarks.memory import CONFIGURATIONS, SMALL, Configuration, MemoryCount, compared, estimated
 
 
 def test_tensors_count_while_they_live_and_views_do_not():
@@ -40,3 +45,35 @@ def test_what_is_freed_at_once_still_sets_the_peak():
             torch.zeros(1000).sum()
         assert count.live == 0
     assert count.peak == 4004
+
+
+def test_a_comparison_measures_in_a_process_of_its_own(monkeypatch):
+    tiny = replace(SMALL, name="tiny", hidden=64, layers=2, heads=2, mlp=64, vocabulary=128, max_new=8, prompts=2)
+    monkeypatch.setitem(CONFIGURATIONS, "tiny", Configuration(tiny, budget=64))
+    role = estimated(CONFIGURATIONS["tiny"])
+    seen = {}
+
+    def run(command, env, **options):
+        seen.update(command=command[1:], threshold=env["MALLOC_MMAP_THRESHOLD_"])
+        sizes = {"training": role.kept + role.training, "rollout": 2 * (role.kept + role.rollout)}
+        return type("Done", (), {"stdout": "a line\n" + json.dumps(sizes)})
+
+    monkeypatch.setattr(memory.subprocess, "run", run)
+    found = compared("tiny")
+    assert seen == {"command": ["-m", "benchmarks.memory", "child=tiny"], "threshold": "65536"}
+    assert (found["training"]["ratio"], found["rollout"]["ratio"]) == (1.0, 0.5)
+
+
+def test_the_child_prints_its_peaks(monkeypatch, capsys):
+    tiny = replace(SMALL, name="tiny", hidden=64, layers=2, heads=2, mlp=64, vocabulary=128, max_new=8, prompts=2)
+    monkeypatch.setitem(CONFIGURATIONS, "tiny", Configuration(tiny, budget=64, threads=torch.get_num_threads()))
+    memory.main(["child=tiny"])
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"training", "rollout"}
+    assert found["training"] > 0
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_estimates_of_the_configurations_are_below_8_gib(name):
+    role = estimated(CONFIGURATIONS[name])
+    assert 200 * 2**20 < role.kept + role.passing < 8 * 2**30

@@ -291,3 +291,20 @@ def test_experiments_are_found_from_an_installed_package_in_an_empty_folder(here
     assert done.stdout == "bigram\n", done.stderr
     wheel = CHECKOUT.joinpath("pyproject.toml").read_text()
     assert '"experiments" = "realign/experiments"' in wheel
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+)
+def test_memory_of_a_gpu_is_expandable_unless_the_user_configures_the_allocator(monkeypatch, given, found):
+    for name in cli.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    cli.use_expandable_segments()
+    assert {name: os.environ[name] for name in cli.ALLOCATOR if name in os.environ} == found

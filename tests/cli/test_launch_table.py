@@ -6,7 +6,7 @@ import pytest
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface, Plan, SamplerSpec
 from realign.cli.launch_table import derived_rows
-from realign.engines import InProcessSampling, OptimizerSpec, SharedModel, TransformersModel, Value
+from realign.engines import DType, InProcessSampling, OptimizerSpec, SharedModel, TransformersModel, Value
 from realign.errors import ConfigError
 from realign.runtime import DynamicSampling, Evaluation, Experiment
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
@@ -142,4 +142,14 @@ def test_samplers_that_are_not_bitwise_are_a_row():
         assert "samplers that are not bitwise" not in rows(silent)
     assert rows(TableSampling())["samplers that are not bitwise"] == (
         "TableSampling (actor): micro-batches, ranks, restarts and staleness can change the results"
+    )
+
+
+def test_precision_and_kernel_of_each_model_are_a_row():
+    models = {"actor": TransformersModel("a"), "judge": TransformersModel("b")}
+    rows = dict(derived_rows(experiment(models=models)))
+    assert rows["models compute on"] == "cpu, float32 products, attention: sdpa"
+    models["judge"].dtype = DType.bfloat16
+    assert dict(derived_rows(experiment(models=models)))["models compute on"] == (
+        "actor: cpu, float32 products, attention: sdpa; judge: cpu, bfloat16 products, attention: sdpa"
     )

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from realign.functional.head import LMHead
-from realign.functional.logprobs import exact_kl, token_logprobs
+from realign.functional.logprobs import chunk_tokens, exact_kl, token_logprobs
 
 N, H, V = 9, 5, 11
 CHUNKS = [1, 7, None]
@@ -269,3 +270,24 @@ def test_bad_input_is_named():
         token_logprobs(leaves[0], head, targets, chunk_size=0)
     with pytest.raises(ValueError, match="Both must be equal"):
         exact_kl(leaves[0], head, leaves[0], LMHead(torch.zeros(V + 1, H)))
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "words", "tokens"),
+    [
+        ("cpu", 0, 152_000, 64),
+        ("cpu", 0, 1000, 2048),
+        ("cuda", 16, 152_000, 441),
+        ("cuda", 40, 152_000, 883),
+        ("cuda", 141, 152_000, 1766),
+        ("cuda", 141, 32_000, 8192),
+    ],
+)
+def test_chunks_of_logits_grow_with_the_memory_of_a_gpu(monkeypatch, device, gib, words, tokens):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
+    assert chunk_tokens(words, torch.device(device)) == tokens
+
+
+def test_chunks_for_a_gpu_that_is_not_there_have_the_minimum_size():
+    assert chunk_tokens(152_000, torch.device("cuda")) == 441

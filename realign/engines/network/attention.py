@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from transformers import AttentionInterface
 from realign.engines.network.kernels import (
     AttentionArgs,
     Backend,
+    Packing,
     choose_backend,
     explicit_attention,
     flash_attention,
@@ -30,7 +32,7 @@ from realign.engines.network.kernels import (
 )
 from realign.engines.network.shared_prefix import Layout
 from realign.errors import ConfigError
-from realign.functional.packed import position_ids
+from realign.functional.packed import cu_seqlens_of, position_ids
 
 __all__ = ["ATTENTION", "CONTEXT", "AttentionArgs", "AttentionContext", "Backend", "PackedContext", "packed_inputs"]
 
@@ -71,7 +73,8 @@ def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict
 
     Tensors on the host are copied to the device of the tokens without a sync.
     """
-    ids_R = input_ids_T if layout.token_R is None else input_ids_T[layout.token_R]
+    device = input_ids_T.device
+    ids_R = input_ids_T if layout.token_R is None else input_ids_T[layout.token_R.to(device, non_blocking=True)]
     cu_seqlens = layout.cu_seqlens
     after = None if layout.token_R is None else layout.after.tolist()
     there = cu_seqlens.to(ids_R.device, non_blocking=True)
@@ -87,8 +90,8 @@ class PackedContext:
         cu_seqlens: int32 [S + 1] boundaries with a leading 0, on the device of the model.
         backend: the kernel; `auto` is resolved for each call from the device, the dtype and the layer's arguments.
         lengths: lengths of the sequences on the host; None reads them from `cu_seqlens` (on CUDA: one host sync).
-        after: for each sequence, the index of the sequence that it continues and also attends to, or -1. Requires
-            `Backend.sdpa`. None means that no sequence continues another.
+        after: for each sequence, the index of the sequence that it continues and also attends to, or -1. None means
+            that no sequence continues another.
     """
 
     cu_seqlens: Tensor
@@ -122,12 +125,43 @@ class PackedContext:
             ConfigError: the requested backend cannot compute this layer.
         """
         match choose_backend(Backend(self.backend), q, v, args):
-            case Backend.flash:
-                return flash_attention(q, k, v, args, self.cu_seqlens, self._longest)
+            case (Backend.flash | Backend.flash3 | Backend.hub) as flash:
+                return flash_attention(flash, q, self._expanded(k), self._expanded(v), args, self._packing)
             case Backend.varlen:
-                return varlen_attention(q, k, v, args, self.cu_seqlens, self._longest)
+                return varlen_attention(q, self._expanded(k), self._expanded(v), args, self._packing)
             case _:
                 return self._loop(q, k, v, args)
+
+    @cached_property
+    def _continues(self) -> bool:
+        return any(before >= 0 for before in self._after)
+
+    @cached_property
+    def _packing(self) -> Packing:
+        """Boundaries for kernels: the keys of a sequence that continues another follow those of the other."""
+        if not self._continues:
+            return Packing(self.cu_seqlens, self._longest, self.cu_seqlens, self._longest)
+        lengths = [n + (self._lengths[b] if b >= 0 else 0) for n, b in zip(self._lengths, self._after, strict=True)]
+        cu_keys = cu_seqlens_of(lengths).to(self.cu_seqlens.device, non_blocking=True)
+        return Packing(self.cu_seqlens, self._longest, cu_keys, max(lengths))
+
+    @cached_property
+    def _key_tokens(self) -> Tensor:
+        """Packed tokens whose keys each sequence reads, sequence after sequence."""
+        starts = np.cumsum([0, *self._lengths])
+        pieces = [i for own, before in enumerate(self._after) for i in (before, own) if i >= 0]
+        tokens = [np.arange(starts[i], starts[i + 1]) for i in pieces]
+        return torch.from_numpy(np.concatenate(tokens)).to(self.cu_seqlens.device, non_blocking=True)
+
+    def _expanded(self, x: Tensor) -> Tensor:
+        """Return the keys or values [1, Hk, K, D] in the order of `_packing`.
+
+        The gradient of a shared key is summed in fp32, since many sequences may share it.
+        """
+        if not self._continues:
+            return x
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide).index_select(2, self._key_tokens).to(x.dtype)
 
     def _loop(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         n = self._lengths

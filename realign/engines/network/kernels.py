@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from enum import StrEnum
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -21,9 +22,18 @@ class Backend(StrEnum):
     """Which kernel computes packed attention; `auto` selects the fastest kernel that supports the layer."""
 
     auto = "auto"
+    """The first of flash3, flash, varlen and sdpa that is installed and supports device and layer."""
     sdpa = "sdpa"
+    """`scaled_dot_product_attention` of torch, sequence by sequence."""
     flash = "flash"
+    """flash-attn 2 (package `flash-attn`): compute capability 8.0 and above."""
+    flash3 = "flash3"
+    """flash-attn 3 (module `flash_attn_interface`): compute capability 9.0. No dropout."""
+    hub = "hub"
+    """flash-attn of the repository `HUB_KERNEL`, with the package `kernels`. `auto` does not choose it, since it
+    downloads and runs compiled code."""
     varlen = "varlen"
+    """`torch.nn.attention.varlen` of torch."""
 
 
 class AttentionArgs(NamedTuple):
@@ -41,6 +51,41 @@ class AttentionArgs(NamedTuple):
     """[Hq] attention sinks (gpt_oss): one extra score per head in the softmax, without a value; None for no sinks."""
 
 
+HUB_KERNEL = "kernels-community/flash-attn2"
+"""Repository of the kernel of `Backend.hub`."""
+
+BY_SPEED = (Backend.flash3, Backend.flash, Backend.varlen)
+"""Kernels that `auto` tries, in this order, before sdpa."""
+
+_MODULES = {Backend.flash: "flash_attn", Backend.flash3: "flash_attn_interface", Backend.hub: "kernels"}
+_CURES = {
+    Backend.flash: "pip install 'realign-rl[flash-attn]'",
+    Backend.flash3: "build flash-attn 3 from the folder hopper of its repository",
+    Backend.hub: "pip install kernels",
+}
+_NAMES = {
+    Backend.flash: "flash-attn 2",
+    Backend.flash3: "flash-attn 3",
+    Backend.hub: HUB_KERNEL,
+    Backend.varlen: "varlen of torch",
+}
+
+
+def preferred_kernel(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of the kernel for layers without special features on a device, for the launch table."""
+    if backend is Backend.auto:
+        backend = next((b for b in BY_SPEED if _device_obstacle(b, device, dtype) is None), Backend.sdpa)
+    return _NAMES.get(backend, backend.value)
+
+
+def missing_package(backend: Backend) -> str | None:
+    """Return why the package of a kernel cannot be used, with a fix; None if it is installed or not needed."""
+    module = _MODULES.get(backend)
+    if module is None or find_spec(module):
+        return None
+    return f"needs {_NAMES[backend]} ({_CURES[backend]})"
+
+
 def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> Backend:
     """Return the kernel for a layer: `backend`, or with `auto` the fastest kernel that supports the layer.
 
@@ -48,7 +93,7 @@ def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) 
         ConfigError: the backend does not support the layer. The message names the backend and the reason.
     """
     if backend is Backend.auto:
-        able = (b for b in (Backend.flash, Backend.varlen) if _obstacle(b, q, v, args) is None)
+        able = (b for b in BY_SPEED if _obstacle(b, q, v, args) is None)
         return next(able, Backend.sdpa)
     if (why := _obstacle(backend, q, v, args)) is not None:
         raise ConfigError(f"attention={backend.value}: this backend {why}. Set attention=auto or sdpa.")
@@ -59,24 +104,47 @@ def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> st
     """Return why the kernel cannot compute this layer, or None if it can."""
     if backend is Backend.sdpa:
         return None
-    if q.device.type != "cuda":
-        return f"needs a CUDA device, but the model is on {q.device.type}"
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"supports float16 and bfloat16, but the model computes in {str(q.dtype).removeprefix('torch.')}"
+    if (why := _device_obstacle(backend, q.device, q.dtype)) is not None:
+        return why
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"does not support heads of size {q.shape[-1]} with values of size {v.shape[-1]}"
     if args.sinks_H is not None:
         return "does not support attention sinks"
-    if backend is Backend.flash:
-        return None if find_spec("flash_attn") else "needs flash-attn (pip install 'realign-rl[flash-attn]')"
-    accepted = _varlen_parameters()
-    if accepted is None:
-        return "needs a version of torch with torch.nn.attention.varlen"
+    if backend is Backend.flash3 and args.dropout:
+        return "does not support dropout"
+    if backend is not Backend.varlen:
+        return None
+    accepted = _varlen_parameters() or frozenset()
     if args.softcap is not None or args.dropout:
         return "supports neither soft caps nor dropout"
     if args.sliding_window is not None and "window_size" not in accepted:
         return "does not support sliding windows in this version of torch"
     return None
+
+
+def _device_obstacle(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernel cannot run on a device with this data type, or None if it can."""
+    if backend is Backend.sdpa:
+        return None
+    if device.type != "cuda":
+        return f"needs a CUDA device, but the model is on {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"supports float16 and bfloat16, but the model computes in {str(dtype).removeprefix('torch.')}"
+    if (why := missing_package(backend)) is not None:
+        return why
+    if backend is Backend.varlen and _varlen_parameters() is None:
+        return "needs a version of torch with torch.nn.attention.varlen"
+    found = capability(device)
+    if backend is Backend.flash3 and found is not None and found[0] != 9:
+        return f"needs compute capability 9.0, but the device has {found[0]}.{found[1]}"
+    if found is not None and found < (8, 0):
+        return f"needs compute capability 8.0, but the device has {found[0]}.{found[1]}"
+    return None
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA device; None on ROCm."""
+    return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mask: Tensor) -> Tensor:
@@ -98,26 +166,58 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, mas
     return F.dropout(weights.to(v.dtype), args.dropout) @ v
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """Run the kernel of the flash-attn package. q [1, Hq, T, D], k, v [1, Hk, T, D]; returns [1, T, Hq, D]."""
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+class Packing(NamedTuple):
+    """Boundaries of packed sequences. With more keys than queries, the queries are the last tokens of a sequence."""
 
-    out: Tensor = flash_attn_varlen_func(
+    cu_queries: Tensor
+    """int32 [S + 1]."""
+    longest_query: int
+    cu_keys: Tensor
+    """int32 [S + 1]."""
+    longest_key: int
+
+
+def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing) -> Tensor:
+    """Run a kernel with the interface of flash-attn. q [1, Hq, T, D], k, v [1, Hk, K, D]; returns [1, T, Hq, D].
+
+    Under `torch.use_deterministic_algorithms`, the backward pass is deterministic.
+    """
+    keywords: dict[str, Any] = {} if backend is Backend.flash3 else {"dropout_p": args.dropout}
+    out = _flash_function(backend)(
         *(x[0].transpose(0, 1) for x in (q, k, v)),
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        dropout_p=args.dropout,
+        cu_seqlens_q=packing.cu_queries,
+        cu_seqlens_k=packing.cu_keys,
+        max_seqlen_q=packing.longest_query,
+        max_seqlen_k=packing.longest_key,
         softmax_scale=args.scaling,
         causal=True,
         window_size=(-1, -1) if args.sliding_window is None else (args.sliding_window - 1, 0),
         softcap=args.softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **keywords,
     )
-    return out[None]
+    result: Tensor = out[0] if isinstance(out, tuple) else out  # early versions of flash-attn 3 also return sums
+    return result[None]
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_seqlens: Tensor, longest: int) -> Tensor:
+def _flash_function(backend: Backend) -> Any:
+    if backend is Backend.flash3:
+        from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
+    elif backend is Backend.hub:
+        return _hub_module().flash_attn_varlen_func
+    else:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    return flash_attn_varlen_func
+
+
+@cache
+def _hub_module() -> Any:
+    from kernels import get_kernel  # type: ignore[import-not-found]
+
+    return get_kernel(HUB_KERNEL)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing) -> Tensor:
     """Run the kernel of torch; apply scaling and GQA before the call if this torch version lacks the keywords."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -137,7 +237,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, cu_se
         else:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **keywords)
+    bounds = packing.cu_queries, packing.cu_keys, packing.longest_query, packing.longest_key
+    out = varlen_attn(q, k, v, *bounds, **keywords)
     assert isinstance(out, Tensor)
     return out[None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,13 +19,15 @@ from realign.engines.network.branches import Heard, ReferenceBranch, check_layer
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_head
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
-from realign.engines.network.probe import probe, probe_branch
+from realign.engines.network.probe import Autocast, probe, probe_branch, probe_shared
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError, RunError
 from realign.functional.logprobs import LMHead
+
+logger = logging.getLogger(__name__)
 
 Run: TypeAlias = Callable[[SequenceSample, SequenceSample, Layout], PackedOutput]
 """A forward pass. The arguments are a micro-batch on its current device, the same micro-batch on the model's device,
@@ -65,7 +68,7 @@ class Network(nn.Module):
         self._vocabulary = vocabulary
         self._dropout = dropout
         self._draws = dropout or bool(trains.dropouts(module))
-        self._shares = shared_prompts is SharedPrompts.auto and self.device.type == "cpu"
+        self._shares = shared_prompts is SharedPrompts.auto
         # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
         alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
         self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
@@ -73,16 +76,23 @@ class Network(nn.Module):
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )
+        half = self.autocast if dtype == torch.bfloat16 else None
         try:
-            probe(
-                module,
-                self.head,
-                attention=attention,
-                autocast=self.autocast if dtype == torch.bfloat16 else None,
-                share=self._shares,
-            )
+            share = self._shares and self.device.type == "cpu"
+            probe(module, self.head, attention=attention, autocast=half, share=share)
         except ConfigError as error:
             raise ConfigError(f"models.{name}: {error}") from error
+        if self._shares and self.device.type != "cpu":
+            self._shares = self._can_share(half)
+
+    def _can_share(self, autocast: Autocast | None) -> bool:
+        """Return whether the kernel of an accelerator computes shared prompts correctly; log the reason if not."""
+        try:
+            probe_shared(self.module, attention=self._attention, autocast=autocast)
+        except (ConfigError, RuntimeError) as error:
+            logger.warning("models.%s: prompts are not shared. %s", self.name, error)
+            return False
+        return True
 
     @property
     def head(self) -> LMHead | ScalarHead:
@@ -103,9 +113,8 @@ class Network(nn.Module):
     ) -> Passes:
         """Return the micro-batches of a batch, the layout of each, and how many of them run concurrently.
 
-        Prompts are not shared on an accelerator, since its kernels do not support shared keys. A training pass with
-        dropout neither shares prompts nor runs concurrently. Its random numbers differ for each sequence and come
-        from one generator for all threads.
+        A training pass with dropout neither shares prompts nor runs concurrently. Its random numbers differ for each
+        sequence and come from one generator for all threads.
 
         Args:
             data: the batch.
@@ -146,7 +155,8 @@ class Network(nn.Module):
             branch = ScalarBranch(partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH, value)
         head = read_head(self.module, dropout=training and self._dropout)
         limited = self.limited(head) if isinstance(head, LMHead) else head
-        return PackedOutput(hidden_RH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch, layout.row_T)
+        row_T = layout.rows_on(self.device)
+        return PackedOutput(hidden_RH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch, row_T)
 
     def reference(self, layers: int | None = None) -> Run:
         """Return a `run` of the current policy that later training does not change. It computes no values.
@@ -191,7 +201,8 @@ class Network(nn.Module):
             with self.autocast():
                 hidden_RH = reference.branch(heard)
         head = self.limited(reference.head)
-        return PackedOutput(hidden_RH, head, moved[TOKENS], part.cu_seqlens(), self.autocast, row_T=layout.row_T)
+        row_T = layout.rows_on(self.device)
+        return PackedOutput(hidden_RH, head, moved[TOKENS], part.cu_seqlens(), self.autocast, row_T=row_T)
 
     def limited(self, head: LMHead) -> LMHead:
         """Return the head restricted to the tokens of `head.vocabulary`."""

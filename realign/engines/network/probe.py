@@ -20,6 +20,7 @@ from realign.engines.network.attention import ATTENTION, Backend, layout_inputs
 from realign.engines.network.branches import Branch
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
+from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -36,7 +37,6 @@ _TOLERANCE_BF16 = 3e-2
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-@torch.no_grad()
 def probe(
     model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast: Autocast | None, share: bool = False
 ) -> None:
@@ -52,6 +52,11 @@ def probe(
     Raises:
         ConfigError: the results differ. The message names the family and what differs.
     """
+    with torch.no_grad(), full_fp32(next(model.parameters()).device):
+        _probe(model, head, attention, autocast, share)
+
+
+def _probe(model: Any, head: LMHead | ScalarHead, attention: Backend, autocast: Autocast | None, share: bool) -> None:
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
     with _own_attention(model):
@@ -83,11 +88,45 @@ def probe(
         )
 
 
-def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backend, family: str) -> None:
+@torch.no_grad()
+def probe_shared(model: Any, *, attention: Backend, autocast: Autocast | None) -> None:
+    """Check passes that compute a common prefix once, with the kernel and the precision of training.
+
+    Args:
+        model: a model that has passed `probe`.
+        attention: backend of packed attention.
+        autocast: the autocast context for bfloat16; None if the model computes in fp32.
+
+    Raises:
+        ConfigError: the results differ from those of packed sequences. The message names the family.
+    """
+    family = f"model family {model.config.model_type!r}"
+    ids_T = _random_ids(model)
+    with full_fp32(ids_T.device):
+        packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
+        _probe_shared(model, ids_T, packed_TH, Backend.sdpa if autocast else attention, family)
+        if autocast is None:
+            return
+        with autocast():
+            difference_TH = _relative(_shared(model, ids_T, attention), packed_TH)
+    # The median over all tokens would not see an error of the tokens after a shared prefix, which are fewer than half.
+    after_T = torch.cat([torch.arange(n) >= PREFIX for n in GROUPS[-1]]).to(ids_T.device)
+    error = difference_TH[-len(after_T) :][after_T].median().item()
+    if not error <= _TOLERANCE_BF16:
+        raise ConfigError(
+            f"{family} with attention={attention.value} cannot share prompts in bfloat16: hidden states differ by "
+            f"{error:.1e} (relative) from fp32."
+        )
+
+
+def _shared(model: Any, ids_T: Tensor, attention: Backend) -> Tensor:
+    """Return the hidden states [T, H] of a pass that computes the common prefix of the last group once."""
     layout = Layout.of(Lengths.of(GROUPS), np.array([0, 0, PREFIX]))
-    assert layout.row_T is not None
-    shared_TH = _hidden(model, **layout_inputs(ids_T, layout, attention))[layout.row_T]
-    error = _relative(shared_TH, alone_TH).max().item()
+    return _hidden(model, **layout_inputs(ids_T, layout, attention))[layout.rows_on(ids_T.device)]
+
+
+def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backend, family: str) -> None:
+    error = _relative(_shared(model, ids_T, attention), alone_TH).max().item()
     if not error <= _TOLERANCE_FP32:
         raise ConfigError(
             f"{family} cannot share prompts: hidden states differ by {error:.1e} (relative) from hidden states of "
@@ -108,9 +147,10 @@ def probe_branch(model: Any, branch: Branch) -> None:
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    with branch.listening() as heard:
-        trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
-    error = _relative(branch(heard), trunk_TH).max().item()
+    with full_fp32(ids_T.device):
+        with branch.listening() as heard:
+            trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
+        error = _relative(branch(heard), trunk_TH).max().item()
     if not error <= _TOLERANCE_FP32:
         raise ConfigError(
             f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from the model"

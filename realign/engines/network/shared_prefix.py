@@ -91,6 +91,10 @@ class Layout:
         offset_N = np.where(self.after < 0, 0, self.pieces[self.after])
         return torch.from_numpy(_places(self.pieces) + np.repeat(offset_N, self.pieces))
 
+    def rows_on(self, device: torch.device) -> Tensor | None:
+        """Return `row_T` on a device, without a sync."""
+        return None if self.row_T is None else self.row_T.to(device, non_blocking=True)
+
     @property
     def saved(self) -> int:
         """Number of tokens that are not computed because they share a row."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from realign.api.generation import GenerationConfig
 from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.sampling.responses import Responses
-from realign.engines.sampling.slots import PREFILL_TOKENS, Rollout
+from realign.engines.sampling.slots import CACHE_FRACTION, PREFILL_TOKENS, Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import Trunk
 from realign.functional.logprobs import LMHead
@@ -32,6 +32,7 @@ class Stream(Rollout):
         reach: int,
         version: int,
         max_slots: int | None = None,
+        cache_fraction: float = CACHE_FRACTION,
     ) -> None:
         """Start without sequences.
 
@@ -43,8 +44,9 @@ class Stream(Rollout):
             reach: positions that the trunk supports.
             version: policy version of the weights.
             max_slots: maximum number of sequences decoded concurrently; None: see `Rollout`.
+            cache_fraction: see `Rollout`.
         """
-        super().__init__(trunk, head, config, stopping, max_slots=max_slots)
+        super().__init__(trunk, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
         self.reach = reach
         """Positions that the trunk supports."""
         self.version = version

@@ -253,7 +253,16 @@ class DecodingLoop:
         trunk, head = self._prepared(reach)
         weight, engine = head.weight_VH, self._engine
         stopping = Stopping(config, engine.eos_token_ids, engine.tokenizer, len(weight), weight.device)
-        return Stream(trunk, head, config, stopping, reach=reach, version=self.version, max_slots=engine.max_slots)
+        return Stream(
+            trunk,
+            head,
+            config,
+            stopping,
+            reach=reach,
+            version=self.version,
+            max_slots=engine.max_slots,
+            cache_fraction=engine.cache_fraction,
+        )
 
     def _prepared(self, length: int) -> tuple[Trunk, LMHead]:
         network = self._engine.network

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import Capabilities
 from realign.api.sampler_spec import SamplerSpec
-from realign.settings import Count
+from realign.settings import Count, Range
 
 
 @dataclass
@@ -18,7 +18,10 @@ class InProcessSampling(SamplerSpec):
     external: ClassVar[bool] = False
 
     max_slots: Count | None = None
-    """Maximum number of sequences decoded concurrently; null: as many as fit 1 GiB of KV cache."""
+    """Maximum number of sequences decoded concurrently; null: as many as fit the KV cache, which has 1 GiB on a CPU."""
+    cache_fraction: Annotated[float, Range(gt=0, le=1)] = 0.5
+    """Fraction of the free memory of a GPU for the KV cache if `max_slots` is null. It is read when a rollout starts,
+    after the weights are loaded. Ignored on a CPU."""
 
     def capabilities(self) -> Capabilities:
         """See `SamplerSpec.capabilities`."""

@@ -22,7 +22,7 @@ from realign.api.sample import SequenceSample
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.fused_layers import for_few_rows
 from realign.engines.sampling.responses import Responses
-from realign.engines.sampling.slots import Rollout
+from realign.engines.sampling.slots import CACHE_FRACTION, Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk, one_core_for_small_products, positions_of
 from realign.engines.sampling.weight_fusion import Fusion
@@ -45,12 +45,13 @@ def generate(
     tokenizer: Any,
     fusion: Fusion | None = None,
     max_slots: int | None = None,
+    cache_fraction: float = CACHE_FRACTION,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt; implements `PipelinableEngine.generate`.
 
     The same arguments and weights give bitwise identical results. Batching affects only the rounding of logits, since
     the random number of a token depends only on seed, id, response and position. If `max_slots` is None, the number
-    of concurrent sequences is limited by 1 GiB of KV cache. A slot holds the longest prompt and `max_new_tokens`.
+    of concurrent sequences is limited by `slots.cache_bytes`. A slot holds the longest prompt and `max_new_tokens`.
 
     Args:
         model: a transformers causal LM loaded with the attention `realign.engines.network.attention.ATTENTION`.
@@ -62,6 +63,7 @@ def generate(
         tokenizer: decodes responses for `config.stop_strings`; otherwise unused.
         fusion: runs the layers with fewer operators where possible; None runs the modules.
         max_slots: maximum number of sequences decoded concurrently.
+        cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
 
     Returns:
         The same ids, each with its `n` sequences:
@@ -85,7 +87,7 @@ def generate(
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
         with one_core_for_small_products(trunk, model) as trunk:
-            rollout = Rollout(trunk, head, config, stopping, max_slots=max_slots)
+            rollout = Rollout(trunk, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
             rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
             responses = rollout.run()
     return packed(data, responses, config.n)

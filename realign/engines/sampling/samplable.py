@@ -43,3 +43,8 @@ class Samplable(PipelinableEngine, Protocol):
     def max_slots(self) -> int | None:
         """Maximum number of sequences decoded concurrently; None: as many as fit."""
         ...
+
+    @property
+    def cache_fraction(self) -> float:
+        """Fraction of the free memory of a GPU for the KV cache, if `max_slots` is None."""
+        ...

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
+from realign.engines.device_memory import free_bytes
 from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.draw import sample
 from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
@@ -26,7 +27,10 @@ from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 CACHE_BYTES = 2**30
-"""Memory for the KV cache, in bytes, if the number of slots is not given."""
+"""Memory for the KV cache on a CPU, in bytes, if the number of slots is not given."""
+
+CACHE_FRACTION = 0.5
+"""Fraction of the free memory of a GPU for the KV cache, if the number of slots is not given."""
 
 PREFILL_TOKENS = 2**13
 """Maximum number of prompt tokens in one prefill pass; a longer prompt is prefilled alone."""
@@ -39,6 +43,19 @@ AT_ONCE = 16
 
 _NUMBERS = 6
 """Number of bookkeeping entries per row in `Rollout.rows`; random numbers follow them."""
+
+
+def cache_bytes(device: torch.device, fraction: float, free: int | None = None) -> int:
+    """Return the memory for the KV cache if the number of slots is not given, in bytes.
+
+    Args:
+        device: device of the model, which already has the weights.
+        fraction: fraction of the free memory of a GPU.
+        free: free memory of the GPU, in bytes; None reads it now.
+    """
+    if device.type != "cuda":
+        return CACHE_BYTES
+    return int(fraction * (free_bytes(device) if free is None else free))
 
 
 class _Prefilled(NamedTuple):
@@ -75,6 +92,7 @@ class Rollout:
         stopping: Stopping,
         *,
         max_slots: int | None = None,
+        cache_fraction: float = CACHE_FRACTION,
     ) -> None:
         """Start without sequences.
 
@@ -83,7 +101,8 @@ class Rollout:
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
-            max_slots: maximum number of sequences decoded concurrently; None: as many as fit `CACHE_BYTES`.
+            max_slots: maximum number of sequences decoded concurrently; None: as many as fit `cache_bytes`.
+            cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
         """
         self.trunk = trunk
         self.head = head
@@ -96,6 +115,7 @@ class Rollout:
         self.active = 0
         self.slots = 0
         self.max_slots = max_slots
+        self.cache_fraction = cache_fraction
         self.most_slots = max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
@@ -221,13 +241,14 @@ class Rollout:
     def _cache(self) -> KVCache:
         """Return the KV cache; allocate it after the first prefill, and grow it when needed.
 
-        If `max_slots` is None, `CACHE_BYTES` limits the number of slots.
+        If `max_slots` is None, `cache_bytes` limits the number of slots.
         """
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
             like = next(prompt.read.kv for prompt in self.waiting if prompt.read is not None)
             if self.max_slots is None:
-                self.most_slots = max(1, CACHE_BYTES // bytes_per_slot(like, length))
+                limit = cache_bytes(self.device, self.cache_fraction)
+                self.most_slots = max(1, limit // bytes_per_slot(like, length))
                 self.slots = min(self.slots, self.most_slots)
             self.cache = KVCache(like, self.slots, length)
         elif length > self.cache.length or self.slots > self.cache.slots:

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from realign.engines.device_memory import free_bytes
 from realign.engines.network.attention import AttentionArgs, PackedContext
+from realign.engines.precision import full_fp32
 from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk
@@ -113,7 +115,7 @@ def _compared(model: Any) -> list[AttentionArgs]:
     cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
     positions_T = position_ids(cu_seqlens)
     recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
-    with no_autocast(ids_T):
+    with no_autocast(ids_T), full_fp32(device):
         want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
         if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
             raise _Unknown("its layers do not each call attention once, without sinks")
@@ -214,7 +216,7 @@ def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
     weights = [p for layer in layers for p in layer.parameters()]
     copied = sum(p.numel() for p in weights) * dtype.itemsize
     device = weights[0].device
-    limit = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else CPU_BYTES
+    limit = free_bytes(device) // 4 if device.type == "cuda" else CPU_BYTES
     if copied > limit:
         raise _Unknown(f"copies of the weights need {copied} bytes, more than the limit of {limit}")
 

@@ -29,6 +29,7 @@ from realign.engines.network.network import Network, check_finite
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.slots import CACHE_FRACTION
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
 from realign.engines.training.inference import InferenceEngine
@@ -64,6 +65,7 @@ class TransformersEngine(InferenceEngine):
         fused_rollout: bool = True,
         parallel_passes: ParallelPasses = ParallelPasses.auto,
         max_slots: int | None = None,
+        cache_fraction: float = CACHE_FRACTION,
     ) -> None:
         """Wrap and probe a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`.
 
@@ -83,7 +85,8 @@ class TransformersEngine(InferenceEngine):
             shared_prompts: whether to compute the prompt of a group once.
             fused_rollout: run rollouts with fewer operators if the model family supports it.
             parallel_passes: whether to compute micro-batches concurrently on a CPU.
-            max_slots: sequences that a rollout decodes concurrently; None uses as many as fit 1 GiB of KV cache.
+            max_slots: sequences that a rollout decodes concurrently; None uses as many as fit `slots.cache_bytes`.
+            cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
 
         Raises:
             ConfigError: the model family cannot run packed.
@@ -101,7 +104,7 @@ class TransformersEngine(InferenceEngine):
             fused_rollout=fused_rollout,
             parallel_passes=parallel_passes,
         )
-        super().__init__(name, network, tokenizer, seed=seed, max_slots=max_slots)
+        super().__init__(name, network, tokenizer, seed=seed, max_slots=max_slots, cache_fraction=cache_fraction)
         if optimizer is None:
             network.requires_grad_(False)
         self._modes = TrainingModes(network, dropout=dropout, gradient_checkpointing=gradient_checkpointing)

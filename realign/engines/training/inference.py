@@ -28,7 +28,16 @@ from realign.functional.logprobs import LMHead
 class InferenceEngine(PipelinableEngine):
     """The part of an engine that does not train. `TransformersEngine` adds training, saving and checkpoints."""
 
-    def __init__(self, name: str, network: Network, tokenizer: Any, *, seed: int, max_slots: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        tokenizer: Any,
+        *,
+        seed: int,
+        max_slots: int | None,
+        cache_fraction: float,
+    ) -> None:
         """Wrap a network; see `TransformersEngine` for the arguments."""
         self.name = name
         self.network = network
@@ -37,6 +46,7 @@ class InferenceEngine(PipelinableEngine):
         self.device = network.device
         self.tokenizer = tokenizer
         self.max_slots = max_slots
+        self.cache_fraction = cache_fraction
         self._seed = seed
 
     @property
@@ -120,6 +130,7 @@ class InferenceEngine(PipelinableEngine):
                 tokenizer=self.tokenizer,
                 fusion=fusion,
                 max_slots=self.max_slots,
+                cache_fraction=self.cache_fraction,
             )
 
     def _sampler(self) -> tuple[Any, Fusion | None]:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import warnings
 
-from realign.api import RPC
+from realign.api import RPC, ModelSpec
 from realign.errors import RunError
+
+
+def default_tolerance(spec: ModelSpec) -> float:
+    """Return the tolerance for the log-prob difference, in nats: higher if the model computes in bf16."""
+    compute = spec.facts().compute
+    return 0.1 if compute is not None and compute.precision == "bfloat16" else 1e-3
 
 
 def check_ratio(rpc: RPC, difference: float, tolerance: float, *, strict: bool) -> None:
@@ -33,4 +39,4 @@ def check_ratio(rpc: RPC, difference: float, tolerance: float, *, strict: bool) 
     warnings.warn(f"{message} Training continues.", stacklevel=2)
 
 
-__all__ = ["check_ratio"]
+__all__ = ["check_ratio", "default_tolerance"]

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import math
 import sys
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
+from realign.api import MicroBatchSpec, stat_values
+from realign.engines import OptimizerSpec
 from realign.engines.network import kernels
 from realign.engines.network.attention import ATTENTION, AttentionArgs, Backend, PackedContext, packed_inputs
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of
+from tests.flash_stand_in import install_flash, pretend_cuda
 from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, tiny_engine, tiny_model
 
 LENGTHS = (7, 1, 12, 0, 4)
@@ -114,6 +117,8 @@ def qkv(seed=0, heads=4, kv_heads=2, size=8, value_size=8, lengths=LENGTHS, dtyp
     return [torch.randn(1, h, sum(lengths), d, generator=generator, dtype=dtype) for h, d in sizes]
 
 
+FLASH = {Backend.flash: "flash_attn", Backend.flash3: "flash_attn_interface"}
+PACKING = kernels.Packing(cu_seqlens_of(LENGTHS), max(LENGTHS), cu_seqlens_of(LENGTHS), max(LENGTHS))
 ARGS = {
     "plain": AttentionArgs(0.3, 0.0, None, None, None),
     "window": AttentionArgs(0.3, 0.0, 3, None, None),
@@ -146,6 +151,23 @@ def test_pieces_that_continue_another_against_float64(what):
         want = reference(*(x[:, :, rows] for x in (q, k, v)), (len(rows),), ARGS[what])
         own = slice(len(rows) - pieces[i], None)
         torch.testing.assert_close(got[:, starts[i] : starts[i + 1]].double(), want[:, own], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", FLASH)
+@pytest.mark.parametrize("what", ["plain", "window", "softcap and window"])
+def test_a_kernel_reads_the_keys_of_the_piece_that_another_continues(monkeypatch, backend, what):
+    pieces, after = (3, 4, 2, 0, 5, 1), (-1, 0, 0, 0, -1, 4)
+    install_flash(monkeypatch, FLASH[backend])
+    monkeypatch.setattr("realign.engines.network.attention.choose_backend", lambda asked, *rest: asked)
+    (q, k, v), outputs, gradients = qkv(lengths=pieces), [], []
+    for kernel in (backend, Backend.sdpa):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        context = PackedContext(cu_seqlens_of(pieces), kernel, lengths=pieces, after=after)
+        out = context.attend(0, nn.Module(), *inputs, ARGS[what])
+        gradients.append(torch.autograd.grad((out**2).sum(), inputs))
+        outputs.append(out)
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
 def test_packed_context_of_no_tokens():
@@ -181,29 +203,54 @@ def stand_in(version):
 def test_varlen_is_called_as_its_version_wants(monkeypatch, version, what):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in(version))
     q, k, v = qkv()
-    got = kernels.varlen_attention(q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    got = kernels.varlen_attention(q, k, v, ARGS[what], PACKING)
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("backend", FLASH)
 @pytest.mark.parametrize("what", ["plain", "window", "softcap", "softcap and window"])
-def test_flash_is_called_as_its_package_wants(monkeypatch, what):
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap,
-    ):  # fmt: skip
-        assert causal
-        assert (max_seqlen_q, max_seqlen_k, dropout_p) == (max(LENGTHS), max(LENGTHS), 0.0)
-        window = (
-            None if window_size == (-1, -1) else window_size[0] + 1
-        )  # number of keys to the left, without the query's own key
-        args = AttentionArgs(softmax_scale, 0.0, window, softcap or None, None)
-        packed = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        return PackedContext(cu_seqlens_q, Backend.sdpa).attend(0, nn.Module(), *packed, args)[0]
-
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+def test_flash_is_called_as_its_package_wants(monkeypatch, backend, what):
+    calls = install_flash(monkeypatch, FLASH[backend])
     q, k, v = qkv()
-    got = kernels.flash_attention(q, k, v, ARGS[what], cu_seqlens_of(LENGTHS), max(LENGTHS))
+    got = kernels.flash_attention(backend, q, k, v, ARGS[what], PACKING)
     torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS[what]), atol=1e-5, rtol=1e-5)
+    (call,) = calls
+    assert (call["max_seqlen_q"], call["max_seqlen_k"], call["deterministic"]) == (max(LENGTHS), max(LENGTHS), False)
+    assert ("dropout_p" in call) == (backend is Backend.flash)
+
+
+def test_a_kernel_of_the_hub_has_the_interface_of_flash_attn(monkeypatch):
+    calls, asked = install_flash(monkeypatch, "flash_attn"), []
+    package = ModuleType("kernels")
+    package.get_kernel = lambda name: asked.append(name) or sys.modules["flash_attn"]
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    kernels._hub_module.cache_clear()
+    q, k, v = qkv()
+    for _ in range(2):
+        got = kernels.flash_attention(Backend.hub, q, k, v, ARGS["plain"], PACKING)
+    kernels._hub_module.cache_clear()
+    torch.testing.assert_close(got.double(), reference(q, k, v, LENGTHS, ARGS["plain"]), atol=1e-5, rtol=1e-5)
+    assert (len(calls), asked) == (2, [kernels.HUB_KERNEL])
+
+
+def test_deterministic_algorithms_reach_flash(monkeypatch):
+    calls = install_flash(monkeypatch, "flash_attn")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    kernels.flash_attention(Backend.flash, *qkv(), ARGS["plain"], PACKING)
+    assert calls[0]["deterministic"]
+
+
+def test_only_the_output_of_an_early_flash_3_is_used(monkeypatch):
+    install_flash(monkeypatch, "flash_attn_interface", with_sums=True)
+    q, k, v = qkv()
+    got = kernels.flash_attention(Backend.flash3, q, k, v, ARGS["plain"], PACKING)
+    assert got.shape == (1, sum(LENGTHS), q.shape[1], q.shape[3])
+
+
+def on_device(monkeypatch, installed=(), capability=(9, 0)):
+    """Pretend that these modules are installed, and that the GPU has this compute capability."""
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setattr(kernels, "capability", lambda device: capability)
 
 
 class TensorOn:
@@ -232,12 +279,14 @@ class TensorOn:
             "supports float16 and bfloat16, but the model computes in float32",
         ),
         ("varlen", TensorOn(), "softcap", "neither soft caps nor dropout"),
-        ("flash", TensorOn(), "plain", "flash-attn"),
-        ("flash", TensorOn(), "sinks", "does not support attention sinks"),
+        ("flash", TensorOn(), "plain", "needs flash-attn 2 .pip install 'realign-rl.flash-attn.'"),
+        ("flash3", TensorOn(), "plain", "needs flash-attn 3 .build"),
+        ("hub", TensorOn(), "plain", "needs kernels-community/flash-attn2 .pip install kernels"),
+        ("varlen", TensorOn(), "sinks", "does not support attention sinks"),
     ],
 )
 def test_choice_of_backend(monkeypatch, backend, tensor, what, found):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    on_device(monkeypatch)
     if found in Backend.__members__:
         assert kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what]) is Backend(found)
     else:
@@ -245,13 +294,58 @@ def test_choice_of_backend(monkeypatch, backend, tensor, what, found):
             kernels.choose_backend(Backend(backend), tensor, tensor, ARGS[what])
 
 
-def test_flash_is_first_choice_where_installed(monkeypatch):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
-    assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), ARGS["softcap"]) is Backend.flash
+@pytest.mark.parametrize(
+    ("installed", "capability", "what", "found"),
+    [
+        (("flash_attn",), (8, 0), "softcap", Backend.flash),
+        (("flash_attn",), (7, 5), "plain", Backend.sdpa),
+        ((), (7, 5), "plain", Backend.sdpa),
+        (("flash_attn", "flash_attn_interface"), (9, 0), "plain", Backend.flash3),
+        (("flash_attn", "flash_attn_interface"), (8, 9), "plain", Backend.flash),
+        (("flash_attn_interface",), (10, 0), "plain", Backend.varlen),
+        (("flash_attn", "flash_attn_interface"), (9, 0), "dropout", Backend.flash),
+        (("flash_attn", "flash_attn_interface"), (9, 0), "sinks", Backend.sdpa),
+        (("kernels",), (9, 0), "plain", Backend.varlen),
+        (("flash_attn",), None, "plain", Backend.flash),
+    ],
+)
+def test_auto_takes_the_fastest_kernel_that_is_installed_and_able(monkeypatch, installed, capability, what, found):
+    on_device(monkeypatch, installed, capability)
+    args = {**ARGS, "dropout": ARGS["plain"]._replace(dropout=0.1)}[what]
+    assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), args) is found
+
+
+def test_a_kernel_for_another_capability_is_refused(monkeypatch):
+    on_device(monkeypatch, ("flash_attn_interface",), (8, 0))
+    with pytest.raises(ConfigError, match=r"attention=flash3: this backend needs compute capability 9.0, but .* 8\.0"):
+        kernels.choose_backend(Backend.flash3, TensorOn(), TensorOn(), ARGS["plain"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "installed", "name"),
+    [
+        (Backend.auto, "cuda", ("flash_attn",), "flash-attn 2"),
+        (Backend.auto, "cuda", ("flash_attn_interface",), "flash-attn 3"),
+        (Backend.auto, "cuda", (), "varlen of torch"),
+        (Backend.auto, "cpu", ("flash_attn",), "sdpa"),
+        (Backend.sdpa, "cuda", ("flash_attn",), "sdpa"),
+        (Backend.hub, "cuda", (), "kernels-community/flash-attn2"),
+    ],
+)
+def test_the_preferred_kernel_has_a_name(monkeypatch, backend, device, installed, name):
+    on_device(monkeypatch, installed)
+    assert kernels.preferred_kernel(backend, torch.device(device), torch.bfloat16) == name
+
+
+def test_the_capability_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    assert kernels.capability(torch.device("cuda:3")) == (9, 3)
+    monkeypatch.setattr(torch.version, "hip", "6")
+    assert kernels.capability(torch.device("cuda:3")) is None
 
 
 def test_an_early_varlen_without_windows_is_not_chosen_for_them(monkeypatch):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    on_device(monkeypatch)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in("first"))
     assert kernels.choose_backend(Backend.auto, TensorOn(), TensorOn(), ARGS["window"]) is Backend.sdpa
 
@@ -289,3 +383,19 @@ def test_mixed_dtypes_under_autocast_are_brought_together():
     sample = random_sample([[9, 4]])
     hidden_TH = engine.network.run(sample, sample).hidden_TH
     assert hidden_TH.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FLASH.values())
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_engine_in_bf16_trains_through_flash_where_it_is_installed(monkeypatch, name, family):
+    calls = install_flash(monkeypatch, name)
+    pretend_cuda(monkeypatch)
+    engine = tiny_engine(family, optimizer=OptimizerSpec(lr=1e-3), dtype=torch.bfloat16)
+    calls.clear()
+    data = random_sample([[6, 3]])
+    stats = engine.train_batch(
+        data, MicroBatchSpec(), lambda out, mb: (out.logprobs().sum(), {}), lambda mb: torch.tensor(1.0)
+    )
+    assert stat_values(stats)["grad_norm"] > 0
+    assert len(calls) == engine.module.config.num_hidden_layers
+    assert {call["q"].dtype for call in calls} == {torch.bfloat16}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from realign.api import Lengths, MicroBatchSpec, SequenceSample
 from realign.api.stats import stat_values
 from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TopLayers, TransformersModel, ValueHead
+from realign.engines.network.attention import PackedContext
 from realign.engines.network.shared_prefix import (
     MIN_SAVED,
     Layout,
@@ -20,6 +21,8 @@ from realign.engines.network.shared_prefix import (
     worthwhile,
 )
 from realign.errors import ConfigError
+from tests import flash_stand_in
+from tests.flash_stand_in import install_flash, pretend_cuda
 from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine
 
 RAGGED = st.lists(
@@ -292,6 +295,52 @@ def test_bfloat16():
     shared, plain = pair("qwen3", dtype=torch.bfloat16)
     found = [outputs(engine, sample())[0].logprobs() for engine in (shared, plain)]
     assert (found[0] - found[1]).abs().median() < 2e-2
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_prompts_are_shared_through_a_kernel_of_an_accelerator(monkeypatch, name, family):
+    plain = tiny_engine(family, optimizer=STEP, dtype=torch.bfloat16, shared_prompts=SharedPrompts.off)
+    want, want_weights = train(plain, sample())
+    calls = install_flash(monkeypatch, name)
+    pretend_cuda(monkeypatch)
+    shared = tiny_engine(family, optimizer=STEP, dtype=torch.bfloat16)
+    calls.clear()
+    stats, weights = train(shared, sample())
+    assert stats["shared_tokens"] == SHARED
+    assert calls
+    assert all(call["max_seqlen_k"] >= call["max_seqlen_q"] for call in calls)
+    assert all(len(call["k"]) > len(call["q"]) for call in calls)
+    assert stats["loss"] == pytest.approx(want["loss"], rel=2e-2)
+    assert stats["grad_norm"] == pytest.approx(want["grad_norm"], rel=5e-2)
+    torch.testing.assert_close(weights, want_weights, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_accelerator_shares_prompts_if_its_kernel_can(monkeypatch, caplog, dtype):
+    network = tiny_engine("llama", dtype=dtype).network
+    autocast = network.autocast if dtype == torch.bfloat16 else None
+    assert network._can_share(autocast)
+    monkeypatch.setattr(PackedContext, "_after", property(lambda self: [-1] * len(self._lengths)))
+    assert not network._can_share(autocast)
+    assert "models.actor: prompts are not shared. model family 'llama' cannot share prompts: hidden st" in caplog.text
+
+
+def test_a_kernel_that_aligns_queries_with_the_first_keys_shares_nothing(monkeypatch, caplog):
+    def first_keys(q, k, v, cu_q, cu_k, scale, window, softcap):
+        parts = [k[a:b] for a, b in zip(cu_k.tolist(), cu_k.tolist()[1:], strict=False)]
+        values = [v[a:b] for a, b in zip(cu_k.tolist(), cu_k.tolist()[1:], strict=False)]
+        counts = cu_q.diff().tolist()
+        cut = [torch.cat([x[:n] for x, n in zip(given, counts, strict=True)]) for given in (parts, values)]
+        return varlen(q, *cut, cu_q, cu_q, scale, window, softcap)
+
+    varlen = flash_stand_in.varlen
+    monkeypatch.setattr(flash_stand_in, "varlen", first_keys)
+    install_flash(monkeypatch, "flash_attn")
+    pretend_cuda(monkeypatch)
+    network = tiny_engine("llama", dtype=torch.bfloat16).network
+    assert not network._can_share(network.autocast)
+    assert "cannot share prompts in bfloat16: hidden states differ by" in caplog.text
 
 
 def test_responses_do_not_see_each_other():

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers import GenerationConfig as TransformersGenerationConfig
 
-from realign.api import GenerationConfig, SequenceSample
+from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.heads import read_head
 from realign.engines.sampling import slots as decoding
@@ -13,7 +13,7 @@ from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.sampling.rollout import generate
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
-from tests.tiny import FAMILIES, OTHERS, VOCAB, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, OTHERS, VOCAB, tiny_engine, tiny_model, tiny_tokenizer
 
 LENGTHS = (7, 1, 12, 4)
 EOS = 2
@@ -115,6 +115,23 @@ def test_each_prompt_is_read_once_and_each_token_fed_once():
         fed.clear()
         out = rollout(model, n=5, max_slots=slots, eos=range(2, 12))
         assert sum(fed) == sum(LENGTHS) + sum(len(r) - 1 for r in responses(out))
+
+
+def test_the_cache_of_a_gpu_follows_from_its_free_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    assert decoding.cache_bytes(torch.device("cuda"), 0.5) == 400
+    assert decoding.cache_bytes(torch.device("cuda"), 0.5, free=100) == 50
+    assert decoding.cache_bytes(torch.device("cpu"), 0.5) == decoding.CACHE_BYTES
+
+
+def test_the_fraction_of_the_free_memory_reaches_the_cache(monkeypatch):
+    seen = []
+    monkeypatch.setattr(decoding, "cache_bytes", lambda device, fraction: seen.append(fraction) or 1)
+    data = SequenceSample(("a",)).with_data({"prompt_ids": torch.tensor([4, 5])}, lengths=Lengths.of([[2]]))
+    tiny_engine(cache_fraction=0.25).generate(data, GenerationConfig(n=2, max_new_tokens=2), seed=0)
+    assert seen == [0.25]
 
 
 def test_cache_is_cut_to_a_memory_budget(monkeypatch):

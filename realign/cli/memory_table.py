@@ -1,0 +1,64 @@
+"""Memory estimate of `realign check` as a table."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from realign.api.memory import RoleMemory
+from realign.runtime.checks.memory import DeviceMemory, show
+
+COLUMNS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache", "rollout", "peak of a call")
+
+
+def print_memory(console: Console, devices: Sequence[DeviceMemory], prompt: int) -> None:
+    """Print the estimate of each role and device, and warn about devices that are too small.
+
+    Args:
+        console: where to print.
+        devices: the estimates.
+        prompt: length of the longest prompt that the estimate assumes, in tokens.
+    """
+    if not devices:
+        return
+    table = Table(
+        title=f"Memory (estimate, prompts of up to {prompt:,} tokens)", title_justify="left", box=None, pad_edge=False
+    )
+    table.add_column("")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for device in devices:
+        for role, found in device.roles.items():
+            table.add_row(role, *cells(found))
+    console.print()
+    console.print(table)
+    for device in devices:
+        console.print(summary(device), markup=False, highlight=False, soft_wrap=True)
+    for device in devices:
+        for problem in device.problems():
+            warnings.warn(problem, stacklevel=2)
+
+
+def cells(role: RoleMemory) -> list[str]:
+    """Return the cells of a role, in the order of `COLUMNS`; empty where a role needs nothing."""
+    sizes = (
+        role.weights + role.references,
+        role.moments + role.average,
+        role.gradients,
+        role.activations or role.scoring,
+        role.head,
+        role.cache,
+        role.rollout_weights + role.rollout_work,
+        role.passing,
+    )
+    return [show(size) if size else "" for size in sizes]
+
+
+def summary(device: DeviceMemory) -> str:
+    """Return the line of a device: memory between calls, peak and free memory."""
+    processes = f" in {device.processes} processes" if device.processes > 1 else ""
+    free = "" if device.free is None else f", {show(device.free)} free"
+    return f"{device.device}{processes}: {show(device.kept)} between calls, peak {show(device.peak)}{free}"

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+
+from realign.api.memory import RoleMemory
+from realign.cli import commands as cli
+from realign.cli.memory_table import print_memory, summary
+from realign.runtime.checks.memory import DeviceMemory
+from tests.tiny import save_tiny
+
+MIB = 2**20
+
+
+def test_the_table_has_a_row_per_role_and_a_line_per_device(capsys):
+    actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
+    device = DeviceMemory("cpu", {"actor": actor}, free=100 * MIB)
+    print_memory(Console(width=150), [device], 512)
+    out = capsys.readouterr().out
+    assert "prompts of up to 512 tokens" in out
+    (row,) = (line for line in out.splitlines() if line.startswith("actor"))
+    assert row.replace("MiB", "").split() == ["actor", "4", "8", "4", "50", "3", "54"]
+    assert out.endswith("cpu: 12 MiB between calls, peak 66 MiB, 100 MiB free\n")
+
+
+def test_a_device_that_is_too_small_is_a_warning():
+    device = DeviceMemory("cpu", {"actor": RoleMemory("cpu", 4 * MIB)}, free=MIB, processes=2)
+    with pytest.warns(UserWarning, match="cpu: weights and optimizer state need 8 MiB, but 1 MiB are free"):
+        print_memory(Console(width=150), [device], 1)
+    assert summary(device) == "cpu in 2 processes: 8 MiB between calls, peak 8 MiB, 1 MiB free"
+
+
+def test_roles_without_an_estimate_print_nothing(capsys):
+    print_memory(Console(), [], 1)
+    assert capsys.readouterr().out == ""
+
+
+def test_check_prints_the_estimate_before_it_loads_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    save_tiny(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    words = ["experiment=sft", "models.actor.path=model", "data.path=rows.jsonl", "batch_prompts=1"]
+    assert cli.main(["check", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.index("Memory (estimate") < out.index("\nData\n")
+    assert "between calls, peak" in out

@@ -1,0 +1,209 @@
+"""Compare the memory formula with the tensors of loaded models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample
+from realign.api.memory import EstimatesMemory, MemoryWork
+from realign.engines import (
+    Causal,
+    InProcessSampling,
+    Lora,
+    OptimizerSpec,
+    TopLayers,
+    TorchOptimizer,
+    TransformersModel,
+    Value,
+    ValueHead,
+)
+from realign.engines.memory import MemoryModel, moment_bytes, shape_of
+from realign.engines.network.shared_prefix import SharedPrompts
+from realign.engines.sampling import slots
+from realign.engines.sampling.kv_cache import KVCache
+from tests.tiny import FAMILIES, OTHERS, random_sample, save_tiny, tiny_config, tiny_engine, tiny_model
+
+CPU = torch.device("cpu")
+WORK = MemoryWork(trains=True, scores=False, samples=False, tokens=64, optimizer_step_tokens=64)
+
+
+def model(family="llama", **settings):
+    shape = shape_of(tiny_config(family), Causal(), trainable=settings.get("optimizer") is not None)
+    return MemoryModel(shape, CPU, torch.float32, **settings)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_the_shape_of_every_family_counts_its_weights(family):
+    shape = shape_of(tiny_config(family), Causal())
+    found = tiny_model(family)
+    weights = sum(p.numel() for p in found.parameters())
+    assert (shape.parameters, shape.trained, shape.adapters) == (weights, weights, 0)
+    assert shape.words == len(found.get_output_embeddings().weight)
+    assert 0 < shape.matrices <= shape.in_layers < weights
+
+
+@pytest.mark.parametrize("trains", [TopLayers(1), Lora(rank=3), Lora(rank=2, target_modules=["q_proj"])])
+def test_trained_weights_and_adapters_are_those_of_a_prepared_model(trains):
+    found = tiny_model("llama")
+    loaded = sum(p.numel() for p in found.parameters())
+    trains.prepare(found, path="", seed=0)
+    shape = shape_of(tiny_config("llama"), Causal(), trains=trains)
+    assert shape.trained == sum(p.numel() for p in found.parameters() if p.requires_grad)
+    assert shape.adapters == sum(p.numel() for p in found.parameters()) - loaded
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "size"),
+    [
+        (OptimizerSpec(), 8),
+        (TorchOptimizer(of="torch.optim.SGD"), 0),
+        (TorchOptimizer(of="torch.optim.SGD", arguments={"momentum": 0.9}), 4),
+        (TorchOptimizer(of="torch.optim.Muon"), 4),
+    ],
+)
+def test_the_state_of_an_optimizer_is_measured(optimizer, size):
+    assert moment_bytes(optimizer) == size
+
+
+@pytest.mark.parametrize("head", [None, ValueHead(), ValueHead(layers=1)])
+def test_memory_between_calls_is_that_of_a_trained_engine(tmp_path, head):
+    path = save_tiny(tmp_path / "model")
+    spec = TransformersModel(str(path), head=Causal(head), optimizer=OptimizerSpec(lr=1e-3, ema_decay=0.9))
+    assert isinstance(spec, EstimatesMemory)
+    engine = spec.load("actor", seed=0).machine
+
+    def loss(out, data):
+        values = 0.0 if head is None else out.values().sum()
+        return out.logprobs().sum() + values, {}
+
+    engine.train_batch(random_sample([[6, 5]]), MicroBatchSpec(), loss, lambda data: torch.tensor(1.0))
+    kept = sum(x.numel() * x.element_size() for x in engine.resident() if x.numel() > 1)
+    found = spec.memory("actor", WORK)
+    assert found.device == "cpu"
+    assert found.kept == pytest.approx(kept, rel=0.01)
+    assert found.gradients == found.average
+
+
+def saved_bytes(run, engine):
+    """Return the bytes of distinct tensors that autograd saves in a call, without those of weights."""
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in engine.network.parameters()}
+
+    def keep(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights and x.numel() > 512:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        run()
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
+    engine = tiny_engine(family, optimizer=OptimizerSpec(), dtype=dtype, shared_prompts=SharedPrompts.off)
+    data = random_sample([[60], [40], [28]])
+    tokens = data.lengths["input_ids"].total
+    shape = shape_of(tiny_config(family), Causal())
+    estimate = MemoryModel(shape, CPU, dtype, optimizer=OptimizerSpec())
+    found = saved_bytes(lambda: engine.network.run(data, data, training=True).hidden_RH, engine)
+    cast = 2 * shape.in_layers if dtype == torch.bfloat16 else 0
+    working = tokens * (3 * shape.mlp * dtype.itemsize + 4 * shape.hidden)
+    assert estimate._activations(tokens) - working == pytest.approx(found - cast, rel=0.15)
+
+
+def test_gradient_checkpointing_keeps_one_tensor_per_layer():
+    whole, less = (
+        model(optimizer=OptimizerSpec(), gradient_checkpointing=flag).estimate(WORK).activations
+        for flag in (False, True)
+    )
+    assert less < 0.6 * whole
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("most", [None, 2])
+def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
+    allocated = []
+
+    class Counted(KVCache):
+        def __init__(self, like, rows, length):
+            super().__init__(like, rows, length)
+            allocated.append(sum(x.numel() * x.element_size() for kv in self._layers.values() for x in kv))
+
+    monkeypatch.setattr(slots, "KVCache", Counted)
+    engine = tiny_engine(family, max_slots=most)
+    data = SequenceSample(("a", "b")).with_data({"prompt_ids": torch.arange(3, 13)}, lengths=Lengths.of([[6], [4]]))
+    engine.generate(data, GenerationConfig(n=3, max_new_tokens=7), seed=0)
+    work = MemoryWork(False, False, True, 13, 13, prompts=2, sequences=6, prompt=6, response=7)
+    assert model(family, max_slots=most).estimate(work).cache == allocated[0]
+
+
+def test_frozen_roles_need_no_gradients_and_scalar_heads_no_logits(tmp_path):
+    path = save_tiny(tmp_path / "value", head="value")
+    frozen = TransformersModel(str(path), head=Value()).memory(
+        "critic", MemoryWork(trains=False, scores=True, samples=False, tokens=64, optimizer_step_tokens=64)
+    )
+    assert (frozen.gradients, frozen.moments, frozen.activations, frozen.head) == (0, 0, 0, 0)
+    assert 0 < frozen.passing == frozen.scoring
+    language = model().estimate(MemoryWork(False, True, False, 64, 64))
+    assert language.scoring > frozen.scoring
+
+
+def test_concurrent_micro_batches_keep_their_own_gradients():
+    alone = model(optimizer=OptimizerSpec()).estimate(WORK)
+    work = MemoryWork(True, False, False, tokens=1024, optimizer_step_tokens=1024, response=32)
+    lanes = model(optimizer=OptimizerSpec(), lanes=2).estimate(work)
+    assert not alone.accumulates
+    assert lanes.accumulates
+    assert lanes.gradients == 4 * alone.gradients
+
+
+def test_ranks_divide_weights_and_state_but_sample_from_a_whole_copy():
+    one, two = (
+        model(optimizer=OptimizerSpec()).estimate(
+            MemoryWork(True, False, True, 64, 64, prompts=1, sequences=1, prompt=4, response=4, ranks=ranks)
+        )
+        for ranks in (1, 2)
+    )
+    assert two.kept == pytest.approx(one.kept / 2, rel=0.01)
+    assert two.rollout_weights == one.rollout_weights + one.weights
+
+
+def test_a_reference_branch_copies_the_layers_that_train():
+    shape = shape_of(tiny_config("llama"), Causal(), trains=TopLayers(1))
+    of_layers = MemoryModel(shape, CPU, torch.float32, optimizer=OptimizerSpec())
+    work = MemoryWork(True, True, False, 64, 64, references=(None,))
+    assert of_layers.estimate(work).references == 4 * shape.trained
+    adapters = shape_of(tiny_config("llama"), Causal(), trains=Lora(rank=2))
+    assert MemoryModel(adapters, CPU, torch.float32).estimate(work).references == 0
+
+
+def test_weights_in_4_bits_are_an_eighth_of_the_matrices():
+    shape = shape_of(tiny_config("llama"), Causal(), trainable=False)
+    whole, small = (
+        MemoryModel(shape, CPU, torch.float32, load_in_4bit=flag).estimate(WORK).weights for flag in (False, True)
+    )
+    assert whole - small == pytest.approx((4 - 0.516) * shape.matrices, abs=1)
+
+
+def test_slots_of_the_config_limit_the_cache(tmp_path):
+    path = save_tiny(tmp_path / "model")
+    work = MemoryWork(False, False, True, 64, 64, prompts=8, sequences=64, prompt=16, response=16)
+    few, many = (
+        TransformersModel(str(path), sampler=InProcessSampling(max_slots=most)).memory("actor", work).cache
+        for most in (4, None)
+    )
+    assert many == 16 * few
+
+
+def test_the_cache_of_a_gpu_is_a_fraction_of_what_the_weights_leave(monkeypatch):
+    shape = shape_of(tiny_config("llama"), Causal(), trainable=False)
+    on_gpu = MemoryModel(shape, torch.device("cuda"), torch.bfloat16, cache_fraction=0.25)
+    work = MemoryWork(False, False, True, 64, 64, prompts=10**4, sequences=10**6, prompt=16, response=16, free=2**27)
+    found = on_gpu.estimate(work)
+    left = 2**27 - found.kept - found.rollout_weights
+    row = 2 * shape.cache_token * 32
+    assert found.cache == left // 4 // row * row
