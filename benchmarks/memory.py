@@ -1,6 +1,6 @@
 """Memory: an exact count of what an operation allocates, and the estimate of `realign check` against measurements.
 
-    python -m benchmarks.memory                      # all configurations, each in a process of its own
+    python -m benchmarks.memory                      # all configurations, each in a separate process
     python -m benchmarks.memory configs=small        # some of them, separated by commas
 
 The count does not depend on the load of the machine. For each configuration, two training steps and a rollout run on

@@ -65,6 +65,8 @@ class Device:
     assumed: Assumed = Assumed()
     source: str = ""
     """Source of the rates."""
+    sizes_cache: bool = True
+    """Whether the KV cache of the in-process sampler grows with the free memory, as on a GPU."""
 
 
 CPU_CORE = Device(
@@ -79,6 +81,7 @@ CPU_CORE = Device(
         collective_s=0.01,
     ),
     "assumed, one core with AVX2 and fp32",
+    sizes_cache=False,
 )
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realign.engines.sampling.slots import CACHE_BYTES
+from realign.engines.sampling.slots import CACHE_BYTES, CACHE_FRACTION
 from realign.planning.devices import Device
 from realign.planning.placements import Placement, RoleGroup, Sampling
 from realign.planning.roofline import Network
@@ -44,10 +44,10 @@ def memory_of(placement: Placement, load: Workload, device: Device) -> Mapping[s
     in_process = placement.sampling in (Sampling.trainer, Sampling.copy)
     for group in placement.groups:
         samples = in_process and load.sampled in group.roles
-        found[group.roles[0]] = _group(group, placement, load, samples=samples)
+        found[group.roles[0]] = _group(group, placement, load, device, samples=samples)
     network = load.roles[load.sampled].network
     if placement.sampling is Sampling.workers:
-        found["rollout"] = _sampler(load.roles[load.sampled], 1, load)  # each worker has a whole copy
+        found["rollout"] = _sampler(load.roles[load.sampled], 1, load, device)  # each worker has a whole copy
     elif placement.sampling is Sampling.servers:
         weights = network.number_bytes * network.weights / placement.server_parallel
         longest = load.longest_prompt + load.work.lengths.most
@@ -57,7 +57,7 @@ def memory_of(placement: Placement, load: Workload, device: Device) -> Mapping[s
     return found
 
 
-def _group(group: RoleGroup, placement: Placement, load: Workload, *, samples: bool) -> DeviceMemory:
+def _group(group: RoleGroup, placement: Placement, load: Workload, device: Device, *, samples: bool) -> DeviceMemory:
     """Return the memory of a device that has slices of the models of some roles."""
     weights = training = activations = cache = 0.0
     for name in group.roles:
@@ -68,31 +68,36 @@ def _group(group: RoleGroup, placement: Placement, load: Workload, *, samples: b
         if group.devices > 1:  # one gathered layer, and the next one
             weights += 2 * WEIGHT_BYTES * role.network.weights / role.network.layers / placement.tensor_parallel
     if samples:
-        sampler = _sampler(load.roles[load.sampled], group.devices, load)
+        sampler = _sampler(load.roles[load.sampled], group.devices, load, device)
         shared = WEIGHT_BYTES * load.roles[load.sampled].network.weights / group.devices
         weights += sampler.weights - (shared if placement.sampling is Sampling.trainer else 0.0)
         cache = sampler.cache
     return DeviceMemory(weights, training, activations, cache)
 
 
-def _sampler(role: RoleLoad, devices: int, load: Workload) -> DeviceMemory:
+def _sampler(role: RoleLoad, devices: int, load: Workload, device: Device) -> DeviceMemory:
     """Return the memory of the in-process sampler: its slice, the gathered weights, and concatenated copies."""
     n = role.network.weights
     gathered = WEIGHT_BYTES * n if devices > 1 else 0.0
     fused = role.network.number_bytes * n if role.fused else 0.0
-    return DeviceMemory(weights=WEIGHT_BYTES * n / devices + gathered + fused, cache=cache_bytes(role.network, load))
+    cache = cache_bytes(role.network, load, device)
+    return DeviceMemory(weights=WEIGHT_BYTES * n / devices + gathered + fused, cache=cache)
 
 
-def cache_bytes(network: Network, load: Workload) -> float:
+def cache_bytes(network: Network, load: Workload, device: Device) -> float:
     """Return the size of the KV cache of the in-process sampler."""
     slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
-    return slot * in_process_slots(network, load)
+    return slot * in_process_slots(network, load, device)
 
 
-def in_process_slots(network: Network, load: Workload) -> int:
+def in_process_slots(network: Network, load: Workload, device: Device) -> int:
     """Return the slots of the in-process sampler. A slot contains the longest prompt and the longest response."""
     slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
-    fitting = max(1, int(CACHE_BYTES / slot)) if load.max_slots is None else load.max_slots
+    memory: float = CACHE_BYTES
+    if device.sizes_cache:
+        free = device.assumed.memory_used * device.accelerator.memory - WEIGHT_BYTES * network.weights
+        memory = CACHE_FRACTION * free
+    fitting = max(1, int(memory / slot)) if load.max_slots is None else load.max_slots
     return min(fitting, load.sequences)
 
 

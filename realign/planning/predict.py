@@ -117,7 +117,7 @@ def slots(placement: Placement, load: Workload, cluster: Cluster) -> int:
     """Return the number of rows of an engine."""
     network = load.roles[load.sampled].network
     if placement.sampling is not Sampling.servers:
-        return in_process_slots(network, load)
+        return in_process_slots(network, load, cluster.device)
     device, width = cluster.device, placement.server_parallel
     free = device.assumed.memory_used * device.accelerator.memory * width - network.number_bytes * network.weights
     return rows_that_fit(free, network, device.assumed, load.work)

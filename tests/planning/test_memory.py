@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from realign.engines.sampling.slots import CACHE_BYTES
-from realign.planning.devices import DEVICES, Accelerator, Assumed, Device
-from realign.planning.memory import ACTIVATION_NUMBERS, fits, in_process_slots, memory_of
+from realign.engines.sampling.slots import CACHE_BYTES, CACHE_FRACTION
+from realign.planning.devices import CPU_CORE, DEVICES, Accelerator, Assumed, Device
+from realign.planning.memory import ACTIVATION_NUMBERS, WEIGHT_BYTES, fits, in_process_slots, memory_of
 from realign.planning.placements import Placement, RoleGroup, Sampling
 from realign.planning.plans import Tail, Work
 from realign.planning.roofline import Network
@@ -80,10 +80,13 @@ def test_a_server_fills_its_memory_with_cache_and_must_hold_one_sequence():
 
 def test_slots_are_limited_by_the_cache_the_setting_and_the_batch():
     slot = 500 * NETWORK.bytes_per_token
-    assert in_process_slots(NETWORK, LOAD) == 8
+    core, h100 = CPU_CORE, DEVICES["h100"]
+    assert in_process_slots(NETWORK, LOAD, core) == in_process_slots(NETWORK, LOAD, h100) == 8
     many = replace(LOAD, work=replace(LOAD.work, batch_prompts=10**6))
-    assert in_process_slots(NETWORK, many) == int(CACHE_BYTES / slot)
-    assert in_process_slots(NETWORK, replace(many, max_slots=3)) == 3
+    assert in_process_slots(NETWORK, many, core) == int(CACHE_BYTES / slot)
+    free = 0.9 * h100.accelerator.memory - WEIGHT_BYTES * NETWORK.weights
+    assert in_process_slots(NETWORK, many, h100) == int(CACHE_FRACTION * free / slot)
+    assert in_process_slots(NETWORK, replace(many, max_slots=3), core) == 3
 
 
 def test_a_placement_fits_if_every_device_has_the_memory():

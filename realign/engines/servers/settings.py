@@ -57,7 +57,7 @@ class Servers(SamplerSpec):
     """Folder in which weights are written for the servers, which must be able to read it. Null: shared memory, or the
     temporary folder. Required if a server runs on another machine."""
     untie: bool = False
-    """Send tied output embeddings as weights of their own. Servers of vLLM that compute on a CPU need this: they do not
+    """Send tied output embeddings as separate weights. Servers of vLLM that compute on a CPU need this: they do not
     update tied output embeddings."""
     probe_tolerance: Positive | None = 0.005
     """After each update, the server scores a fixed text. The mean difference to the log-probs of the trainer, in nats,

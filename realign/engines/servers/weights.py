@@ -25,7 +25,7 @@ class WeightFolders:
 
         Args:
             parent: folder in which it is created; None: shared memory if the system has it, or the temporary folder.
-            untie: whether to write tied output embeddings as weights of their own.
+            untie: whether to write tied output embeddings as separate weights.
 
         Raises:
             ConfigError: the folder cannot be created.
@@ -72,7 +72,7 @@ class WeightFolders:
 
 
 def untie(folder: Path) -> None:
-    """Give a model folder output embeddings of its own, if they are tied to the input embeddings.
+    """Separate the output embeddings of a model folder, if they are tied to the input embeddings.
 
     Raises:
         ConfigError: the input embeddings have an unknown name.
