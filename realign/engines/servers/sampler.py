@@ -34,7 +34,7 @@ from realign.api.sampler import Capabilities, WeightSource, generate_by_requests
 from realign.api.seeds import derive_seed
 from realign.engines.servers.probe import Probe
 from realign.engines.servers.protocol import Ask, End, Part, Refused, Unavailable
-from realign.engines.servers.server import Server
+from realign.engines.servers.server import Interrupted, Server
 from realign.engines.servers.settings import Servers
 from realign.engines.servers.weights import WeightFolders
 from realign.errors import ConfigError, RealignError, TransientError
@@ -47,6 +47,8 @@ _UNHEALTHY = 3
 """Number of failed checks after which a server is taken out of use."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _CLOSE_S = 30.0
+_DRAIN_S = 3.0
+"""Seconds that the servers may take to return the tokens of their requests when they are stopped."""
 _PREFIX = "realign-"
 
 T = TypeVar("T")
@@ -301,6 +303,8 @@ class ServerSampler:
                         return await self._ask(server, ask), self._version
                     finally:
                         self._count(-1)
+            except Interrupted:
+                pass  # the request begins again
             except Unavailable as error:
                 self._fail(server, str(error))
             except Refused as error:
@@ -422,11 +426,10 @@ class ServerSampler:
         async with self._weights_lock:
             await asyncio.gather(*(self._stop(server) for server in self._servers if server.up))
             try:
-                await asyncio.wait_for(self._idle.wait(), self._settings.update_timeout_s)
-            except TimeoutError:
+                await asyncio.wait_for(self._idle.wait(), _DRAIN_S)
+            except TimeoutError:  # requests that reached the server after it was stopped wait until it continues
                 for server in self._servers:
-                    if server.busy:
-                        self._fail(server, "it did not end its requests when it was stopped")
+                    server.interrupt()
                 await self._idle.wait()
 
     async def _stop(self, server: Server) -> None:

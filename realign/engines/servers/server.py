@@ -21,6 +21,10 @@ _CONNECT_S = 10.0
 T = TypeVar("T")
 
 
+class Interrupted(Exception):
+    """A call was ended by `Server.interrupt`."""
+
+
 class Server:
     """A server. All methods are called in the event loop of the sampler."""
 
@@ -67,11 +71,6 @@ class Server:
     def optional(self) -> bool:
         """Whether the run may begin without this server: it is running elsewhere, and did not answer."""
         return self.tried and not self.launched
-
-    @property
-    def busy(self) -> bool:
-        """Whether a call of the server has not ended."""
-        return bool(self._calls)
 
     def start(self, model: Path) -> None:
         """Start the process, if the run starts this server and it is not running.
@@ -122,6 +121,7 @@ class Server:
 
         Raises:
             Unavailable: the server failed during the call.
+            Interrupted: the call was interrupted.
         """
         task = asyncio.ensure_future(coroutine)
         self._calls.add(task)
@@ -134,7 +134,7 @@ class Server:
         finally:
             self._calls.discard(task)
         if task.cancelled():
-            raise Unavailable(self.failure)
+            raise Interrupted if self.up else Unavailable(self.failure)
         return task.result()
 
     def use(self) -> None:
@@ -146,6 +146,11 @@ class Server:
         """Take the server out of use, and end its calls."""
         self.up, self.failure = False, why
         self.failed.set()
+        for task in self._calls:
+            task.cancel()
+
+    def interrupt(self) -> None:
+        """End all calls of a server that works."""
         for task in self._calls:
             task.cancel()
 

@@ -87,7 +87,7 @@ def generate_request(ask: Ask) -> dict[str, Any]:
     neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
     sampling = neutral | {
         "max_new_tokens": config.max_new_tokens,
-        "min_new_tokens": config.max_new_tokens if config.fixed_length else config.min_new_tokens,
+        "min_new_tokens": 0 if config.fixed_length else config.min_new_tokens,
         "temperature": 0.0 if config.greedy else config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k or _ALL,

@@ -92,7 +92,8 @@ def completion_request(ask: Ask) -> dict[str, Any]:
     return neutral | {
         "prompt": list(ask.ids),
         "max_tokens": config.max_new_tokens,
-        "min_tokens": config.max_new_tokens if config.fixed_length else config.min_new_tokens,
+        # vLLM also blocks end tokens below `min_tokens` with `ignore_eos`
+        "min_tokens": 0 if config.fixed_length else config.min_new_tokens,
         "temperature": 0.0 if config.greedy else config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,

@@ -76,7 +76,7 @@ class _Job:
         last = (self.ids or self.prompt)[-1]
         row_V = (logits_VV[last] / (self.temperature or 1.0)).clone()
         if len(self.ids) < self.least:
-            row_V[list(self.stop_ids)] = -torch.inf
+            row_V[[0, *self.stop_ids]] = -torch.inf  # also the end token, as vLLM does
         row_V = row_V.log_softmax(-1)
         token = (
             int(torch.multinomial(row_V.exp(), 1, generator=self.generator))
@@ -113,12 +113,16 @@ class FakeServer:
             def log_message(self, *args):
                 pass
 
+            def retry(self):
+                fake.answer(self, self.body)
+
             def do_GET(self):
                 fake.answer(self, {})
 
             def do_POST(self):
                 length = int(self.headers.get("Content-Length") or 0)
-                fake.answer(self, json.loads(self.rfile.read(length) or b"{}"))
+                self.body = json.loads(self.rfile.read(length) or b"{}")
+                fake.answer(self, self.body)
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -317,6 +321,12 @@ def status(code, text="broken"):
 def body(value):
     """A fault: answer with another JSON value."""
     return lambda handler: send(handler, 200, value)
+
+
+def late(handler):
+    """A fault: the request reaches the decoder some time later."""
+    time.sleep(0.5)
+    handler.retry()
 
 
 def disconnect(handler):

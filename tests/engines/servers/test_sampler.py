@@ -125,6 +125,20 @@ def test_an_update_midway_continues_responses_with_exact_versions(servers, conne
         torch.testing.assert_close(done.logprobs, expected)
 
 
+def test_an_update_does_not_wait_for_requests_that_reach_a_stopped_server(servers, connect, kind):
+    """A server answers them only when it continues, and it continues only when the update has ended."""
+    (server,) = servers()
+    sampler = connect([server])
+    server.faults[SAMPLE[kind]] = [fake_server.late] * 4
+    handles = [sampler.submit(request(i)) for i in range(4)]
+    until(lambda: not server.faults[SAMPLE[kind]])
+    sampler.update(NEW, 1)
+    for handle in handles:
+        done = handle.result(30)
+        assert set(done.versions.tolist()) == {1}
+        torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
+
+
 def test_responses_with_stop_strings_start_again_after_an_update(servers, connect):
     """A stop string that begins before an update could not be found after it."""
     (server,) = servers(token_s=0.02)
