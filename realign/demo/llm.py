@@ -35,9 +35,11 @@ SHOWN = 6
 """Number of held-out questions whose answers are shown."""
 PANELS = (
     Panel("reward: share of right answers", {"reward": "training batch, sampled", "eval/reward": "held out, greedy"}),
-    Panel("response length (tokens)", {"response_tokens": "training batch"}),
+    Panel("response length (tokens)", {"response_tokens": "training batch", "eval/response_tokens": "held out"}),
     Panel("entropy (nats per token)", {"entropy": "training batch"}),
-    Panel("KL to the sampler (nats per token)", {"approx_kl": "training batch"}),
+    Panel(
+        "truncated responses (share)", {"truncated_fraction": "training batch", "eval/truncated_fraction": "held out"}
+    ),
     Panel("gradient norm", {"grad_norm": "before clipping"}),
     Panel("seconds per step", {"step_s": "whole step"}),
 )
