@@ -257,14 +257,17 @@ class TransformersEngine(InferenceEngine):
         """
         check_finite(self.name, self.module, self.value_head)
         path = Path(path)
-        save_folder(path, self._write)
+        self._write(path)
         if self._average is not None:
             with self._average.in_place():
-                save_folder(path.with_name(f"{path.name}{AVERAGED}"), self._write)
+                self._write(path.with_name(f"{path.name}{AVERAGED}"))
 
-    def _write(self, folder: Path) -> None:
-        self.network.save(folder)
-        save_tokenizer(self.tokenizer, folder)
+    def _write(self, path: Path) -> None:
+        def fill(folder: Path) -> None:
+            self.network.save(folder)
+            save_tokenizer(self.tokenizer, folder, path)
+
+        save_folder(path, fill)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that training changes: weights, optimizer moments and step counts.
