@@ -257,17 +257,17 @@ class TransformersEngine(InferenceEngine):
         """
         check_finite(self.name, self.module, self.value_head)
         path = Path(path)
-        self._write(path)
+        self._save(path)
         if self._average is not None:
             with self._average.in_place():
-                self._write(path.with_name(f"{path.name}{AVERAGED}"))
+                self._save(path.with_name(f"{path.name}{AVERAGED}"))
 
-    def _write(self, path: Path) -> None:
-        def fill(folder: Path) -> None:
-            self.network.save(folder)
-            save_tokenizer(self.tokenizer, folder, path)
+    def _save(self, path: Path) -> None:
+        save_folder(path, lambda folder: self._write(folder, path))
 
-        save_folder(path, fill)
+    def _write(self, folder: Path, final: Path) -> None:
+        self.network.save(folder)
+        save_tokenizer(self.tokenizer, folder, final)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that training changes: weights, optimizer moments and step counts.
