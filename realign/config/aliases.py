@@ -46,6 +46,17 @@ _ACCUMULATION = Alias(
 _SAVE = Alias(answer="save_every_steps saves the models, and checkpoint.every_steps writes checkpoints for resuming.")
 _CLIP = Alias(answer="set interfaces.actor.objective.low and interfaces.actor.objective.high, which may differ.")
 _LENGTH = Alias(answer="set data.max_prompt_tokens for prompts and interfaces.actor.generation.max_new_tokens.")
+_TRACKER = Alias(
+    answer="every run writes `metrics.jsonl`. Trackers are components: set "
+    "`trackers.wandb._target_=realign.runtime.WandB` or `trackers.tb._target_=realign.runtime.TensorBoard`."
+)
+_LORA = Alias(
+    answer="for adapters, set `models.actor.trains=lora`. Its keys are `models.actor.trains.rank`, "
+    "`models.actor.trains.alpha` and others."
+)
+_REWARDS = Alias(
+    answer="set interfaces.reward.function for one function, or interfaces.reward.functions for several with weights."
+)
 _STEPS = Alias(("steps",))
 _RATE = Alias(("models.*.optimizer.lr",))
 _NEW_TOKENS = Alias(("interfaces.*.generation.max_new_tokens", "evaluation.generation.max_new_tokens"))
@@ -124,6 +135,22 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "save_steps": _SAVE,
         "reward_fn": Alias(("interfaces.reward.function",)),
         "reward_function": Alias(("interfaces.reward.function",)),
+        "reward_funcs": _REWARDS,
+        "reward_functions": _REWARDS,
+        "reward_weights": _REWARDS,
+        "report_to": _TRACKER,
+        "wandb": _TRACKER,
+        "tensorboard": _TRACKER,
+        "lora": _LORA,
+        "use_lora": _LORA,
+        "use_peft": _LORA,
+        "lora_r": _LORA,
+        "lora_rank": _LORA,
+        "lora_alpha": _LORA,
+        "load_in_4bit": Alias(("models.*.load_in_4bit",)),
+        "bf16": Alias(answer="set `models.actor.dtype=bfloat16`, and the same for the other roles."),
+        "logging_steps": Alias(answer="`metrics.jsonl` and `realign.log` contain every step."),
+        "eval_dataset": Alias(("evaluation.data.path",)),
     }
 )
 """Name of another tool -> keys of realign."""
@@ -136,6 +163,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "keys. To try a saved model, use realign chat MODEL.",
         "resume": "to resume a run, repeat its command with resume=auto.",
         "sweep": "to start a sweep, add -m: realign -m experiment=NAME seed=0,1.",
+        "merge": "to merge an adapter into its base model, use realign export RUN_OR_FOLDER --to DIR --merge.",
+        "push": "to upload a model, use realign export RUN_OR_FOLDER --push OWNER/NAME.",
         "list": "`realign --help` lists the experiments and algorithms.",
     }
 )

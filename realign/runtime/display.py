@@ -30,13 +30,14 @@ def headline(
 
     `sets` are the names of the evaluations (`Experiment.evaluations`).
 
-    The order is: metrics of the leading role, metrics of other trained roles with their prefix, named rewards, general
-    metrics. Empty if no trained role declares any metric.
+    The order is: metrics of the leading role, metrics of other trained roles with their prefix, general metrics. Named
+    rewards follow the metric `reward`. Empty if no trained role declares any metric.
     """
     names = [f"{prefix}{name}" for prefix, own in _trained(graph, interfaces, lead) for name in own.headline()]
     if not names:
         return ()
-    names += named_means(graph)
+    place = names.index("reward") + 1 if "reward" in names else len(names)
+    names[place:place] = named_means(graph)
     prefixes = ["", EVALUATION, *(f"{EVALUATION}{name}/" for name in sets)]
     return tuple(dict.fromkeys(f"{prefix}{name}" for name in (*names, *GENERAL) for prefix in prefixes))
 

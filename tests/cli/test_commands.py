@@ -77,6 +77,7 @@ def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
         (("train",), "Start from experiment=NAME"),
         (("check",), "Start from experiment=NAME"),
         (("grph",), "unknown command 'grph'; did you mean 'graph'?"),
+        (("merge", "runs/x"), "use realign export RUN_OR_FOLDER --to DIR --merge"),
         (("eval", "experiment=bigram"), "realign has no command 'eval': an evaluation is part of a run"),
         (("experiment=bigram", "epochs=3"), "epochs: realign counts training in steps"),
         (("./nothing.yaml",), "experiment=nothing.yaml: this file does not exist"),

@@ -69,6 +69,9 @@ def test_a_name_with_one_key_is_replaced_with_a_note(words, expected):
     [
         ([GRPO, "epochs=3"], "epochs: realign counts training in steps: set steps to epochs x rows / batch_prompts"),
         ([GRPO, "batch_size=3"], "batch_size: set batch_prompts, the number of prompts per step"),
+        ([GRPO, "report_to=wandb"], "set `trackers.wandb._target_=realign.runtime.WandB"),
+        ([GRPO, "use_peft=true"], "use_peft: for adapters, set `models.actor.trains=lora`"),
+        ([GRPO, "reward_funcs=x"], "interfaces.reward.functions for several with weights"),
         ([GRPO, "gradient_accumulation_steps=3"], "Lower it to save memory; the result does not change"),
         (
             ["experiment=ppo", "lr=1"],

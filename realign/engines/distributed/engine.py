@@ -261,7 +261,7 @@ class ShardedEngine(TransformersEngine):
 
         def fill(folder: Path) -> None:
             write_network(folder, gathered.module, gathered.value_head, self.network.trains)
-            save_tokenizer(self.tokenizer, folder)
+            save_tokenizer(self.tokenizer, folder, path)
 
         def write() -> None:
             check_finite(self.name, gathered.module, gathered.value_head)

@@ -126,7 +126,7 @@ def _keep_special(exact: Any, tokenizer: Any) -> None:
     for name in _SPECIAL:
         token = getattr(tokenizer, name)
         if getattr(exact, name) is None and token in vocabulary:
-            setattr(exact, name, token)
+            exact.add_special_tokens({name: token})  # setattr alone does not make it one token of a text
     if exact.chat_template is None:
         exact.chat_template = tokenizer.chat_template
 
@@ -168,11 +168,16 @@ def _short(x: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, folder: Path, final: Path | None = None) -> None:
     """Save a tokenizer, read it back as users and as realign do, and compare.
 
     If AutoTokenizer would rebuild it as another kind of tokenizer, a class that reads `tokenizer.json` is named in
     `tokenizer_config.json`. A remaining difference is a warning, since the weights of the run must still be saved.
+
+    Args:
+        tokenizer: tokenizer to save.
+        folder: folder to write to.
+        final: folder that `folder` is renamed to afterwards, for the warning; None if it keeps its name.
     """
     tokenizer.save_pretrained(folder)
     _forget_class(folder)
@@ -182,8 +187,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         found = reread_difference(tokenizer, folder)
     if found is not None:
         warnings.warn(
-            f"{folder}: the saved tokenizer differs from the tokenizer of the run: {found}. The save continues. Copy "
-            "the tokenizer files that the run started with into this folder.",
+            f"{final or folder}: the saved tokenizer differs from the tokenizer of the run: {found}. The save "
+            "continues. Copy the tokenizer files that the run started with into this folder.",
             stacklevel=2,
         )
 

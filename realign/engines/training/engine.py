@@ -260,14 +260,17 @@ class TransformersEngine(InferenceEngine):
         """
         check_finite(self.name, self.module, self.value_head)
         path = Path(path)
-        save_folder(path, self._write)
+        self._save(path)
         if self._average is not None:
             with self._average.in_place():
-                save_folder(path.with_name(f"{path.name}{AVERAGED}"), self._write)
+                self._save(path.with_name(f"{path.name}{AVERAGED}"))
 
-    def _write(self, folder: Path) -> None:
+    def _save(self, path: Path) -> None:
+        save_folder(path, lambda folder: self._write(folder, path))
+
+    def _write(self, folder: Path, final: Path) -> None:
         self.network.save(folder)
-        save_tokenizer(self.tokenizer, folder)
+        save_tokenizer(self.tokenizer, folder, final)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that training changes: weights, optimizer moments and step counts.

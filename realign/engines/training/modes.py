@@ -50,7 +50,10 @@ def enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
     """Enable gradient checkpointing, and return the modules that check their own `training` flag for it."""
     # transformers is renaming this method: use the new name if it exists
     enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-    enable()
+    enable({"use_reentrant": False})
+    # transformers also hooks the embeddings, for reentrant checkpointing. The hook would disable the fused rollout and
+    # make the backward pass go through frozen layers.
+    module.disable_input_require_grads()
     checkpointed = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in [] if dropout else checkpointed:
         for name, x in vars(layer).items():  # OPT layers store their rates as plain floats

@@ -56,6 +56,7 @@ def _cure(rows: int, response: int, limit: int, setting: str) -> str:
     if not response:
         return f"Limit the rows to {limit} tokens."
     if response >= limit:
-        return f"Lower {setting}: with {response} tokens no prompt fits."
+        fits = f"to at most {limit - rows}" if rows < limit else f"below {limit} and limit the rows"
+        return f"Set {setting} {fits}."
     lower = f", or set {setting} to at most {limit - rows}" if rows < limit else ""
     return f"Limit the rows to {limit - response} tokens{lower}."

@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,8 @@ from realign.runtime.display import EVALUATION, first_metrics
 
 MOST = 6
 """Headline metrics in a line without a terminal."""
-MISSING_REWARDS = "eval/missing_rewards"
+DETAILS = ("/missing_rewards", "/std")
+"""Ends of the names of held-out metrics that only metrics.jsonl and the charts contain."""
 _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
 
@@ -307,8 +308,9 @@ class LiveDisplay:
             step == self._steps or step % max(1, self._steps // 10) == 0 or any(n.startswith("eval/") for n in metrics)
         ):
             names = [name for name in self._names() if name in metrics]
-            late = [name for name in names[MOST:] if name.startswith(EVALUATION) or name in self._added]
-            shown = [f"{name} {_number(metrics[name])}" for name in [*names[:MOST], *late]]
+            extra = {name for name in names if name.startswith(EVALUATION) or name in self._added}
+            limited = [name for name in names if name not in extra][:MOST]
+            shown = [f"{name} {_number(metrics[name])}" for name in names if name in extra or name in limited]
             line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -320,7 +322,7 @@ class LiveDisplay:
 
     def _names(self) -> list[str]:
         names = [name for name in self._shown if name in self._latest] or first_metrics(self._latest)
-        more = [name for name in self._latest if name.startswith(EVALUATION) and name != MISSING_REWARDS]
+        more = held_out(self._latest)
         more += [name for name in tuple(self._added) if name in self._latest]
         return [*names, *(name for name in more if name not in names)]
 
@@ -340,6 +342,11 @@ class LiveDisplay:
         if self._latest:
             outer.add_row(table)
         return outer
+
+
+def held_out(reported: Iterable[str]) -> list[str]:
+    """Return the metrics of evaluations without their `DETAILS`."""
+    return [name for name in reported if name.startswith(EVALUATION) and not name.endswith(DETAILS)]
 
 
 def _number(value: float) -> str:

@@ -64,7 +64,7 @@ class RunReport:
             with suppress(OSError):  # the output may be a file on a full disk; the log has the summary too
                 if self.before_panel is not None:
                     self.before_panel()
-                console.print(summary.panel())
+                summary.show(console)
 
     def summary(
         self, experiment: Experiment, event: EndEvent, history: Sequence[Mapping[str, float]], seconds: float
@@ -84,7 +84,7 @@ class RunReport:
             step=event.step,
             steps=e.steps,
             seconds=seconds,
-            metrics=courses(history, headline(e.graph, e.interfaces, lead_role(e)), known),
+            metrics=courses(history, headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)), known),
             warnings=self.log.warnings,
             files=files,
             next_commands=self._next_commands(experiment, event),

@@ -19,7 +19,7 @@ from rich.text import Text
 from realign.api.callback import EndStatus
 from realign.engines.files.durable import open_regular
 from realign.runtime.display import EVALUATION, GENERAL, first_metrics
-from realign.runtime.metrics.live_display import MISSING_REWARDS
+from realign.runtime.metrics.live_display import held_out
 
 NAME = "summary.json"
 LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
@@ -93,8 +93,14 @@ class RunSummary:
             return f"{self.name}: {done}"
         return f"{self.name}: {self.status} after {done}"
 
-    def panel(self) -> Panel:
-        """Return the summary for a rich console."""
+    def show(self, console: Console) -> None:
+        """Print the summary. The commands are below its frame and on one line each, so that they can be copied."""
+        console.print(self._panel())
+        width = max(map(len, self.next_commands), default=0)
+        for meaning, command in self.next_commands.items():
+            console.print(Text.assemble((f"{meaning:<{width}}", "bold"), "  ", command), soft_wrap=True)
+
+    def _panel(self) -> Panel:
         parts: list[Table | Text] = []
         if self.status is EndStatus.stopped:
             parts += [Text(self.reason), Text()]
@@ -108,18 +114,13 @@ class RunSummary:
                 Text("warnings", style="bold yellow"), Text(f"{self.warnings}, see {self.files.get('log', '')}")
             )
         parts.append(files)
-        if self.next_commands:
-            commands = Table.grid(padding=(0, 2))
-            for meaning, command in self.next_commands.items():
-                commands.add_row(Text(meaning, style="bold"), Text(command, overflow="fold"))
-            parts += [Text(), Text("next", style="dim"), commands]
         style = "green" if self.status is EndStatus.completed else "yellow"
         return Panel(Group(*parts), title=Text(self.headline()), title_align="left", border_style=style)
 
     def text(self) -> str:
         """Return the summary as plain text."""
         console = Console(width=110, record=True, file=io.StringIO(), color_system=None)
-        console.print(self.panel())
+        self.show(console)
         return console.export_text().rstrip()
 
 
@@ -136,7 +137,7 @@ def courses(
     reported = dict.fromkeys(name for record in history for name in record if name != "step")
     known = {name: _larger_is_better(name, better or {}) for name in reported}
     names = [name for name in shown if name in reported and name not in GENERAL]
-    evaluated = [name for name in reported if name.startswith(EVALUATION) and name != MISSING_REWARDS]
+    evaluated = held_out(reported)
     evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
     others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
     order = [*evaluated[: MOST - 2], *others][:MOST]

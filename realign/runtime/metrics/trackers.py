@@ -108,4 +108,4 @@ def _extra(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"The tracker needs {extra} ({error}). Run pip install 'realign[{extra}]'.") from error
+        raise ConfigError(f"The tracker needs {extra} ({error}). Run pip install 'realign-rl[{extra}]'.") from error

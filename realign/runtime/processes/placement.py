@@ -155,7 +155,7 @@ def check_runtime(experiment: Experiment) -> None:
     """
     if experiment.runtime.starts_workers:
         if find_spec("ray") is None:
-            raise ConfigError("runtime=ray needs the package ray. Run pip install 'realign[ray]'.")
+            raise ConfigError("runtime=ray needs the package ray. Run pip install 'realign-rl[ray]'.")
         plan_groups(experiment)
         for role in experiment.roles:
             spec = experiment.models.get(role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -90,6 +91,26 @@ def test_special_tokens_that_only_the_class_defines_are_kept(tmp_path):
     assert len(found) == len(words)
 
 
+def test_a_special_token_that_only_the_class_defines_is_one_token_before_and_after_a_save(tmp_path):
+    """A qwen2 folder whose vocabulary contains <|endoftext|>, but whose tokenizer.json does not mark it as special."""
+    words = tiny_tokenizer()
+    words.save_pretrained(tmp_path)
+    tiny_config("qwen2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["unk_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = (tmp_path / "tokenizer.json").read_text().replace("<r1>", "<|endoftext|>")
+    (tmp_path / "tokenizer.json").write_text(text)
+    found = read_tokenizer("models.actor.path", str(tmp_path), trust_remote_code=False)
+    assert found("1<|endoftext|>2", add_special_tokens=False)["input_ids"][1:-1] == [
+        words.convert_tokens_to_ids("<r1>")
+    ]
+    tiny_config("qwen2").save_pretrained(tmp_path / "saved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_tokenizer(found, tmp_path / "saved")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -111,6 +132,8 @@ def test_a_tokenizer_that_does_not_read_back_warns_and_the_save_continues(tmp_pa
     with pytest.warns(UserWarning, match="the saved tokenizer differs from the tokenizer of the run: .*chat_template"):
         save_tokenizer(tokenizer, tmp_path)
     assert (tmp_path / "tokenizer.json").is_file()
+    with pytest.warns(UserWarning, match=r"^runs/x/final/actor: the saved tokenizer differs"):
+        save_tokenizer(tokenizer, tmp_path, Path("runs/x/final/actor"))
 
 
 def test_a_folder_that_cannot_be_read_back_is_a_difference(tmp_path):

@@ -148,6 +148,17 @@ def test_a_model_with_adapters_answers(tmp_path, dtype):
     torch.testing.assert_close(scored, answered["logprobs"][mask_T], atol=limit, rtol=limit)
 
 
+def test_checkpointing_trains_the_same_adapters(tmp_path):
+    folder, data, results = save_tiny(tmp_path / "m"), random_sample(LENGTHS), []
+    for checkpointing in (False, True):
+        engine = load(folder, gradient_checkpointing=checkpointing)
+        before = logprobs(engine, data)
+        train(engine, data, 2)
+        results.append(logprobs(engine, data))
+    assert not torch.allclose(results[0], before, atol=1e-4)
+    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=0)
+
+
 def test_a_model_with_adapters_continues_exactly(tmp_path):
     folder, data = save_tiny(tmp_path / "m"), random_sample(LENGTHS)
     whole, first, second = load(folder), load(folder), load(folder)

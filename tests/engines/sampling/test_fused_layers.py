@@ -121,9 +121,12 @@ def test_large_models_run_their_modules(monkeypatch):
     assert "more than the limit of 1000" in fused.obstacle
 
 
-def test_an_optimizer_step_is_seen_by_the_next_rollout():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_optimizer_step_is_seen_by_the_next_rollout(checkpointing):
     def run(fused_rollout):
-        engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2), fused_rollout=fused_rollout)
+        engine = tiny_engine(
+            optimizer=OptimizerSpec(lr=1e-2), fused_rollout=fused_rollout, gradient_checkpointing=checkpointing
+        )
         config = GenerationConfig(max_new_tokens=12)
         data = sample_of(prompts())
         first = engine.generate(data, config, seed=1)

@@ -245,7 +245,16 @@ def test_evaluations_and_metrics_of_callbacks_are_shown_besides_the_headline():
             "other": 1.0,
             "eval/reward": 0.5,
             "eval/missing_rewards": 0.0,
+            "eval/easy/missing_rewards": 0.0,
+            "eval/rewards/form/std": 0.0,
             "mine": 2.0,
         }
         display.log(1, values)
     assert out.getvalue() == "toy step 1/2  a 1  b 1  c 1  d 1  e 1  f 1  eval/reward 0.5  mine 2\n"
+
+
+def test_held_out_metrics_do_not_displace_metrics_of_training():
+    out, shown = io.StringIO(), ("a", "eval/a", "b", "eval/b", "c", "d", "e", "f", "g")
+    with LiveDisplay(Console(file=out, width=200), "toy", 1, shown) as display:
+        display.log(1, dict.fromkeys(shown, 1.0))
+    assert out.getvalue() == "toy step 1/1  a 1  eval/a 1  b 1  eval/b 1  c 1  d 1  e 1  f 1\n"

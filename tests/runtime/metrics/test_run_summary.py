@@ -41,7 +41,7 @@ def test_save_best_decides_the_direction():
 
 def test_the_panel_has_the_facts_and_markup_in_names_is_harmless():
     out = io.StringIO()
-    Console(file=out, width=100).print(SUMMARY.panel())
+    SUMMARY.show(Console(file=out, width=100))
     text = out.getvalue()
     assert "toy: stopped after 3 of 9 steps in 1 min 12 s " in text
     for part in (
@@ -53,6 +53,18 @@ def test_the_panel_has_the_facts_and_markup_in_names_is_harmless():
     ):
         assert part in text, part
     assert SUMMARY.text().splitlines()[1:-1] != []
+
+
+def test_a_command_is_on_one_line_however_narrow_the_terminal_is():
+    command = f"realign chat {'long/' * 30}actor"
+    out = io.StringIO()
+    replace(SUMMARY, next_commands={"chat": command}).show(Console(file=out, width=40))
+    assert f"chat  {command}\n" in out.getvalue()
+
+
+def test_details_of_evaluations_are_left_out():
+    reported = {"eval/reward": 0.0, "eval/easy/missing_rewards": 0.0, "eval/rewards/form/std": 0.0, "eval/x": 1.0}
+    assert [one.name for one in courses([{"step": 0, **reported}], ())] == ["eval/reward", "eval/x"]
 
 
 def test_the_file_is_json_without_nan(tmp_path):
