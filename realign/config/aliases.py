@@ -57,6 +57,10 @@ _LORA = Alias(
 _REWARDS = Alias(
     answer="set interfaces.reward.function for one function, or interfaces.reward.functions for several with weights."
 )
+_SERVERS = Alias(
+    answer="set `models.actor.sampler=vllm` (or sglang), and `models.actor.sampler.urls` or "
+    "`models.actor.sampler.python`; see docs/guides/servers.md."
+)
 _STEPS = Alias(("steps",))
 _RATE = Alias(("models.*.optimizer.lr",))
 _NEW_TOKENS = Alias(("interfaces.*.generation.max_new_tokens", "evaluation.generation.max_new_tokens"))
@@ -149,6 +153,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "lora_alpha": _LORA,
         "load_in_4bit": Alias(("models.*.load_in_4bit",)),
         "bf16": Alias(answer="set `models.actor.dtype=bfloat16`, and the same for the other roles."),
+        "use_vllm": _SERVERS,
+        "vllm_mode": _SERVERS,
+        "vllm_server_base_url": _SERVERS,
         "logging_steps": Alias(answer="`metrics.jsonl` and `realign.log` contain every step."),
         "eval_dataset": Alias(("evaluation.data.path",)),
     }
