@@ -59,7 +59,7 @@ _REWARDS = Alias(
 )
 _SERVERS = Alias(
     answer="set `models.actor.sampler=vllm` (or sglang), and `models.actor.sampler.urls` or "
-    "`models.actor.sampler.python`; see docs/guides/servers.md."
+    "`models.actor.sampler.python`."
 )
 _STEPS = Alias(("steps",))
 _RATE = Alias(("models.*.optimizer.lr",))
