@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realign.functional.head import LMHead
+from realign.functional.head import HeadGradients, LMHead
 from realign.functional.logprobs import chunk_tokens, exact_kl, token_logprobs
 
 N, H, V = 9, 5, 11
@@ -291,3 +291,17 @@ def test_chunks_of_logits_grow_with_the_memory_of_a_gpu(monkeypatch, device, gib
 
 def test_chunks_for_a_gpu_that_is_not_there_have_the_minimum_size():
     assert chunk_tokens(152_000, torch.device("cuda")) == 441
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_the_gradients_that_are_needed_use_memory(needed):
+    leaves, head, _ = make("bias")
+    found = HeadGradients(leaves[0], head.weight_VH, head.bias_V, needed)
+    assert tuple(x is not None for x in (found.hidden_NH, found.weight_VH, found.bias_V)) == needed
+
+
+def test_the_kl_to_a_reference_has_no_gradient_if_only_the_reference_could_have_one():
+    (hidden, *_), head, _ = make("bias", grad=False)
+    (ref_hidden, *_), ref_head, _ = make("bias", seed=1)
+    assert ref_head.weight_VH.requires_grad
+    assert not exact_kl(hidden, head, ref_hidden, ref_head).requires_grad

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.moments import MomentsKind, RunningMoments
+from realign.functional.moments import MomentsKind, RunningMoments, score_moments
 from tests.functional.test_normalization import over_ranks
 
 CUMULATIVE, EXPONENTIAL = MomentsKind.cumulative, MomentsKind.exponential
@@ -204,3 +204,20 @@ def test_settings_are_checked_and_a_kind_may_be_given_by_name():
         RunningMoments(eps=-1.0)
     with pytest.raises(ValueError, match="mask_N has dtype"):
         RunningMoments().update(torch.zeros(2), torch.zeros(2))
+
+
+def test_moments_of_scores_are_their_mean_and_population_std_over_all_ranks():
+    scores_S = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    assert score_moments(scores_S) == (3.0, pytest.approx(math.sqrt(2.5)))
+    parts = scores_S.split([1, 0, 3])
+    found = over_ranks(parts, lambda part, reduce: torch.tensor(score_moments(part, reduce)))
+    assert found.tolist() == pytest.approx([3.0, math.sqrt(2.5)] * 3)
+
+
+def test_without_scores_both_moments_are_nan():
+    assert all(map(math.isnan, score_moments(torch.zeros(0))))
+
+
+def test_the_number_of_elements_is_state_and_not_a_setting():
+    with pytest.raises(TypeError, match="count"):
+        RunningMoments(count=1.0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
+from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
 from realign.errors import ConfigError
@@ -492,6 +492,10 @@ def test_calls_of_other_settings_are_those_of_a_graph_without_an_environment():
 def test_an_environment_replaces_sampling_and_reward_of_any_graph():
     best_of = with_environment(raft.dataflow())
     assert {"logprobs", "versions", "turns"} <= set(best_of.results)
+    for dense in (False, True):
+        agent = with_environment(raft.dataflow(), dense=dense).rpcs[0] if dense else best_of.rpcs[0]
+        keys = settings(dense=dense).keys("generate")
+        assert (set(agent.inputs), set(agent.outputs)) == (set(keys.needs), keys.writes)
     graph = replace(dataflow({"actor": PPOActorInterface(kl=KLPenalty("loss"))}), sync={"ref": Sync("actor", 0.1)})
     assert with_environment(graph).sync == graph.sync
     two = dataflow({"actor": PPOActorInterface(reward=RewardShaping(baseline="greedy"))})
@@ -575,3 +579,8 @@ def test_a_graph_with_an_environment_reports_each_reward(functions):
 def test_a_model_cannot_score_episodes_here():
     with pytest.raises(ConfigError, match="reward: RewardModelInterface needs a model"):
         settings(reward=RewardModelInterface())
+
+
+def test_only_generate_reads_and_writes_keys():
+    for method in ("inference", "credit", "train_step"):
+        assert settings().keys(method) == Keys()

@@ -14,9 +14,12 @@ from realign.interfaces.components import (
     GAE,
     Clip,
     Critic,
+    ImportanceCorrection,
     KLPenalty,
     KLPlace,
     Normalization,
+    RatioRange,
+    RewardShaping,
     SeqMeanTokenMean,
     TokenMean,
     ValueObjective,
@@ -502,3 +505,47 @@ def test_trap_f10_recomputed_log_probs_that_equal_the_samplers_change_nothing():
     recomputed = train_once(PPOActorInterface(), data.with_tokens(prox_logprobs=data["logprobs"]), MicroBatchSpec())
     for p, q in zip(plain.parameters, recomputed.parameters, strict=True):
         assert torch.equal(p, q)
+
+
+def answered(rewards: list[float], tokens: list[int]) -> SequenceSample:
+    """Return one prompt whose responses have these rewards and numbers of sampled tokens."""
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[1] * (1 + n) for n in tokens]]})
+    mask_T = torch.tensor([t > 0 for n in tokens for t in range(1 + n)])
+    data = data.with_tokens(loss_mask=mask_T, logprobs=torch.zeros(len(mask_T)))
+    return data.with_sequences(rewards=torch.tensor(rewards))
+
+
+@pytest.mark.parametrize(("keep_best", "want"), [(None, [0, 1, 3]), (1, [1]), (2, [0, 1])])
+def test_only_the_best_responses_with_a_reward_and_a_sampled_token_train(keep_best, want):
+    interface = PPOActorInterface(generation=GenerationConfig(n=5), keep_best=keep_best)
+    data = answered([2.0, 3.0, math.nan, 1.0, 9.0], [2, 1, 3, 1, 0])
+    scored = interface.score(Model("actor", BigramEngine()), data)
+    assert [s for s, mask in enumerate(scored.sequences("loss_mask")) if mask.any()] == want
+
+
+def test_scores_are_divided_by_the_std_of_all_rewards_so_far_of_responses_with_tokens():
+    interface, model = PPOActorInterface(reward=RewardShaping(scale="running")), Model("actor", BigramEngine())
+    first = interface.score(model, answered([1.0, 3.0, math.nan, 50.0], [1, 1, 1, 0]))["rewards"]
+    assert first[:2].tolist() == pytest.approx([1 / np.std([1, 3], ddof=1), 3 / np.std([1, 3], ddof=1)])
+    second = interface.score(model, answered([8.0], [2]))["rewards"]
+    assert second.tolist() == pytest.approx([8 / np.std([1, 3, 8], ddof=1)])
+
+
+def test_a_rejected_token_counts_in_the_divisor_of_the_loss_alone():
+    data, engine = random_batch(3), BigramEngine()
+    losses, weights = [], []
+    for keep in (False, True):
+        correction = ImportanceCorrection(rejection=RatioRange(cap=1.05), keep_in_divisor=keep)
+        interface = PPOActorInterface(correction=correction)
+        losses.append(float(interface.loss(engine.output(data), data)[0]))
+        weights.append(float(interface.loss_weight(data)))
+    assert losses[0] == losses[1]
+    assert weights[0] < weights[1] == data["loss_mask"].sum()
+
+
+@pytest.mark.parametrize("correction", [None, ImportanceCorrection()])
+def test_staleness_is_reported_with_a_correction_alone(correction):
+    data = random_batch(3)
+    model = Model("actor", BigramEngine(), version=3)
+    stats = stat_values(PPOActorInterface(correction=correction).batch_stats(model, data))
+    assert stats.get("staleness_max") == (None if correction is None else 3)  # versions are 0

@@ -105,6 +105,14 @@ def test_a_share_of_the_batch_is_chosen_whatever_its_prompt():
     assert chosen(data, keep_best=None, keep_share=1.0, min_reward=7.0) == [1, 2, 3]
 
 
+def test_equal_rewards_at_the_cut_of_a_share_keep_the_first_responses_of_a_prompt():
+    data = judged([[1.0] * 20] * 5)
+    kept = chosen(data, keep_best=None, keep_share=0.5, generation=GenerationConfig(n=20))
+    places = [[s % 20 for s in kept if s // 20 == prompt] for prompt in range(5)]
+    assert sorted(map(len, places)) == [0, 0, 10, 20, 20]
+    assert all(each == list(range(len(each))) for each in places)
+
+
 def test_equal_rewards_at_the_cut_of_a_share_are_drawn_by_prompt_and_anew_in_each_step():
     data = judged([[1.0]] * 40)
     settings = {"keep_best": None, "keep_share": 0.25, "generation": GenerationConfig(n=1)}

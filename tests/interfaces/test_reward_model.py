@@ -352,3 +352,35 @@ def test_the_shipped_experiment_trains_and_what_it_saves_is_a_model_with_one_lab
     model = TransformersModel(str(saved), head=Score()).load("reward", seed=1)
     rewards = RewardModelInterface().inference(model, data, ONE)["rewards"]
     torch.testing.assert_close(rewards, own_scores(saved, data), atol=1e-5, rtol=1e-5)
+
+
+def test_a_tie_counts_as_a_wrong_choice():
+    engine = scoring(0.0, 2.0, 2.0, 3.0, 5.0)  # the chosen response has an equal and a higher score
+    stats = RewardModelInterface().train_step(Model("reward", engine), pairs_by_hand(), ONE)
+    assert stat_values(stats)["accuracy"] == 0.5
+
+
+def test_a_choice_is_accurate_if_the_chosen_response_has_the_highest_score():
+    data = SequenceSample.from_sequences(["a", "b"], {"input_ids": [[[0, 1], [0, 2], [0, 3]], [[0, 3], [0, 4]]]})
+    data = data.with_tokens(loss_mask=torch.arange(10) % 2 == 1)
+    data = data.with_sequences(labels=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0]), margins=torch.zeros(5))
+    engine = scoring(0.0, 2.0, 1.0, 5.0, 6.0)  # the chosen 5 against 2 and 1, and the chosen 5 against 6
+    interface = RewardModelInterface(kind=RewardLoss.best_of_n)
+    stats = stat_values(interface.train_step(Model("reward", engine), data, ONE))
+    assert (stats["accuracy"], stats["score_chosen"], stats["score_rejected"]) == (0.5, 5.0, 3.0)
+
+
+@pytest.mark.parametrize("kind", [RewardLoss.pairwise, RewardLoss.scalar_compare])
+def test_the_score_of_an_excluded_pair_may_be_nan(kind):
+    data, interface = pairs_by_hand(), RewardModelInterface(kind=kind)
+    mask_T = data["loss_mask"].clone()
+    mask_T[:2] = False
+    loss, _ = interface.loss(scoring(0.0, math.nan, 1.0, 5.0, 3.0).output(data), data.with_tokens(loss_mask=mask_T))
+    alone, _ = interface.loss(scoring(0.0, 0.0, 0.0, 5.0, 3.0).output(data.take([1])), data.take([1]))
+    assert float(loss) == pytest.approx(float(alone))
+
+
+@pytest.mark.parametrize("target", [{"mean": math.inf}, {"mean": math.nan}, {"std": 0.0}, {"std": math.nan}], ids=str)
+def test_normalize_rejects_a_target_out_of_range(target):
+    with pytest.raises(ValueError, match="mean must be finite and std positive"):
+        RewardModelInterface().normalize(torch.tensor([1.0, 2.0]), **target)

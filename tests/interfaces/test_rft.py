@@ -213,3 +213,13 @@ def test_the_graph_is_that_of_raft_and_rft_runs_by_naming_it(tmp_path):
     assert result.series("selected_reward")[0] > result.series("reward")[0]
     saved = json.loads((tmp_path / "run" / "final" / "actor" / "interface_state.json").read_text())
     assert len(saved["pool"]["responses"]) == sizes[-1]
+
+
+def test_the_reported_threshold_is_the_mean_over_prompts_and_a_response_may_equal_min_reward():
+    engine = Watching()
+    interface = RFTActorInterface(n_improve_steps=1, start_percentile=0.5, end_percentile=0.5, min_reward=2.0)
+    data = batch({"a": ([1], {(s,): float(s) for s in range(5)}), "b": ([2], {(3,): 0.0, (4,): 2.0, (5,): 1.0})})
+    stats = stat_values(interface.train_step(Model("actor", engine), data, MicroBatchSpec()))
+    assert stats["threshold"] == pytest.approx((2.0 + 1.0) / 2)
+    (part,) = engine.seen
+    assert sorted(ids.tolist() for ids in part.sequences()) == [[1, 2], [1, 3], [1, 4], [2, 4]]

@@ -180,3 +180,28 @@ def test_dense_settings_without_meaning_are_refused(function):
         RuleRewardInterface(function, shuffle=True, dense=True)
     with pytest.raises(ConfigError, match=r"but is called as function\(prompt, response, row, tokens\)"):
         RuleRewardInterface(function, dense=True).open()
+
+
+@pytest.mark.parametrize(("functions", "text"), [({"a": "module:a"}, "both set"), ({}, "both empty")])
+def test_either_one_function_or_several_are_set(functions, text):
+    with pytest.raises(SettingsError, match=f"function: function and functions are {text}"):
+        RuleRewardInterface("module:function" if functions else None, functions=functions)
+
+
+def test_a_worker_inherits_the_secrets_to_keep_and_no_others(tmp_path, monkeypatch):
+    path = tmp_path / "inherited.py"
+    path.write_text(
+        "import os\n\ndef score(prompt, response, row):\n"
+        "    return ('KEPT_TOKEN' in os.environ) + 2 * ('OTHER_TOKEN' in os.environ)\n"
+    )
+    for name in ("KEPT_TOKEN", "OTHER_TOKEN"):
+        monkeypatch.setenv(name, "x")
+    for keep, want in (([], 0), (["KEPT_TOKEN"], 1)):
+        interface = RuleRewardInterface(f"{path}:score", workers=1, keep_environment=keep)
+        assert rewards(interface, batch([[3]])) == [want]
+        interface.close()
+
+
+def test_the_variables_to_keep_are_a_list(function):
+    with pytest.raises(SettingsError, match="keep_environment='KEPT_TOKEN'"):
+        RuleRewardInterface(function, keep_environment="KEPT_TOKEN")

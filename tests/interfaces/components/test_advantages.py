@@ -175,3 +175,10 @@ def test_the_launch_table_lists_the_estimator():
     assert rich.count(";") == 3
     weighted = GroupRelative(length_weighted=True, rescale_degenerate=True).describe()
     assert weighted == "reward of the response, responses weighted by length, at each of its tokens, times B / (B - M)"
+
+
+def test_without_a_penalty_the_reward_of_a_response_is_its_score_at_the_last_trained_token():
+    mask_T = torch.tensor([False, True, True, False])
+    rewards = Rewards(torch.tensor([3.0]), mask_T, torch.tensor([0, 4], dtype=torch.int32))
+    assert rewards.per_token.tolist() == [0.0, 0.0, 3.0, 0.0]
+    assert rewards.per_sequence.tolist() == [3.0]

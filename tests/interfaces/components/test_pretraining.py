@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.api import Lengths, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.interfaces.components import mix_pretraining
 from realign.interfaces.ppo import PPOActorInterface
 from realign.testing import BigramEngine, random_batch
 
@@ -48,3 +49,18 @@ def test_the_text_is_read_at_temperature_1_and_enters_no_metric_of_the_policy():
     _, mixed = move(PPOActorInterface(ptx_coef=1.0), with_text(data), 2)
     for name in ("entropy", "policy_loss", "clip_fraction", "ratio_mean", "approx_kl"):
         assert mixed[name] == pytest.approx(plain[name], rel=1e-6)
+
+
+def test_the_metric_of_the_text_is_independent_of_the_coefficient():
+    data = with_text(random_batch(3).select(["input_ids", "loss_mask", "logprobs", "rewards", "truncated"]))
+    found = [move(PPOActorInterface(ptx_coef=coef), data, 2)[1]["ptx_nll"] for coef in (0.01, 1.0, 100.0)]
+    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+
+
+def test_keys_with_one_value_per_token_stay_also_if_another_call_of_the_graph_wrote_them():
+    data = with_text(random_batch(3).select(["input_ids", "loss_mask", "rewards"]))
+    lengths = data.lengths["input_ids"]
+    equal = Lengths(lengths.counts.copy(), lengths.flat.copy())
+    data = data.with_data({"logprobs": torch.zeros(len(data["input_ids"]))}, lengths=equal)
+    mixed = mix_pretraining(data, 1.0, lambda part: part["loss_mask"].sum(), lambda x: x)
+    assert mixed.keys == {"input_ids", "loss_mask", "logprobs", "ptx_weight"}

@@ -5,7 +5,7 @@ import torch
 
 from realign.api import SequenceSample
 from realign.errors import ConfigError
-from realign.interfaces.components.response_cut import ResponseCut, cut_responses
+from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
 from tests.tiny import tiny_tokenizer
 
 END = 13
@@ -85,6 +85,7 @@ def test_marks_may_be_given_as_text_of_one_token_each():
     [
         ({}, "both empty"),
         ({"token_ids": [-1]}, r"token_ids=\[-1\]: token ids must be at least 0"),
+        ({"token_ids": [5, -1]}, r"token_ids=\[5, -1\]: token ids must be at least 0"),
         ({"texts": [""]}, r"texts=\[''\]: texts must not be empty"),
         ({"token_ids": [1], "after": -1}, r"after=-1: must be at least 0"),
         ({"token_ids": [1], "penalty": float("nan")}, r"penalty=nan: must be finite, or null"),
@@ -93,3 +94,8 @@ def test_marks_may_be_given_as_text_of_one_token_each():
 def test_settings_out_of_range_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
         ResponseCut(**setting)
+
+
+def test_dense_rewards_are_written_with_dense_alone():
+    assert reward_keys(dense=False) == {"rewards"}
+    assert reward_keys(dense=True) == {"rewards", "dense_rewards"}

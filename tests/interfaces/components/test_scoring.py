@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, Model
-from realign.interfaces.components import old_logprobs, score_logprobs
+from realign.api import Max, MicroBatchSpec, Model, stat_values
+from realign.interfaces.components import first_logprob_diff, old_logprobs, score_logprobs
 from realign.testing import BigramEngine, random_batch
 
 
@@ -22,3 +22,13 @@ def test_ratios_are_taken_against_recomputed_log_probs_where_there_are_any():
     data = random_batch(1)
     assert torch.equal(old_logprobs(data), data["prox_logprobs"])
     assert torch.equal(old_logprobs(data.select(["input_ids", "logprobs"])), data["logprobs"])
+
+
+def test_the_first_difference_is_the_one_that_the_loss_reports_or_else_is_computed():
+    data, engine = random_batch(1), BigramEngine()
+    output, mask_T = engine.output(data), data["loss_mask"]
+    own = first_logprob_diff({"logprob_diff_max": Max(torch.tensor(7.0))}, output, data, 0.7)
+    assert stat_values(own) == {"first_logprob_diff_max": 7.0}
+    difference_T = (output.logprobs(temperature=0.7, where_T=mask_T) - data["prox_logprobs"]).abs()
+    computed = first_logprob_diff({}, output, data, 0.7)
+    assert stat_values(computed) == {"first_logprob_diff_max": pytest.approx(float(difference_T[mask_T].max()))}

@@ -68,7 +68,7 @@ def test_wrong_settings_raise(settings, message):
 def test_settings_that_do_not_fit_the_actor_raise():
     with pytest.raises(SettingsError, match=r"truncation\.overlong_buffer=300: must be at most generation"):
         Truncation(overlong_buffer=300).check(longest=256, baseline=False)
-    for policy in (Truncation("zero"), Truncation(overlong_buffer=4)):
+    for policy in (Truncation("zero"), Truncation(overlong_buffer=1)):
         with pytest.raises(SettingsError, match=r"reward\.baseline=greedy: truncation\.reward"):
             policy.check(longest=256, baseline=True)
         policy.check(longest=256, baseline=False)

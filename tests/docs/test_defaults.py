@@ -1,0 +1,155 @@
+"""Test that the defaults in the tables of docs/algorithms and docs/security.md are those of the settings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realign.config.words import snake_case
+from realign.functional import cispo_loss, gmpo_loss, gspo_loss, sapo_loss
+from realign.interfaces.components import (
+    GAE,
+    Cispo,
+    Clip,
+    EarlyStop,
+    Gmpo,
+    GroupRelative,
+    Gspo,
+    ImportanceCorrection,
+    KLPenalty,
+    Normalization,
+    RatioRange,
+    RewardShaping,
+    Sapo,
+    Truncation,
+    ValueObjective,
+)
+from realign.interfaces.critic import PPOCriticInterface, ValueNormalization
+from realign.interfaces.dpo import DPOInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.raft import RAFTActorInterface
+from realign.interfaces.reward_model import RewardModelInterface
+from realign.interfaces.rft import RFTActorInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.interfaces.sft import SFTInterface
+
+DOCS = Path(__file__).parents[2] / "docs"
+VARIANTS = {"clip": Clip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo}
+VARIANTS |= {"gae": GAE, "group_relative": GroupRelative}
+WITH_VALUE = PPOActorInterface(critic="shared")
+NESTED = (EarlyStop, KLPenalty, Normalization, RewardShaping, Truncation, ValueNormalization, ValueObjective)
+# The settings of each table with a column of defaults, in the order of the page.
+TABLES: dict[str, list[Any]] = {
+    "ppo": [PPOActorInterface(), PPOCriticInterface()],
+    "grpo": [GRPOActorInterface()],
+    "decoupled_ppo": [ImportanceCorrection()],
+    "dpo": [DPOInterface()],
+    "raft": [RAFTActorInterface()],
+    "reward_model": [RewardModelInterface()],
+    "sft": [SFTInterface()],
+}
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default that a table states."""
+
+    page: str
+    owner: Any
+    path: str
+    want: str
+
+    def __str__(self) -> str:
+        return f"{self.page}-{type(self.owner).__name__}-{self.path}"
+
+    @property
+    def settings(self) -> Any:
+        """The settings that have the field."""
+        return reduce(getattr, self.path.split(".")[:-1], self.owner)
+
+    @property
+    def found(self) -> Any:
+        """The default of the field."""
+        return getattr(self.settings, self.path.rpartition(".")[2])
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """Yield the rows of each table with a column of defaults, the header first."""
+    for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found.splitlines()]
+        if "default" in rows[0]:
+            yield [rows[0], *rows[2:]]
+
+
+def defaults() -> Iterator[Default]:
+    for page, owners in TABLES.items():
+        found = list(tables((DOCS / "algorithms" / f"{page}.md").read_text(encoding="utf-8")))
+        for owner, (header, *rows) in zip(owners, found, strict=False):  # later tables are not about an interface
+            for row in rows:
+                names, variants = re.findall(r"`([\w.]+)`", row[0]), re.findall(r"[\w]+", row[0].rpartition("(")[2])
+                values = row[header.index("default")].split(", ")
+                assert len(names) == len(values), row
+                for name, value in zip(names, values, strict=True):
+                    for variant in variants if row[0].endswith(")") else [""]:
+                        yield of(page, owner, name, variant, value)
+    for name, value in re.findall(r"^\|[^|]*\| `(\w+): (\w+)`", (DOCS / "security.md").read_text(), re.MULTILINE):
+        yield Default("security", RuleRewardInterface("module:function"), name, value)
+    rft = (
+        (DOCS / "algorithms" / "raft.md").read_text().partition("`RFTActorInterface` has ")[2].partition("`min_reward`")
+    )
+    for name, value in re.findall(r"`(\w+)`\s\(`?([^)`]+)", rft[0]):
+        yield Default("raft", RFTActorInterface(), name, value)
+
+
+def of(page: str, owner: Any, name: str, variant: str, value: str) -> Default:
+    if variant in VARIANTS:
+        return Default(page, VARIANTS[variant](), name.partition(".")[2], value)
+    if name.startswith("value."):
+        return Default(page, WITH_VALUE, name, value)
+    if name.startswith("rejection."):  # there is none by default
+        return Default(page, RatioRange(), name.partition(".")[2], value)
+    return Default(page, owner, name, value)
+
+
+def same(found: Any, want: str) -> bool:
+    """Return whether a setting has the value of a table: a number, a word, or `n: 8` for a field of the setting."""
+    field, colon, rest = want.strip("`").partition(": ")
+    if colon:
+        return same(getattr(found, field), rest)
+    if isinstance(found, Normalization) and not found.active:
+        return want == "none"
+    if found is None or isinstance(found, bool | Enum | str):
+        return want == {None: "null", True: "true", False: "false"}.get(found, found)
+    return float(want) == found if isinstance(found, int | float) else want == snake_case(type(found).__name__)
+
+
+STATED = [each for each in defaults() if each.want != "required"]
+
+
+@pytest.mark.parametrize("stated", STATED, ids=str)
+def test_a_default_in_a_table_is_that_of_the_setting(stated):
+    assert same(stated.found, stated.want), f"{stated}: the table states {stated.want}, found {stated.found}"
+
+
+def test_the_tables_of_every_algorithm_are_compared():
+    assert {each.page for each in STATED} == {*TABLES, "security"}
+    found = {type(each.settings) for each in STATED}
+    assert found >= {*VARIANTS.values(), *NESTED, RFTActorInterface, PPOCriticInterface, RuleRewardInterface}
+
+
+FUNCTIONS = {Gspo: gspo_loss, Cispo: cispo_loss, Sapo: sapo_loss, Gmpo: gmpo_loss}
+
+
+@pytest.mark.parametrize(("cls", "function"), FUNCTIONS.items(), ids=lambda x: x.__name__)
+def test_an_objective_and_its_function_have_the_same_defaults(cls: type, function: Callable[..., Any]):
+    options = {n: p.default for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert options == {name: getattr(cls(), name) for name in options}
