@@ -131,7 +131,7 @@ def test_blank_lines_are_skipped_and_do_not_shift_line_numbers(tmp_path):
         ("a.csv", b"x,y\n1,\xff\n", r"a.csv, line 2 is not UTF-8 text"),
         ("a.csv", b'x,y\n1,2\n"3,4\n5,6\n', r"a.csv, line 3 is not valid CSV: unexpected end of data"),
         ("a.csv", b"x,x\n1,2\n", r"a.csv: the header \['x', 'x'\] has a duplicate or empty column name"),
-        ("a.jsonl.gz", gzip.compress(b'{"x": 1}\n')[:20], r"a.jsonl.gz is not a readable gzip file"),
+        ("a.jsonl.gz", gzip.compress(b'{"x": 1}\n', mtime=0)[:20], r"a.jsonl.gz is not a readable gzip file"),
         ("a.xlsx", b"x\n1\n", r"unknown file type '\.xlsx', .* Supported: JSONL, JSON, CSV, TSV, parquet and arrow"),
         ("rows", b"", "the file has no suffix"),
     ],
