@@ -55,11 +55,38 @@ def test_weights_and_masks_of_a_sequence_do_not_depend_on_the_rest_of_the_batch(
 
 
 def test_staleness_is_that_of_the_oldest_and_of_the_newest_token_of_a_response():
-    lags = [(5, 3, 3), (2,), ()]
+    lags = [(5, 3, 3), (2,), (), (0, 0)]
     data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, *range(len(x))] for x in lags]]})
     data = data.with_tokens(versions=torch.tensor([x for lag in lags for x in (-1, *(7 - a for a in lag))]))
     found = stat_values(staleness_stats(data, 7))
-    assert found == {"staleness_head": 3.5, "staleness_tail": 2.5, "staleness_max": 5.0}
+    assert found == pytest.approx({"staleness_head": 7 / 3, "staleness_tail": 5 / 3, "staleness_max": 5.0})
+
+
+def test_metrics_of_a_correction_by_hand():
+    """Ratios of the trained tokens are 0.5, 2 and 4. The weight is at most 3, and a ratio below 0.8 is rejected."""
+    data = SequenceSample.from_sequences(["q"], {"input_ids": [[[1, 2, 3, 4]]]})
+    ratios_T = torch.tensor([9.0, 0.5, 2.0, 4.0], dtype=torch.float64)
+    for shift in (0.0, 4.0):  # a larger old log-prob gives the same ratios
+        data = data.with_tokens(
+            loss_mask=torch.tensor([False, True, True, True]),
+            logprobs=torch.full((4,), -6.0 + shift, dtype=torch.float64),
+            prox_logprobs=ratios_T.log() - 6.0 + shift,
+        )
+        correction = ImportanceCorrection(RatioRange(cap=3.0), RatioRange(floor=0.8))
+        assert stat_values(correction.stats(data)) == pytest.approx(
+            {
+                "behavior_kl": float((ratios_T - 1 - ratios_T.log())[1:].mean()),
+                "behavior_logprob_diff_max": math.log(4),
+                "behavior_weight_mean": 2.5,
+                "behavior_weight_max": 3.0,
+                "behavior_clamped_fraction": 0.0,
+                "behavior_truncated_fraction": 1 / 2,
+                "behavior_rejected_fraction": 1 / 3,
+            },
+            rel=1e-6,
+        )
+    flipped = data.with_tokens(prox_logprobs=data["logprobs"], logprobs=data["prox_logprobs"])
+    assert stat_values(correction.stats(flipped))["behavior_logprob_diff_max"] == pytest.approx(math.log(4))
 
 
 def test_a_correction_needs_recomputed_log_probs():
