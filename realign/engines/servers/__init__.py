@@ -1,6 +1,7 @@
 """Samplers over inference servers: responses are sampled by vLLM or SGLang, and weights are sent after each step.
 
 - `vllm`, `sglang`: the HTTP interfaces, and the config nodes `models.ROLE.sampler`.
+- `settings`, `spec`: the settings that both share.
 - `sampler`: the sampler, which routes requests to servers and survives their failures.
 - `server`: one server: its connection and its state.
 - `probe`: compares the weights of servers and trainer.

@@ -35,7 +35,7 @@ class Probe:
 
         Args:
             ids: the text. No text disables the probe.
-            tolerance: see `Servers.probe_tolerance`.
+            tolerance: see `ServerSettings.probe_tolerance`.
         """
         self.ids = list(ids) if tolerance is not None else []
         self._tolerance = tolerance or 0.0

@@ -35,7 +35,7 @@ from realign.api.seeds import derive_seed
 from realign.engines.servers.probe import Probe
 from realign.engines.servers.protocol import Ask, End, Part, Refused, Unavailable
 from realign.engines.servers.server import Interrupted, Server
-from realign.engines.servers.settings import Servers
+from realign.engines.servers.settings import ServerSettings
 from realign.engines.servers.weights import WeightFolders
 from realign.errors import ConfigError, RealignError, TransientError
 
@@ -83,7 +83,7 @@ class ServerSampler:
     def __init__(
         self,
         name: str,
-        settings: Servers,
+        settings: ServerSettings,
         source: WeightSource,
         stop_ids: Sequence[int],
         probe_ids: Sequence[int] = (),

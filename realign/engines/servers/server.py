@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from realign.engines.servers.launch import LaunchedServer, free_port
 from realign.engines.servers.protocol import Unavailable
-from realign.engines.servers.settings import LOCAL, Servers
+from realign.engines.servers.settings import LOCAL, ServerSettings
 from realign.errors import TransientError
 
 KEY = "REALIGN_SERVER_KEY"
@@ -28,7 +28,7 @@ class Interrupted(Exception):
 class Server:
     """A server. All methods are called in the event loop of the sampler."""
 
-    def __init__(self, settings: Servers, index: int, log: Path | None) -> None:
+    def __init__(self, settings: ServerSettings, index: int, log: Path | None) -> None:
         """Describe a server; `connect` connects to it.
 
         Args:

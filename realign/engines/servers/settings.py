@@ -1,16 +1,15 @@
-"""`Servers`: the settings that samplers over inference servers share."""
+"""`ServerSettings`: the settings that samplers over inference servers share."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 from urllib.parse import urlsplit
 
-from realign.api.sampler import Capabilities, Sampler, WeightSource
+from realign.api.sampler import Capabilities
 from realign.api.sampler_spec import SamplerSpec
 from realign.engines.servers.protocol import ServerProtocol
 from realign.errors import ConfigError
@@ -20,25 +19,9 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 """Hosts of this machine."""
 
 
-_PROBE_TOKENS = 48
-
-
-@runtime_checkable
-class HasEndTokens(Protocol):
-    """An engine that knows the end tokens of its model."""
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        """End tokens."""
-        ...
-
-
 @dataclass
-class Servers(SamplerSpec):
-    """Samples with inference servers over HTTP. Each request goes to the server with the fewest requests.
-
-    The environment variable `REALIGN_SERVER_KEY` is sent as API key, if it is set.
-    """
+class ServerSettings(SamplerSpec):
+    """Settings of a sampler over servers. The environment variable `REALIGN_SERVER_KEY` is sent as API key."""
 
     urls: list[str] = field(default_factory=list)
     """URLs of running servers, such as `http://127.0.0.1:8000`. Empty: the run starts servers."""
@@ -112,12 +95,6 @@ class Servers(SamplerSpec):
         """See `SamplerSpec`. Tokens depend on the requests that a server decodes together."""
         return Capabilities(bitwise=False, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)
 
-    def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
-        """See `SamplerSpec`: starts servers if no `urls` are set, and sends the weights to all servers."""
-        from realign.engines.servers.sampler import ServerSampler
-
-        return ServerSampler(name, self, source, end_tokens(name, source, tokenizer), probe_ids(tokenizer))
-
     def command_line(self, where: str, model: Path, port: int) -> list[str]:
         """Return the command that starts a server.
 
@@ -135,25 +112,6 @@ class Servers(SamplerSpec):
                 f"{where}: {words!r} is no valid command ({error}). Valid placeholders: {{model}}, {{port}} and "
                 "{python}."
             ) from error
-
-
-def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ...]:
-    """Return the end tokens of the engine, or else of the tokenizer.
-
-    Raises:
-        ConfigError: neither has any.
-    """
-    if isinstance(source, HasEndTokens):
-        return tuple(source.eos_token_ids)
-    if (end := getattr(tokenizer, "eos_token_id", None)) is None:
-        raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")
-    return (int(end),)
-
-
-def probe_ids(tokenizer: Any) -> list[int]:
-    """Return the text by which weights are compared: tokens spread over the vocabulary; empty without a tokenizer."""
-    words = 0 if tokenizer is None else len(tokenizer)
-    return [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []
 
 
 def _check_url(where: str, url: str) -> None:

@@ -23,7 +23,7 @@ from realign.engines.servers.protocol import (
     item,
     post,
 )
-from realign.engines.servers.settings import Servers
+from realign.engines.servers.spec import Servers
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from realign.api import Model, ModelSpec
-from realign.engines.servers.settings import Servers
+from realign.engines.servers.spec import Servers
 from realign.engines.servers.vllm import Vllm
 from realign.errors import TransientError
 from realign.runtime import Async, run

@@ -1,0 +1,52 @@
+"""`Servers`: the config node of a sampler over inference servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from realign.api.sampler import Sampler, WeightSource
+from realign.engines.servers.sampler import ServerSampler
+from realign.engines.servers.settings import ServerSettings
+from realign.errors import ConfigError
+
+_PROBE_TOKENS = 48
+
+
+@runtime_checkable
+class HasEndTokens(Protocol):
+    """An engine that knows the end tokens of its model."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """End tokens."""
+        ...
+
+
+@dataclass
+class Servers(ServerSettings):
+    """Samples with inference servers over HTTP. Each request goes to the server with the fewest requests."""
+
+    def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
+        """See `SamplerSpec`: starts servers if no `urls` are set, and sends the weights to all servers."""
+        return ServerSampler(name, self, source, end_tokens(name, source, tokenizer), probe_ids(tokenizer))
+
+
+def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ...]:
+    """Return the end tokens of the engine, or else of the tokenizer.
+
+    Raises:
+        ConfigError: neither has any.
+    """
+    if isinstance(source, HasEndTokens):
+        return tuple(source.eos_token_ids)
+    if (end := getattr(tokenizer, "eos_token_id", None)) is None:
+        raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")
+    return (int(end),)
+
+
+def probe_ids(tokenizer: Any) -> list[int]:
+    """Return the text by which weights are compared: tokens spread over the vocabulary; empty without a tokenizer."""
+    words = 0 if tokenizer is None else len(tokenizer)
+    return [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []
