@@ -11,7 +11,7 @@ import pytest
 from realign.api import ModelInterface, SamplerSpec
 from realign.config import ConfigError, build, build_experiment, compose, words
 from realign.config.words import class_of_word, component_bases, snake_case, words_of
-from realign.engines import InProcessSampling
+from realign.engines import InProcessSampling, Sglang, Vllm
 from tests.config.components import (
     GAE,
     HERE,
@@ -141,7 +141,7 @@ def sampler(*overrides: str) -> SamplerSpec:
 
 
 def test_the_words_of_a_contract_are_the_classes_that_its_package_exports(monkeypatch):
-    assert words_of(SamplerSpec) == {"in_process_sampling": InProcessSampling}
+    assert words_of(SamplerSpec) == {"in_process_sampling": InProcessSampling, "sglang": Sglang, "vllm": Vllm}
     monkeypatch.setattr(words, "EXPORTERS", {})
     assert words_of(SamplerSpec) == {"sampler_spec": SamplerSpec}  # its module contains only the base class
 

@@ -318,7 +318,9 @@ def test_a_source_is_built_from_plain_values_and_wrong_keys_are_named():
         ("b.jsonl", 3, {"prompt": "q"}),
     ]
     assert build(as_node(data), DataSpec, "data") == data
-    assert fill(PromptData, {"path": {"path": "org/name", "split": "train"}}, "data").describe() == "org/name:train"
+    assert (
+        fill(PromptData, {"path": {"path": "org/name", "split": "train"}}, "data").describe_source() == "org/name:train"
+    )
     assert fill(PromptData, {"path": "x", "split": {"part": 1}}, "data").split == Split(1)
     with pytest.raises(ConfigError, match=r"unknown key 'data\.path\[1\]\.wieght'; did you mean 'weight'"):
         fill(PromptData, {"path": ["a", {"path": "b", "wieght": 1}]}, "data")

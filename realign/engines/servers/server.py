@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -14,8 +14,9 @@ from realign.engines.servers.protocol import Unavailable
 from realign.engines.servers.settings import LOCAL, ServerSettings
 from realign.errors import TransientError
 
-KEY = "REALIGN_SERVER_KEY"
-"""Environment variable with the API key of the servers."""
+KEYS = "REALIGN_SERVER_KEYS"
+"""Environment variable with the API keys of servers: `host=key`, separated by commas. A key is sent to its host only,
+so a config from another user cannot send it to a server."""
 _CONNECT_S = 10.0
 
 T = TypeVar("T")
@@ -106,14 +107,15 @@ class Server:
             return
         from httpx2 import AsyncClient, Limits, Timeout
 
-        key = os.environ.get(KEY)
+        host = urlsplit(self.url).hostname or ""
+        key = server_keys(os.environ).get(host)
         self.http = AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=Timeout(self._settings.request_timeout_s, connect=_CONNECT_S),
             limits=Limits(max_connections=None),
             follow_redirects=False,
-            trust_env=urlsplit(self.url).hostname not in LOCAL,  # no proxy for this machine
+            trust_env=host not in LOCAL,  # no proxy for this machine
         )
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -161,3 +163,9 @@ class Server:
             await self.http.aclose()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
+
+
+def server_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the API keys by host."""
+    pairs = (pair.strip().partition("=") for pair in environment.get(KEYS, "").split(","))
+    return {host: key for host, equals, key in pairs if equals and key}

@@ -21,7 +21,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 @dataclass
 class ServerSettings(SamplerSpec):
-    """Settings of a sampler over servers. The environment variable `REALIGN_SERVER_KEY` is sent as API key."""
+    """Settings of a sampler over servers. The environment variable `REALIGN_SERVER_KEYS` contains their API keys."""
 
     urls: list[str] = field(default_factory=list)
     """URLs of running servers, such as `http://127.0.0.1:8000`. Empty: the run starts servers."""

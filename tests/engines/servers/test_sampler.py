@@ -312,15 +312,21 @@ def test_no_server_at_the_url_is_a_transient_error(kind):
         spec.open("actor", START, None)
 
 
-def test_the_api_key_of_the_environment_is_sent(servers, connect, monkeypatch):
-    monkeypatch.setenv("REALIGN_SERVER_KEY", "secret")
+@pytest.mark.parametrize(
+    ("keys", "sent"), [("other.example=wrong, 127.0.0.1=secret", "Bearer secret"), ("other.example=wrong", None)]
+)
+def test_an_api_key_is_sent_to_its_host_only(servers, connect, monkeypatch, keys, sent):
+    monkeypatch.setenv("REALIGN_SERVER_KEYS", keys)
     (server,) = servers()
     seen = []
-    server.faults["/health"] = [
-        lambda handler: (seen.append(handler.headers["Authorization"]), fake_server.send(handler, 200, None))
-    ]
+
+    def record(handler):
+        seen.append(handler.headers["Authorization"])
+        fake_server.send(handler, 200, None)
+
+    server.faults["/health"] = [record]
     connect([server])
-    assert seen == ["Bearer secret"]
+    assert seen == [sent]
 
 
 def test_greedy_requests_with_a_temperature_are_rejected(servers, connect):

@@ -61,5 +61,5 @@ def test_wandb_gets_the_resolved_config_and_the_metrics(calls, tmp_path):
 @pytest.mark.parametrize(("tracker", "module"), [(TensorBoard, "torch.utils.tensorboard"), (WandB, "wandb")])
 def test_a_missing_extra_is_named_when_the_config_is_read(monkeypatch, tracker, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"pip install 'realign\[(tensorboard|wandb)\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'realign-rl\[(tensorboard|wandb)\]'"):
         tracker()

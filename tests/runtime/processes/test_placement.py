@@ -128,7 +128,7 @@ def test_mistakes_about_rollout_workers(tmp_path):
 
 def test_without_ray_one_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("realign.runtime.processes.placement.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"runtime=ray needs the package ray\. Run pip install 'realign\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"runtime=ray needs the package ray\. Run pip install 'realign-rl\[ray\]'"):
         check_ready(experiment(tmp_path))
 
 
