@@ -202,6 +202,7 @@ def test_a_file_of_experiments_reaches_nothing_through_hydra(attack, command, vi
     called: list[Any] = []
     monkeypatch.setattr(os, "system", lambda *a, **k: called.append(a))
     monkeypatch.setattr(security_traps, "MADE", called)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # which the command sets otherwise
     environment = dict(os.environ)
     write_attack(victim.parent / "conf", ATTACKS[attack])
     words = COMMANDS[command]
