@@ -1,4 +1,4 @@
-"""Stand-ins for the packages of flash-attn that compute on the CPU, and for a CUDA device."""
+"""Fakes of the packages of flash-attn that compute on the CPU, and of a CUDA device."""
 
 from __future__ import annotations
 

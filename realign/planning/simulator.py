@@ -76,7 +76,7 @@ class _Engine:
         steps = max(0.0, self.rows[0][0] - self.clock)
         return max(self.now, self.stands_until) + steps * first + growth * steps * steps / 2
 
-    def stand(self, seconds: float) -> None:
+    def block(self, seconds: float) -> None:
         """Stop decoding for some seconds, from now or from the end of the current stop."""
         self.stands_until = max(self.now, self.stands_until) + seconds
 
@@ -131,7 +131,7 @@ class Simulation:
         while engine.waiting and len(engine.rows) < engine.slots:
             prompt, length, first = engine.waiting.popleft()
             if first:
-                engine.stand(tokens * c.prefill_token_s)
+                engine.block(tokens * c.prefill_token_s)
                 self._prompts[prompt].head = self._policy.version
             heapq.heappush(engine.rows, (engine.clock + length, prompt, length))
             engine.context += tokens
@@ -205,7 +205,7 @@ class Simulation:
         """Stop decoding while a training step uses the devices of the engines."""
         for engine in self._engines:
             engine.advance(self.now)
-            engine.stand(seconds)
+            engine.block(seconds)
             self._fill(engine)
 
     def _trained(self, batch: list[int]) -> None:
@@ -217,7 +217,7 @@ class Simulation:
         for engine in self._engines:
             engine.advance(self.now)
             again = engine.context * self.costs.prefill_token_s if self.plan.recompute else 0.0
-            engine.stand(self.costs.sync_s + again)
+            engine.block(self.costs.sync_s + again)
         self.report.ends.append(self.now + (self.costs.sync_s if self.plan.max_staleness is None else 0.0))
         self._admit()
         self._train()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from realign.api.generation import GenerationConfig
@@ -63,6 +64,31 @@ class Ask:
     """Tokens that end the response."""
     seed: int
     """Seed of this request, 63 bits."""
+
+
+ENDS = MappingProxyType({"stop": End.stop, "length": End.length, "abort": End.aborted})
+"""Reasons by which vLLM and SGLang name the end of a response."""
+
+
+def sampling_settings(config: GenerationConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the sampling settings that vLLM and SGLang call by the same names.
+
+    They are complete, because servers take missing ones from the `generation_config.json` of the model.
+    """
+    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
+    return neutral | {
+        "temperature": 0.0 if config.greedy else config.temperature,
+        "top_p": config.top_p,
+        "ignore_eos": True,  # `stop_token_ids` contains the end tokens
+        "stop_token_ids": [] if config.fixed_length else list(stop_ids),
+        "stop": list(config.stop_strings),
+        "skip_special_tokens": False,
+    }
+
+
+def least_tokens(config: GenerationConfig) -> int:
+    """Return the minimum number of tokens for a server, which also blocks end tokens that do not end a response."""
+    return 0 if config.fixed_length else config.min_new_tokens
 
 
 class ServerProtocol(ABC):
@@ -153,13 +179,16 @@ def _text(answer: Response) -> str:
     return text if len(text) <= _LONGEST_ANSWER else f"{text[:_LONGEST_ANSWER]}..."
 
 
-def checked_part(ids: Any, logprobs: Any, end: End, ask: Ask, label: str | None = None) -> Part:
+def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None) -> Part:
     """Return the tokens of an answer.
 
     Raises:
-        Unavailable: the answer is malformed: the lengths differ, there are too many tokens, or values are no valid
-            token ids or log-probs.
+        Unavailable: the answer is malformed: the lengths differ, there are too many tokens, values are no valid token
+            ids or log-probs, or the reason of the end is unknown.
     """
+    if reason not in ENDS:
+        raise Unavailable(f"the answer ended for an unknown reason: {reason!r:.100}")
+    end = ENDS[reason]
     valid_ids = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
     valid_logprobs = isinstance(logprobs, list) and all(map(_is_logprob, logprobs))
     if not valid_ids or not valid_logprobs or len(ids) != len(logprobs):

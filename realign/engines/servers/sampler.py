@@ -325,6 +325,8 @@ class ServerSampler:
             Refused: the server rejects the request.
         """
         part = await server.call(self._protocol.sample(server.http, ask))
+        if part.end is End.aborted and self._go.is_set():
+            raise Unavailable("it aborted a request although it was not stopped")
         if part.label is not None:
             self._check_label(server, part.label)
             return part
@@ -394,8 +396,10 @@ class ServerSampler:
                 ready = [server for server in self._servers if server.up]
                 await asyncio.gather(*map(self._load, ready))
             await self._any_up()
-        finally:
-            await self._continue("update")
+        except Exception as error:  # no token may be sampled with wrong weights
+            await self._give_up(error)
+            raise
+        await self._continue("update")
 
     async def _load(self, server: Server) -> None:
         """Send the current weights to a server that is stopped."""

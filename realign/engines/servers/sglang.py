@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     Ask,
-    End,
     Part,
     Refused,
     ServerProtocol,
@@ -21,14 +20,15 @@ from realign.engines.servers.protocol import (
     checked_scores,
     get,
     item,
+    least_tokens,
     post,
+    sampling_settings,
 )
 from realign.engines.servers.spec import Servers
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
-_ENDS = {"stop": End.stop, "length": End.length, "abort": End.aborted}
 _ALL = -1
 """Value of `top_k` for the whole vocabulary."""
 
@@ -46,7 +46,7 @@ class SglangProtocol(ServerProtocol):
         label = answer["meta_info"].get("weight_version")
         logprobs = [item(pair, 0) for pair in pairs]
         ids = [item(pair, 1) for pair in pairs]
-        return checked_part(ids, logprobs, _ENDS.get(reason, End.aborted), ask, None if label is None else str(label))
+        return checked_part(ids, logprobs, reason, ask, None if label is None else str(label))
 
     async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
         """See `ServerProtocol`."""
@@ -83,20 +83,12 @@ class SglangProtocol(ServerProtocol):
 
 def generate_request(ask: Ask) -> dict[str, Any]:
     """Return the body of a request of the native API."""
-    config = ask.config
-    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
-    sampling = neutral | {
-        "max_new_tokens": config.max_new_tokens,
-        "min_new_tokens": 0 if config.fixed_length else config.min_new_tokens,
-        "temperature": 0.0 if config.greedy else config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k or _ALL,
+    sampling = sampling_settings(ask.config, ask.stop_ids) | {
+        "max_new_tokens": ask.config.max_new_tokens,
+        "min_new_tokens": least_tokens(ask.config),
+        "top_k": ask.config.top_k or _ALL,
         "sampling_seed": ask.seed,
-        "ignore_eos": True,  # `stop_token_ids` contains the end tokens
-        "stop_token_ids": [] if config.fixed_length else list(ask.stop_ids),
-        "stop": list(config.stop_strings),
         "no_stop_trim": True,
-        "skip_special_tokens": False,
     }
     return {
         "input_ids": list(ask.ids),

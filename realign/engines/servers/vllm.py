@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     Ask,
-    End,
     Part,
     Refused,
     ServerProtocol,
@@ -22,14 +21,15 @@ from realign.engines.servers.protocol import (
     checked_scores,
     get,
     item,
+    least_tokens,
     post,
+    sampling_settings,
 )
 from realign.engines.servers.spec import Servers
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
-_ENDS = {"stop": End.stop, "length": End.length, "abort": End.aborted}
 _LOADING = "loading"
 
 
@@ -41,13 +41,10 @@ class VllmProtocol(ServerProtocol):
     async def sample(self, http: AsyncClient, ask: Ask) -> Part:
         """See `ServerProtocol`."""
         answer = await post(http, "/v1/completions", completion_request(ask))
-        reason = item(answer, "choices", 0, "finish_reason")
-        return checked_part(
-            item(answer, "choices", 0, "token_ids"),
-            item(answer, "choices", 0, "logprobs", "token_logprobs") if item(answer, "choices", 0, "token_ids") else [],
-            _ENDS.get(reason, End.aborted),
-            ask,
-        )
+        choice = item(answer, "choices", 0)
+        ids = item(choice, "token_ids")
+        logprobs = item(choice, "logprobs", "token_logprobs") if ids else []
+        return checked_part(ids, logprobs, item(choice, "finish_reason"), ask)
 
     async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
         """See `ServerProtocol`."""
@@ -82,27 +79,14 @@ class VllmProtocol(ServerProtocol):
 
 
 def completion_request(ask: Ask) -> dict[str, Any]:
-    """Return the body of a completion request.
-
-    It contains every sampling parameter, because the server takes missing ones from the `generation_config.json` of
-    the model.
-    """
-    config = ask.config
-    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
-    return neutral | {
+    """Return the body of a completion request."""
+    return sampling_settings(ask.config, ask.stop_ids) | {
         "prompt": list(ask.ids),
-        "max_tokens": config.max_new_tokens,
-        # vLLM also blocks end tokens below `min_tokens` with `ignore_eos`
-        "min_tokens": 0 if config.fixed_length else config.min_new_tokens,
-        "temperature": 0.0 if config.greedy else config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
+        "max_tokens": ask.config.max_new_tokens,
+        "min_tokens": least_tokens(ask.config),
+        "top_k": ask.config.top_k,
         "seed": ask.seed,
-        "ignore_eos": True,  # `stop_token_ids` contains the end tokens
-        "stop_token_ids": [] if config.fixed_length else list(ask.stop_ids),
-        "stop": list(config.stop_strings),
         "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
         "logprobs": 0,
         "return_token_ids": True,
     }

@@ -22,7 +22,7 @@ class TrainsOnly(BigramEngine):
     """Engine that fails if it samples."""
 
     def generate(self, data, config, *, seed):
-        raise AssertionError("the engine was asked for samples")
+        raise AssertionError("the engine must not sample")
 
 
 class Words(Digits):

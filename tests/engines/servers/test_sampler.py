@@ -205,10 +205,19 @@ def test_a_server_that_restarts_gets_the_weights_before_it_is_used(servers, conn
     torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
 
 
-@pytest.mark.parametrize("fault", ["disconnect", "500", "429", "not a token", "no answer", "too long", "not finite"])
+@pytest.mark.parametrize(
+    "fault",
+    ["disconnect", "500", "429", "not a token", "no answer", "too long", "not finite", "unknown end", "aborted"],
+)
 def test_requests_are_retried_after_faults(servers, connect, kind, fault):
     (server,) = servers()
     sampler = connect([server])
+
+    def ended(reason):
+        if kind == "vllm":
+            return {"choices": [{"finish_reason": reason, "token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}]}
+        return {"meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": [[-1.0, 1, None]]}}
+
     if kind == "vllm":
         wrong = {"choices": [{"finish_reason": "stop", "token_ids": ["x"], "logprobs": {"token_logprobs": [-1.0]}}]}
         long = {
@@ -227,6 +236,8 @@ def test_requests_are_retried_after_faults(servers, connect, kind, fault):
         "no answer": fake_server.body({}),
         "too long": fake_server.body(long),
         "not finite": fake_server.body(nan),
+        "unknown end": fake_server.body(ended("error")),
+        "aborted": fake_server.body(ended("abort")),
     }
     server.faults[SAMPLE[kind]] = [faults[fault]]
     done = sampler.submit(request()).result(30)
