@@ -298,5 +298,5 @@ def kto_loss(
         raise ValueError(f"beta must be positive, found {beta:g}")
     above_S = beta * (at_least_fp32(log_ratio_S) - baseline_S.detach())
     desirable_S = desirable_S.bool()
-    weight_S = torch.where(desirable_S, desirable_weight, undesirable_weight).to(above_S.dtype)
-    return weight_S * torch.sigmoid(torch.where(desirable_S, -above_S, above_S))
+    weights = above_S.new_tensor([undesirable_weight, desirable_weight])
+    return weights[desirable_S.long()] * torch.sigmoid(torch.where(desirable_S, -above_S, above_S))

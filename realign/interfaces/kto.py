@@ -167,8 +167,10 @@ class KTOReferenceInterface(ReferenceInterface):
         """Compute `logprobs` [T] of the responses, and `mismatched_ref_logprobs` [S] of responses to other prompts."""
         other_S = response_logprobs(model, mismatched(data), mb_spec, self.temperature)
         scored = super().inference(model, data, mb_spec)
-        return data.with_tokens(logprobs=scored["logprobs"]).with_sequences(mismatched_ref_logprobs=other_S).select(
-            ("logprobs", "mismatched_ref_logprobs")
+        return (
+            data.with_tokens(logprobs=scored["logprobs"])
+            .with_sequences(mismatched_ref_logprobs=other_S)
+            .select(("logprobs", "mismatched_ref_logprobs"))
         )
 
 

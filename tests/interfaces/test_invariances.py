@@ -352,4 +352,12 @@ def test_every_file_declares_its_graph_and_its_train_steps_are_found():
     assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface"} <= names
     assert {"DPOInterface", "KTOInterface", "OnlineDPOInterface", "RewardModelInterface"} <= names
     with_train = [m for m in modules() if hasattr(m, "dataflow")]
-    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {"sft", "ppo", "grpo", "dpo", "kto", "online_dpo", "reward_model"}
+    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {
+        "sft",
+        "ppo",
+        "grpo",
+        "dpo",
+        "kto",
+        "online_dpo",
+        "reward_model",
+    }
