@@ -27,7 +27,7 @@ from tests.test_config import MUST_BE_GIVEN
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"]}
 PREFERENCE = ("cpo", "dpo_norm", "ipo", "orpo", "robust_dpo", "simpo")
-"""Presets for actors that learn from pairs, such as those of experiment=dpo; tests/interfaces/test_dpo.py tests them."""
+"""Presets for actors that learn from pairs, as in experiment=dpo, tested in tests/interfaces/test_dpo.py."""
 ALGORITHMS = sorted({*list_algorithms()} - {*PREFERENCE})
 INHERENT = {
     # ReMax subtracts the score of the greedy response, which has no penalty for cut samples, unlike the sampled ones.

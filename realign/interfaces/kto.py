@@ -6,7 +6,7 @@ and `mismatched_ref_logprobs` [S], and writes nothing. Labels need no pairs: a p
 The reward of a response, beta times its log-ratio to the reference, is compared with a baseline: beta times an
 estimate of the KL divergence from the reference. The estimate is the mean log-ratio of mismatched pairs, prompts with
 responses to other prompts of the batch. It is computed before each optimizer step, over all prompts of the step, so it
-does not depend on micro-batches or ranks. Responses without tokens are excluded.
+does not depend on micro-batches or ranks. It is 0 for a batch of one prompt. Responses without tokens are excluded.
 """
 
 from __future__ import annotations
@@ -94,11 +94,7 @@ class KTOInterface(ModelInterface):
         )
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Take `n_minibatches` optimizer steps over the batch, in a new random order.
-
-        Raises:
-            DataError: the batch has only one prompt.
-        """
+        """Take `n_minibatches` optimizer steps over the batch, in a new random order."""
         other = mismatched(data.select(RESPONSES)).rename(OTHER)
         data = data.with_data({key: other[key] for key in OTHER.values()}, lengths=other.lengths[OTHER["input_ids"]])
         rng = np.random.default_rng(model.call_seed("minibatches"))

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, derive_seed
-from realign.errors import DataError
 from realign.functional import segment_sum
 from realign.interfaces.components.scoring import score_logprobs
 
@@ -19,16 +18,15 @@ def mismatched(data: SequenceSample) -> SequenceSample:
     responses. It is cut where the sequence would be longer than the longest sequence of the batch.
 
     Args:
-        data: at least two prompts, with `input_ids`, `prompt_mask` and `loss_mask`.
+        data: a batch with `input_ids`, `prompt_mask` and `loss_mask`.
 
     Returns:
-        A sample of the same ids and numbers of responses, with `input_ids` and `loss_mask`.
-
-    Raises:
-        DataError: the batch has only one prompt.
+        A sample of the same ids and numbers of responses, with `input_ids` and `loss_mask`. `loss_mask` is False
+        everywhere if the batch has only one prompt.
     """
     if len(data) < 2:
-        raise DataError("KTO compares responses with those to other prompts, and the batch has one. Use at least two")
+        masked = torch.zeros_like(data["loss_mask"])
+        return data.select(["input_ids"]).with_tokens(loss_mask=masked)
     counts, longest = data.lengths["input_ids"].counts.tolist(), int(data.lengths["input_ids"].flat.max())
     starts = [sum(counts[:i]) for i in range(len(data))]
     order = sorted(range(len(data)), key=lambda i: derive_seed(0, "mismatched", str(data.ids[i])))

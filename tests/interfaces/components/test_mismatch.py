@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample
-from realign.errors import DataError
 from realign.interfaces.components.mismatch import mismatched, response_logprobs
 from realign.testing import BigramEngine, random_preferences
 
@@ -46,8 +45,10 @@ def test_several_responses_follow_the_next_prompt_and_are_cut_to_the_longest_seq
 
 
 def test_one_prompt_has_no_other():
-    with pytest.raises(DataError, match=r"the batch has one\. Use at least two"):
-        mismatched(random_preferences().take([0]))
+    data = random_preferences().take([0])
+    other = mismatched(data)
+    assert not other["loss_mask"].any()
+    assert other.lengths["loss_mask"] == data.lengths["loss_mask"]
 
 
 def test_response_logprobs_are_sums_over_the_trained_tokens():
