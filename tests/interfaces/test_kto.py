@@ -164,7 +164,7 @@ def test_at_the_reference_the_loss_is_half_the_weights_and_the_baseline_is_0():
     assert scored["mismatched_ref_logprobs"].tolist() == pytest.approx(expected, rel=1e-10)
     data = data.with_tokens(ref_logprobs=scored["logprobs"])
     data = data.with_sequences(mismatched_ref_logprobs=scored["mismatched_ref_logprobs"])
-    stats = stat_values(KTOInterface(undesirable_weight=1.0).train_step(model, data, MicroBatchSpec()))
+    stats = stat_values(KTOInterface().train_step(model, data, MicroBatchSpec()))
     assert stats["kl_baseline"] == pytest.approx(0, abs=1e-12)
     assert stats["loss"] == pytest.approx(0.5, abs=1e-12)
 
