@@ -4,10 +4,11 @@ TRL's trainers and the interfaces of realign compute the loss of the same model 
 the batch; realign packs it. The table shows, for each method, the relative difference of the losses, and the largest
 difference of a gradient relative to the largest gradient. The last line is one JSON object.
 
-`make bench` installs TRL. Where definitions differ, the batch makes them equal: the likelihood in CPO and ORPO is
-averaged over all tokens of a batch by TRL, so all chosen responses have the same length, and ORPO's includes the
-prompt, so prompts have one token. TRL pairs neighbors of a batch for the baseline of KTO, so it receives realign's
-pairs.
+`make bench` installs TRL. Where definitions differ, the batch makes them equal:
+
+- TRL averages the likelihood in CPO and ORPO over all tokens of a batch, so all chosen responses have the same length.
+- ORPO's likelihood includes the prompt in TRL, so prompts have one token.
+- TRL pairs neighbors of a batch for the baseline of KTO, so it receives realign's pairs.
 """
 
 from __future__ import annotations
@@ -217,9 +218,9 @@ def compare(method: Method, folder: str, seed: int, out: str) -> dict[str, float
     loss = trl_loss(method, network, reference, tokenizer, data, out)
     theirs = gradients_of(network, loss)
     return {
-        "realign": float(machine.loss),
-        "trl": float(loss),
-        "loss": abs(float(machine.loss) - float(loss)) / max(abs(float(loss)), 1e-12),
+        "realign": machine.loss.item(),
+        "trl": loss.item(),
+        "loss": abs(machine.loss.item() - loss.item()) / abs(loss.item()),
         "gradient": largest_difference(machine.gradients, theirs),
     }
 

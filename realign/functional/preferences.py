@@ -279,8 +279,8 @@ def kto_loss(
 ) -> Tensor:
     """Compute the loss of Kahneman-Tversky optimization: [S].
 
-    Source: arXiv:2402.01306 (eq. 8). The loss of a desirable response is w (1 - sigmoid(beta (h - z))), and of an
-    undesirable one w (1 - sigmoid(beta (z - h))), with its log-ratio h and the baseline z.
+    Source: arXiv:2402.01306 (eq. 8). With log-ratio h and baseline z, the loss of a desirable response is
+    w (1 - sigmoid(beta (h - z))). For an undesirable one, h and z are exchanged.
 
     Args:
         log_ratio_S: [S] log policy(y) - log reference(y) (nats), differentiable.

@@ -1,8 +1,10 @@
 """DPO and its variants: learning from preference pairs without a reward model.
 
-Direct preference optimization (arXiv:2305.18290) is the default. Settings turn it into IPO (arXiv:2310.12036),
-conservative and robust DPO (arXiv:2403.00409), length-normalized DPO (arXiv:2411.15124), SimPO (arXiv:2405.14734), CPO
-(arXiv:2401.08417) and ORPO (arXiv:2403.07691).
+Direct preference optimization (arXiv:2305.18290) is the default. Settings turn it into a variant:
+
+- with a reference: IPO (arXiv:2310.12036), conservative and robust DPO (arXiv:2403.00409), and length-normalized DPO
+  (arXiv:2411.15124);
+- without a reference: SimPO (arXiv:2405.14734), CPO (arXiv:2401.08417) and ORPO (arXiv:2403.07691).
 
 Reads `input_ids`, `loss_mask` (the responses), `labels`, and `ref_logprobs` unless `reference_free`. Writes nothing.
 Consecutive responses are pairs; the response with the larger label is preferred. The loss is the mean over the pairs

@@ -32,7 +32,7 @@ def test_the_side_of_realign_starts_at_the_loss_of_the_reference(folder, name, l
     scored = KTOReferenceInterface().inference(Model("ref", machine), data, MicroBatchSpec())
     data = data.merge(scored.rename({"logprobs": "ref_logprobs"}))
     preference_losses.METHODS[name].interface.train_step(Model("actor", machine), data, MicroBatchSpec())
-    assert float(machine.loss) == pytest.approx(loss, abs=1e-6)
+    assert machine.loss.item() == pytest.approx(loss, abs=1e-6)
     assert max(float(x.abs().max()) for x in machine.gradients.values()) > 1e-3
 
 
