@@ -2,7 +2,7 @@
 
 For every option of a row, the field is disconnected: code of the package reads its default, whatever its value is.
 Tests, and the code that reads and checks configs, still read the value. The tests of the row must then fail. Each check
-runs in a forked process. Tests that start processes of their own do not see the change there.
+runs in a forked process. A process that a test starts does not see the change.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
+ROOT = Path(__file__).parents[1]
 READS_VALUES = ("realign.settings", "realign.config")
 """Modules of the package that check and copy settings, and therefore read their values."""
 
@@ -74,16 +73,13 @@ def disconnect(cls: type, name: str) -> bool:
 
 def field_of(option: str, roots: dict[str, str]) -> tuple[type, str] | None:
     """Return class and field of an option such as `actor.kl.coef`; None if it names a class or function."""
-    from typing import get_type_hints
-
-    from tests.docs.test_coverage import dataclass_in, imported
-
+    names = import_module("tests.docs.test_coverage")
     root, *fields = option.split(".")
     if root == "realign" or not fields:
         return None
-    place = imported(roots[root])
+    place = names.imported(roots[root])
     for name in fields[:-1]:
-        place = dataclass_in(get_type_hints(place)[name])
+        place = names.dataclass_in(get_type_hints(place)[name])
     return place, fields[-1]
 
 
@@ -126,10 +122,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the tests of a row")
     given = parser.parse_args()
     data = yaml.safe_load((ROOT / "docs" / "coverage.yaml").read_text(encoding="utf-8"))
-    import realign.interfaces.ppo
-    import realign.testing
-    import tests.tiny  # noqa: F401
-
+    sys.path.insert(0, str(ROOT))
+    import_module("tests.tiny")  # imports the package once, for all forked processes
     counts: dict[str, int] = {}
     for row, entry in data["rows"].items():
         for option in entry.get("options", []):
