@@ -181,15 +181,16 @@ class Sessions:
     Args:
         main: backend of calls without a session; None if every call needs a session.
         key: key of calls without a session.
+        seed: seed of calls without a session that set none.
     """
 
-    def __init__(self, main: Backend | None = None, key: str = "") -> None:
+    def __init__(self, main: Backend | None = None, key: str = "", *, seed: int = 0) -> None:
         self.main = main
         self._key = key
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._single = 0
-        self._seed = secrets.randbits(62)
+        self._seed = seed
         self._lock = threading.Lock()
 
     def open(self, session: Session) -> None:

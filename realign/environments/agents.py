@@ -50,12 +50,14 @@ def load_agent(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environm
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"agent {name!r} is a {type(found).__name__}; expected a function.")
     try:
-        inspect.signature(found).bind("", "", {}, **arguments)
+        seeded = {"seed": 0} if takes_seed(found) and "seed" not in arguments else {}
+        inspect.signature(found).bind("", "", {}, **arguments, **seeded)
     except TypeError as error:
         shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in arguments)])
         raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
     function = partial(found, **arguments)
-    return partial(_AsyncAgent, function) if is_async(found) else partial(_PlainAgent, function)
+    kept = bool(seeded)
+    return partial(_AsyncAgent, function, kept) if is_async(found) else partial(_PlainAgent, function, kept)
 
 
 def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:
@@ -68,18 +70,18 @@ def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Cal
         command: program and arguments; no shell interprets them.
         keep_environment: environment variables that look like secrets but are passed on.
     """
-    return partial(_AsyncAgent, partial(_run_command, tuple(command), tuple(keep_environment)))
+    return partial(_AsyncAgent, partial(_run_command, tuple(command), tuple(keep_environment)), False)
 
 
 class _Agent:
     """An agent as an environment: `reset` stores its task, and `step` runs it."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], seeded: bool) -> None:
+        self._function, self._seeded = function, seeded
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
         """Store the task (`task`)."""
-        seeded = {"seed": seed} if takes_seed(self._function) else {}
+        seeded = {"seed": seed} if self._seeded else {}
         self._call = partial(self._function, row["base_url"], row["api_key"], row["row"], **seeded)
         return "", {}
 
