@@ -19,7 +19,6 @@ from realign.endpoint.answers import Answer
 from realign.endpoint.calls import Call, Caller
 from realign.endpoint.errors import ApiError
 from realign.endpoint.limits import (
-    App,
     EndpointLimits,
     Guard,
     Receive,
@@ -37,7 +36,7 @@ POLL_S = 0.05
 _PREFIXES = ("/v1", "/sessions/{session}/v1")
 
 
-def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, model: str) -> App:
+def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, model: str) -> Guard:
     """Return the application.
 
     Args:

@@ -46,13 +46,20 @@ class Guard:
     def __init__(self, app: App, limits: EndpointLimits) -> None:
         """Wrap an application."""
         self._app, self._limits = app, limits
-        self._active = 0
+        self._active: set[asyncio.Task[Any]] = set()
+        self._ended = False
+
+    def end(self) -> None:
+        """Cancel all requests; their clients get an error. Call it on the event loop of the requests."""
+        self._ended = True
+        for task in self._active:
+            task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         if scope["type"] != "http":
             return
-        if self._active >= self._limits.max_concurrent and scope["path"] != "/health":
+        if len(self._active) >= self._limits.max_concurrent and scope["path"] != "/health":
             message = f"The endpoint serves at most {self._limits.max_concurrent} concurrent requests."
             await send_json(send, 429, ApiError(429, message, code="too_many_requests").body(), {"retry-after": "1"})
             return
@@ -63,7 +70,9 @@ class Guard:
             started = True
             await send(event)
 
-        self._active += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._active.add(task)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._app(scope, receive, watched)
@@ -72,8 +81,13 @@ class Guard:
                 return
             message = f"The request took longer than {self._limits.timeout_s:g} seconds."
             await send_json(send, 504, ApiError(504, message, code="timeout").body())
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise
+            if not started:
+                await send_json(send, 503, ApiError(503, "The endpoint ends.", code="ended").body())
         finally:
-            self._active -= 1
+            self._active.discard(task)
 
 
 async def read_body(receive: Receive, limits: EndpointLimits) -> dict[str, Any]:

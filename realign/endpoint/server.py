@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from realign.endpoint.calls import Caller
-from realign.endpoint.limits import EndpointLimits
+from realign.endpoint.limits import EndpointLimits, Guard
 from realign.endpoint.sessions import Session, Sessions
 from realign.errors import ConfigError
 
@@ -97,8 +97,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _server(app: object) -> Server:
+def _server(app: Guard) -> Server:
     import uvicorn
+
+    class Ending(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.end()
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         app,
@@ -114,7 +119,7 @@ def _server(app: object) -> Server:
         timeout_graceful_shutdown=_END_S,
         backlog=2048,
     )
-    return uvicorn.Server(config)
+    return Ending(config)
 
 
 def _listening(host: str, port: int) -> socket.socket:
