@@ -495,6 +495,7 @@ MUST_BE_GIVEN = {
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
+    "grpo_agent": ["models.actor.path=m", "data.path=p.jsonl", "interfaces.agent.agent=mine.py:agent"],
     "grpo_environment": [
         "models.actor.path=m",
         "data.path=p.jsonl",
