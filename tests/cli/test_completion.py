@@ -105,7 +105,7 @@ def test_completion_imports_neither_torch_nor_hydra(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("realign experiment=grpo_a", "grpo_arithmetic"),  # bash splits words at =
+        ("realign experiment=grpo_ar", "grpo_arithmetic"),  # bash splits words at =
         ("realign experiment=grpo interfaces.actor.kl.pl", "interfaces.actor.kl.place="),
     ],
 )

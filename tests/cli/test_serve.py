@@ -27,7 +27,7 @@ def test_settings_become_fields(folder):
     assert settings.generation.max_new_tokens == 2048
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "fe80::1", "192.0.2.1", "example.com"])
 def test_another_address_than_loopback_requires_a_key(folder, host):
     settings = serve_of([folder, f"host={host}"])
     with pytest.raises(ConfigError, match=f"Set {KEY_VARIABLE}"):
