@@ -57,7 +57,9 @@ def load_agent(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environm
         raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
     function = partial(found, **arguments)
     kept = bool(seeded)
-    return partial(_AsyncAgent, function, kept) if is_async(found) else partial(_PlainAgent, function, kept)
+    if is_async(found):
+        return partial(_AsyncAgent, function, kept)
+    return partial(_PlainAgent, function, kept)
 
 
 def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:
@@ -116,7 +118,7 @@ def outcome(returned: Any) -> Outcome:
 async def _run_command(
     command: Sequence[str], keep_environment: Sequence[str], base_url: str, api_key: str, row: Mapping[str, Any]
 ) -> Any:
-    """Run a command in a process group of its own, which is killed when the command ends or is canceled.
+    """Run a command in a separate process group, which is killed when the command ends or is canceled.
 
     Raises:
         ValueError: the command fails, or prints no reward.

@@ -49,7 +49,7 @@ def test_calls_that_continue_each_other_are_one_sequence_with_the_sampled_tokens
 
 def test_sampled_ids_are_kept_although_their_text_would_be_tokenized_differently():
     capture, writer = Capture(), renderer()
-    reserved = len(tiny_tokenizer()) - 1  # its text has several characters, each with a token of its own
+    reserved = len(tiny_tokenizer()) - 1  # its text has several characters, each with a separate token
     text = tiny_tokenizer().decode([reserved])
     first = capture.prompt(writer, "ab")
     capture.add(writer, first, said([reserved, EOS]))

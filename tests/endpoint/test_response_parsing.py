@@ -12,7 +12,7 @@ TEMPLATE = {
         "reasoning_content": {"open": "<bos>", "close": "!", "content": "text"},
         "tool_calls": {
             "open": "call ",
-            "close": ";",
+            "close": "=",
             "repeats": True,
             "content": "text",
             "transform": {"type": "function", "function": {"name": "add", "arguments": {"x": "{content}"}}},
@@ -40,17 +40,17 @@ def ids(text: str) -> list[int]:
 
 def test_without_a_response_template_the_content_is_the_whole_text():
     assert not can_parse(tokenizer())
-    assert parse_response(tokenizer(), ids("call 5;<eos>")) == ParsedResponse("call 5;")
+    assert parse_response(tokenizer(), ids("call 5=<eos>")) == ParsedResponse("call 5=")
 
 
 def test_reasoning_content_and_tool_calls_are_found():
     found = parse_response(tokenizer(TEMPLATE), ids("<bos>hm!yes<eos>"), before=ids("what?"))
     assert found == ParsedResponse("yes", reasoning="hm")
-    found = parse_response(tokenizer(TEMPLATE), ids("call 5;call 6;<eos>"), before=ids("what?"), tools=TOOLS)
+    found = parse_response(tokenizer(TEMPLATE), ids("call 5=call 6=<eos>"), before=ids("what?"), tools=TOOLS)
     assert found.tool_calls == tuple(ToolCall("add", json.dumps({"x": x})) for x in (5, 6))
 
 
 def test_a_response_that_the_parser_rejects_is_content():
-    wrong = {**TEMPLATE, "fields": {"tool_calls": {"open": "call ", "close": ";", "content": "json"}}}
-    found = parse_response(tokenizer(wrong), ids("call {;"), before=ids("what?"))
-    assert found == ParsedResponse("call {;")
+    wrong = {**TEMPLATE, "fields": {"tool_calls": {"open": "call ", "close": "=", "content": "json"}}}
+    found = parse_response(tokenizer(wrong), ids("call (="), before=ids("what?"))
+    assert found == ParsedResponse("call (=")
