@@ -57,9 +57,8 @@ def load_agent(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environm
         raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
     function = partial(found, **arguments)
     kept = bool(seeded)
-    if is_async(found):
-        return partial(_AsyncAgent, function, kept)
-    return partial(_PlainAgent, function, kept)
+    made: Any = _AsyncAgent if is_async(found) else _PlainAgent
+    return partial(made, function, kept)
 
 
 def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:
