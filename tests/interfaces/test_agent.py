@@ -1,22 +1,29 @@
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.api.engine import ModelOutput
+from realign.data import PromptData
+from realign.engines import SharedModel, TransformersModel
+from realign.engines.training.optimizer import OptimizerSpec
 from realign.environments import EnvironmentFailure
 from realign.errors import ConfigError, RealignError, SettingsError
 from realign.interfaces.agent import AgentInterface
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.runtime import Async, EpisodeEvaluation, Experiment, run
+from realign.runtime.rollout.spec import Sync
 from tests.environments.environment_fixtures import Tool
 from tests.samplers import TableSampler
-from tests.tiny import VOCAB, tiny_engine, tiny_tokenizer
+from tests.tiny import VOCAB, save_tiny, tiny_engine, tiny_tokenizer
 
 FIXTURES = "tests.environments.agent_fixtures"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
@@ -280,3 +287,44 @@ def test_the_graph_of_an_agent_is_that_of_an_environment():
     agents = (settings(generation=sampler), EnvironmentInterface("x:Y", generation=sampler))
     first, second = (dataflow({"actor": GRPOActorInterface(generation=sampler), "agent": agent}) for agent in agents)
     assert first == second
+
+
+# --- runs ---
+
+
+@pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=1)])
+def test_a_run_trains_and_evaluates_with_agents(rollout, tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    rows = [{"prompt": "abcdefgh"[i : i + 2]} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampler = GenerationConfig(n=2, max_new_tokens=6)
+
+    def agent(**changes) -> AgentInterface:
+        return settings("seeded", **{"generation": sampler, "max_sequence_tokens": 40, **changes})
+
+    interfaces = {"actor": GRPOActorInterface(generation=sampler), "agent": agent()}
+    result = run(
+        Experiment(
+            name="agents",
+            steps=3,
+            batch_prompts=2,
+            graph=dataflow(interfaces),
+            interfaces=interfaces,
+            models={
+                "actor": TransformersModel(str(folder), optimizer=OptimizerSpec(lr=1e-3)),
+                "agent": SharedModel(of="actor"),
+            },
+            data=PromptData(str(tmp_path / "rows.jsonl")),
+            evaluation=EpisodeEvaluation(
+                PromptData(str(tmp_path / "rows.jsonl")),
+                every_steps=3,
+                episodes=agent(generation=replace(sampler, n=1)),
+            ),
+            rollout=rollout,
+            output_dir=tmp_path / "run",
+        )
+    )
+    assert result.series("missing_rewards") == [0.0] * 3
+    assert result.series("turns") == [1.0] * 3
+    assert result.series("first_logprob_diff_max")[0] < 1e-4
+    assert len(result.series("eval/reward")) == 2
