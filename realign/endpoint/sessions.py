@@ -53,6 +53,8 @@ class Session:
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     capture: Capture = field(default_factory=Capture)
+    logs_errors: bool = False
+    """Whether to log the first error of the sampler. A run reads `error` instead."""
     error: BaseException | None = None
     """First error of the sampler in this session."""
     ignored: list[str] = field(default_factory=list)
@@ -141,8 +143,8 @@ class Session:
             return ApiError(400, f"The sampler cannot serve the request: {error}.", code="invalid_request")
         with self._lock:
             first, self.error = self.error is None, self.error or error
-        if first:
-            logger.error("the sampler failed in a call of session %s", self.name, exc_info=error)
+        if first and self.logs_errors:
+            logger.error("the sampler failed in a request (%s)", self.name, exc_info=error)
         return ApiError(503, "The sampler failed.", code="sampler_failed")
 
     def _cancel(self) -> None:
@@ -228,7 +230,7 @@ class Sessions:
             raise ApiError(404, "This endpoint serves sessions only.", code="session_required")
         with self._lock:
             self._single += 1
-            return Session(self.main, f"call{self._single}", self._seed)
+            return Session(self.main, f"call{self._single}", self._seed, logs_errors=True)
 
 
 def closed() -> ApiError:
