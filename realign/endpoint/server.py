@@ -86,7 +86,7 @@ def check_installed() -> None:
     """
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"The endpoint needs the package {package}. Install realign with the extra `serve`.")
+            raise ConfigError(f"The endpoint needs the package {package}. Run pip install 'realign-rl[serve]'.")
 
 
 def is_loopback(host: str) -> bool:

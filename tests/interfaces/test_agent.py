@@ -278,7 +278,7 @@ def test_an_agent_that_cannot_be_called_is_a_configuration_error(agent, argument
 
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(RealignError, match="the extra `serve`"):
+    with pytest.raises(RealignError, match=r"realign-rl\[serve\]"):
         settings().open()
 
 
