@@ -27,6 +27,7 @@ PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "interfaces": ("Algorithms, reward functions and environments", ("realign.interfaces",)),
     "rewards": ("Terms of several reward functions", ("realign.rewards",)),
     "environments": ("Environments", ("realign.environments",)),
+    "endpoint": ("The endpoint of agents", ("realign.endpoint",)),
 }
 """Page -> title, and the packages of its classes. The first page whose package contains a class lists it."""
 

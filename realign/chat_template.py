@@ -68,6 +68,11 @@ class ChatTemplate:
         self._problem = ""
         self._lock = threading.Lock()
 
+    @property
+    def ended(self) -> bool:
+        """Whether a rendering exceeded a limit, so that all later calls raise its error."""
+        return bool(self._problem)
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> str:

@@ -33,6 +33,7 @@ INHERENT = {
     # ReMax subtracts the score of the greedy response, which has no penalty for cut samples, unlike the sampled ones.
     ("areal_ppo", "remax"): "change the scores of samples but not",
     # An environment samples and scores in one call, so it cannot score a separate greedy response.
+    ("grpo_agent", "remax"): "rewards whole conversations, so greedy responses have no reward",
     ("grpo_environment", "remax"): "rewards whole conversations, so greedy responses have no reward",
 }
 """Reason in the error message, by incompatible pair of experiment and preset."""
@@ -112,7 +113,7 @@ def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_
     other |= {"sft", "sft_arithmetic", "sft_sentiment"}
     other |= {f"lm_human_preferences_reward{task}" for task in ("", "_cnndm", "_tldr")}
     assert {*rl_experiments()} == {*list_experiments()} - other
-    without_agents = [pair for pair in PAIRS if pair[0] != "grpo_environment"]
+    without_agents = [pair for pair in PAIRS if pair[0] not in ("grpo_agent", "grpo_environment")]
     assert len(without_agents) >= 210
     assert INHERENT.keys() <= {*PAIRS}
     assert len(without_agents) - len(INHERENT.keys() & {*without_agents}) >= 200

@@ -14,6 +14,7 @@ import pytest
 
 import realign
 from realign.data import PromptData
+from realign.engines import TransformersModel
 from realign.errors import RealignError, SettingsError
 from realign.settings import Count, Finite, NonNegative, Positive, Range, Settings, checked, choices_of
 
@@ -61,6 +62,7 @@ PLACEHOLDERS = {
     "name": "x",
     "path": "folder",
     "of": "actor",
+    "model": TransformersModel("folder"),
     "environment": "module:Class",
     "data": PromptData("prompts.jsonl"),
     "prompts": PromptData("prompts.jsonl"),

@@ -88,6 +88,8 @@ class Plan:
     whole_batch: bool = False
     """Whether scoring relates the responses to different prompts, so that it needs the whole batch in one call."""
     weights: Weights = Weights.any
+    single_requests: bool = False
+    """Whether `generate` submits requests to the sampler one at a time, which does not work under torchrun."""
 
     @property
     def optimizer_steps(self) -> int:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from realign.api import GenerationConfig, Model, SequenceSample, derive_seed
-from realign.config.construct import fill
+from realign.cli.command_options import settings_of
 from realign.config.errors import ConfigError
 from realign.data import Template
 from realign.data.messages import Message
@@ -101,14 +98,4 @@ def chat_of(words: Sequence[str]) -> Chat:
     Raises:
         ConfigError: the command line names no model or several, or a key or value is invalid.
     """
-    paths = [word for word in words if "=" not in word]
-    if len(paths) != 1:
-        raise ConfigError(
-            f"realign chat expects one model (a folder or hub name) and key=value settings, found {paths}"
-        )
-    given = OmegaConf.to_container(OmegaConf.from_dotlist([word for word in words if "=" in word]))
-    assert isinstance(given, Mapping)
-    settings: dict[str, Any] = {str(name): value for name, value in given.items()}
-    model = settings.get("model", {})
-    settings["model"] = {"path": paths[0], **(model if isinstance(model, Mapping) else {})}
-    return fill(Chat, settings, "")
+    return settings_of("chat", Chat, words)

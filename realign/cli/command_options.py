@@ -1,9 +1,9 @@
-"""Options of commands such as `realign plan`: `plan.devices=8` among the overrides of the experiment."""
+"""Options of commands: `plan.devices=8` among overrides, and the settings of `realign chat MODEL key=value ...`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,4 +38,28 @@ def split_options(command: str, cls: type[T], words: Sequence[str]) -> tuple[T, 
     return fill(cls, values, command), [word for word in words if word not in own]
 
 
-__all__ = ["split_options"]
+def settings_of(command: str, cls: type[T], words: Sequence[str]) -> T:
+    """Return the settings of a command on one model: `MODEL key=value ...`.
+
+    Args:
+        command: name of the command, for messages.
+        cls: dataclass of the settings, with the model spec as the field `model`.
+        words: the command line after the command.
+
+    Raises:
+        ConfigError: the command line names no model or several, or a key or value is invalid.
+    """
+    paths = [word for word in words if "=" not in word]
+    if len(paths) != 1:
+        raise ConfigError(
+            f"realign {command} expects one model (a folder or hub name) and key=value settings, found {paths}"
+        )
+    given = OmegaConf.to_container(OmegaConf.from_dotlist([word for word in words if "=" in word]))
+    assert isinstance(given, Mapping)
+    settings: dict[str, Any] = {str(name): value for name, value in given.items()}
+    model = settings.get("model", {})
+    settings["model"] = {"path": paths[0], **(model if isinstance(model, Mapping) else {})}
+    return fill(cls, settings, "")
+
+
+__all__ = ["settings_of", "split_options"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that configure the memory allocator of torch."""
-OWN_COMMANDS = (TRAIN, "help", "chat", "export")
+OWN_COMMANDS = (TRAIN, "help", "chat", "serve", "export")
 """Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
@@ -55,6 +55,7 @@ Usage
   realign plan <overrides>        compare placements on a cluster: [plan.devices=8 plan.device=h100 ...]
   realign profile <overrides>     profile a few steps with torch: [profile.start=2 profile.steps=2]
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
+  realign serve MODEL             serve a model to OpenAI clients: [port=8000 ...], key in REALIGN_API_KEY
   realign export RUN_OR_FOLDER    write a model with its model card: --to DIR, --push HUB_NAME, [--merge] an adapter
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
@@ -150,6 +151,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return 0
     if command == "chat":
         return chat(args, overrides)
+    if command == "serve":
+        return serve(args, overrides)
     if command == "export":
         return export(args, overrides)
     if not overrides and not (args.cfg or args.info):
@@ -313,6 +316,18 @@ def chat(args: argparse.Namespace, words: list[str]) -> int:
     conversation = chat_of(words)
     quiet_transformers()
     conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), _say)
+    return 0
+
+
+def serve(args: argparse.Namespace, words: list[str]) -> int:
+    """Run `realign serve`: serve a model until a signal."""
+    from realign.cli.serve import serve_of
+
+    if args.config_dir:
+        raise ConfigError("--config-dir does not apply to realign serve, which has no experiment")
+    settings = serve_of(words)
+    quiet_transformers()
+    settings.run(_say)
     return 0
 
 

@@ -18,6 +18,7 @@ from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.checkpoint.recovery import Attempts
 from realign.runtime.checkpoint.resume import Start, find_start
 from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.checks.launch import used_interfaces
 from realign.runtime.checks.ranks import check_same_data, check_same_settings
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult, Training
@@ -172,6 +173,12 @@ def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
         raise ConfigError("runtime=ray: it starts its own processes. Start the run without torchrun.")
     if experiment.rollout.ahead:
         raise ConfigError("rollout=async: it does not work under torchrun. Set rollout=sync, or runtime=ray.")
+    for where, interface in used_interfaces(experiment).items():
+        if interface.plan().single_requests:
+            raise ConfigError(
+                f"{where}: {type(interface).__name__} does not work under torchrun, because its requests to the "
+                "sampler come one at a time. Start the run without torchrun, or set runtime=ray."
+            )
 
 
 def _check_start(start: Start | None, ranks: Ranks) -> None:

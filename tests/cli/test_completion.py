@@ -25,7 +25,12 @@ CHECKOUT = Path(__file__).parents[2]
         ("realign pr", ["print_samples_every_steps=", "profile"]),
         (
             "realign experiment=grpo_",
-            ["experiment=grpo_arithmetic", "experiment=grpo_environment", "experiment=grpo_reasoning"],
+            [
+                "experiment=grpo_agent",
+                "experiment=grpo_arithmetic",
+                "experiment=grpo_environment",
+                "experiment=grpo_reasoning",
+            ],
         ),
         ("realign algorithm=rl", ["algorithm=rloo"]),
         ("realign help interfaces.actor.k", ["interfaces.actor.keep_best", "interfaces.actor.kl."]),
@@ -51,6 +56,7 @@ CHECKOUT = Path(__file__).parents[2]
         ("realign profile profile.start=", []),
         ("realign check plan.dev", []),
         ("realign chat ", []),
+        ("realign serve ", []),
         ("realign experiment=nothing_like_this interfaces.", []),
         ("realign interfaces.actor.nothing.x", []),
     ],
@@ -99,7 +105,7 @@ def test_completion_imports_neither_torch_nor_hydra(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("realign experiment=grpo_a", "grpo_arithmetic"),  # bash splits words at =
+        ("realign experiment=grpo_ar", "grpo_arithmetic"),  # bash splits words at =
         ("realign experiment=grpo interfaces.actor.kl.pl", "interfaces.actor.kl.place="),
     ],
 )

@@ -21,10 +21,12 @@ NEEDED = {
     "ppo": ["models.reward.path=r"],
     "instructgpt": ["models.reward.path=r", "data.prompts.path=a.jsonl", "data.pretraining.path=b.jsonl"],
     "reward_model": ["models.reward.path=m"],
+    "grpo_agent": ["interfaces.agent.agent=a.py:agent"],
     "grpo_environment": ["interfaces.agent.environment=a.py:World"],
 }
 KINDS = {
     **dict.fromkeys(("grpo", "raft", "remax", "trlx_ppo", "ppo", "instructgpt"), (Evaluation, PromptData)),
+    "grpo_agent": (EpisodeEvaluation, PromptData),
     "grpo_environment": (EpisodeEvaluation, PromptData),
     "sft": (LossEvaluation, SupervisedData),
     "dpo": (LossEvaluation, PreferenceData),

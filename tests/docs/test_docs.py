@@ -15,6 +15,7 @@ from realign.cli.chat import chat_of
 from realign.cli.command_options import split_options
 from realign.cli.key_help import key_help
 from realign.cli.launch_table import derived_rows
+from realign.cli.serve import serve_of
 from realign.config import build_experiment, compose
 from realign.planning.options import PlanOptions
 from realign.runtime import run
@@ -80,6 +81,9 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")  # some commands run in this folder
     if arguments[0] == "chat":
         chat_of(arguments[1:])
+        return
+    if arguments[0] == "serve":
+        serve_of(arguments[1:])
         return
     if arguments[0] == "export":
         (folder,) = read_arguments(arguments[1:]).words

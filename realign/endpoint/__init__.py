@@ -1,0 +1,22 @@
+"""The policy as an OpenAI-compatible endpoint, and the capture of its calls as sequences for training."""
+
+from realign.endpoint.capture import Capture, CapturedCall, CapturedSequence, Prompt
+from realign.endpoint.limits import EndpointLimits
+from realign.endpoint.renderer import Renderer
+from realign.endpoint.response_parsing import parse_response
+from realign.endpoint.server import Endpoint
+from realign.endpoint.sessions import Backend, Session, Sessions
+
+__all__ = [
+    "Backend",
+    "Capture",
+    "CapturedCall",
+    "CapturedSequence",
+    "Endpoint",
+    "EndpointLimits",
+    "Prompt",
+    "Renderer",
+    "Session",
+    "Sessions",
+    "parse_response",
+]

@@ -1,0 +1,151 @@
+"""The ASGI application of an endpoint (Starlette; needs the extra `serve`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from realign.api.requests import Completion
+from realign.endpoint.answers import Answer
+from realign.endpoint.calls import Call, Caller
+from realign.endpoint.errors import ApiError
+from realign.endpoint.limits import (
+    EndpointLimits,
+    Guard,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    send_json,
+    until_disconnected,
+)
+from realign.endpoint.sessions import Session, Sessions
+from realign.endpoint.streaming import TextStream
+
+POLL_S = 0.05
+"""Seconds between two chunks of a streamed response."""
+_PREFIXES = ("/v1", "/sessions/{session}/v1")
+
+
+def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, model: str) -> Guard:
+    """Return the application.
+
+    Args:
+        sessions: the open sessions.
+        caller: the threads that call samplers.
+        limits: limits of requests.
+        model: name of the model in responses.
+    """
+    created = int(time.time())
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(request: Request) -> Response:
+        _session(sessions, request)
+        entry = {"id": model, "object": "model", "created": created, "owned_by": "realign"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    routes = [Route("/health", health)]
+    for prefix in _PREFIXES:
+        routes += [
+            Route(f"{prefix}/models", models),
+            Route(f"{prefix}/chat/completions", Calls(sessions, caller, limits, model, chat=True), methods=["POST"]),
+            Route(f"{prefix}/completions", Calls(sessions, caller, limits, model, chat=False), methods=["POST"]),
+        ]
+
+    def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f"{error.detail}.", code="not_found")
+        assert isinstance(error, ApiError)
+        return JSONResponse(error.body(), error.status)
+
+    handlers: Any = {ApiError: failed, HTTPException: failed}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)
+
+
+class Calls:
+    """ASGI application of chat completions or completions."""
+
+    def __init__(self, sessions: Sessions, caller: Caller, limits: EndpointLimits, model: str, *, chat: bool) -> None:
+        """Create the application; see `application` for the arguments."""
+        self._sessions, self._caller, self._limits, self._model = sessions, caller, limits, model
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        session = _session(self._sessions, Request(scope))
+        body = await read_body(receive, self._limits)
+        await until_disconnected(receive, self._serve(session, body, send))
+
+    async def _serve(self, session: Session, body: dict[str, Any], send: Send) -> None:
+        start: Callable[[Session, dict[str, Any]], Awaitable[Call]] = self._caller.complete
+        call = await (self._caller.chat if self._chat else start)(session, body)
+        answer = Answer(self._model, self._chat, call.parameters, session.backend.renderer)
+        try:
+            if call.parameters.stream:
+                await self._stream(call, answer, send)
+            else:
+                completions = await self._all(call)
+                choices = await self._caller.finish(call, completions)
+                await send_json(send, 200, answer.whole(choices))
+        finally:
+            self._caller.cancel(call)  # has no effect on finished responses
+
+    async def _all(self, call: Call) -> list[Completion]:
+        return list(await asyncio.gather(*(self._caller.wait(call, i) for i in range(len(call.flat)))))
+
+    async def _stream(self, call: Call, answer: Answer, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await self._chunks(call, answer, send)
+        except ApiError as error:
+            await _event(send, error.body())
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _chunks(self, call: Call, answer: Answer, send: Send) -> None:
+        texts = [TextStream(call.parameters.stop) for _ in call.flat]
+        for index in range(len(texts)):
+            if (chunk := answer.opening(index)) is not None:
+                await _event(send, chunk)
+        waiting = asyncio.ensure_future(self._all(call))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=POLL_S if call.partial else None))[0]:
+                for index, text in enumerate(texts):
+                    tokens = await self._caller.so_far(call, index)
+                    so_far = answer.renderer.decode(tokens.ids.tolist(), special=False)
+                    if part := text.part(so_far):
+                        await _event(send, answer.delta(index, part))
+            choices = await self._caller.finish(call, await waiting)
+        finally:
+            waiting.cancel()
+        for choice, text in zip(choices, texts, strict=True):
+            if part := text.rest(choice.parsed.content):
+                await _event(send, answer.delta(choice.index, part))
+            await _event(send, answer.closing(choice))
+        if call.parameters.include_usage:
+            await _event(send, answer.used(choices))
+
+
+async def _event(send: Send, data: Any) -> None:
+    await send({"type": "http.response.body", "body": f"data: {json.dumps(data)}\n\n".encode(), "more_body": True})
+
+
+def _session(sessions: Sessions, request: Request) -> Session:
+    """Return the session of a request.
+
+    Raises:
+        ApiError: the key is wrong.
+    """
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return sessions.find(key if scheme.lower() == "bearer" else "", request.path_params.get("session"))

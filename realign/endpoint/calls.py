@@ -1,0 +1,219 @@
+"""`Caller`: renders prompts, submits requests and waits for responses, in threads, for an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from realign.api.requests import Completion, Handle, Tokens
+from realign.endpoint.answers import Choice
+from realign.endpoint.capture import Prompt
+from realign.endpoint.errors import ApiError, invalid
+from realign.endpoint.messages import read_messages, read_tools
+from realign.endpoint.parameters import CHAT, COMPLETIONS, Parameters, read_parameters
+from realign.endpoint.response_parsing import ParsedResponse, can_parse
+from realign.endpoint.sessions import Session
+from realign.environments.event_loops import DaemonThreads
+
+T = TypeVar("T")
+
+
+@dataclass
+class Call:
+    """A request that the sampler is processing."""
+
+    session: Session
+    parameters: Parameters
+    prompts: list[Prompt]
+    handles: list[list[Handle]]
+    """Handles of the responses to each prompt."""
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def flat(self) -> list[tuple[Prompt, Handle]]:
+        """All responses that were requested, in the order of the choices."""
+        return [(p, handle) for p, handles in zip(self.prompts, self.handles, strict=False) for handle in handles]
+
+    @property
+    def partial(self) -> bool:
+        """Whether the text of unfinished responses can be sent."""
+        backend = self.session.backend
+        return backend.sampler.capabilities().abort and not can_parse(backend.renderer.tokenizer)
+
+
+class Caller:
+    """Threads of an endpoint: one for each response that is awaited, and one that prepares prompts in order.
+
+    A sampler in this process samples in the threads that wait.
+    """
+
+    def __init__(self) -> None:
+        self._torch_threads = torch.get_num_threads()  # a new thread would use the default of torch
+        self._threads = DaemonThreads()
+        self._preparing = ThreadPoolExecutor(1, "endpoint prompts")
+
+    def close(self) -> None:
+        """Start no further calls."""
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(self, session: Session, body: Mapping[str, Any]) -> Call:
+        """Start the responses of a chat request.
+
+        Raises:
+            ApiError: the request is invalid, or the sampler cannot serve it.
+        """
+        parameters = read_parameters(body, CHAT)
+        messages, tools = read_messages(body.get("messages")), read_tools(body)
+        options = body.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict):
+            raise invalid("chat_template_kwargs", "expected an object")
+        renderer = session.backend.renderer
+        if not renderer.has_template:
+            raise ApiError(400, "The model has no chat template. Use /v1/completions.", code="no_chat_template")
+
+        def prompts() -> list[Prompt]:
+            return [session.capture.prompt(renderer, renderer.render(messages, tools, options))]
+
+        return await self._start(session, parameters, prompts, tools)
+
+    async def complete(self, session: Session, body: Mapping[str, Any]) -> Call:
+        """Start the responses of a completion request.
+
+        Raises:
+            ApiError: the request is invalid, or the sampler cannot serve it.
+        """
+        parameters = read_parameters(body, COMPLETIONS)
+        given = _prompts(body.get("prompt"))
+        renderer = session.backend.renderer
+
+        def prompt(one: str | list[int]) -> Prompt:
+            if isinstance(one, str):
+                return session.capture.prompt(renderer, one, start=renderer.start_tokens())
+            if any(not 0 <= i < len(renderer.tokenizer) for i in one):
+                raise ValueError(f"the prompt has token ids outside 0 to {len(renderer.tokenizer) - 1}")
+            return session.capture.prompt_of_ids(one)
+
+        return await self._start(session, parameters, lambda: list(map(prompt, given)), None)
+
+    async def _start(
+        self,
+        session: Session,
+        parameters: Parameters,
+        prompts: Callable[[], list[Prompt]],
+        tools: list[dict[str, Any]] | None,
+    ) -> Call:
+        def start() -> Call:
+            try:
+                found = prompts()
+            except ValueError as error:
+                raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
+            call = Call(session, parameters, found, [], tools)
+            try:
+                for prompt in found:
+                    call.handles.append(session.submit(prompt, parameters))
+            except BaseException:
+                _cancel(call)
+                raise
+            return call
+
+        started = asyncio.get_running_loop().run_in_executor(self._preparing, start)
+        try:
+            return await asyncio.shield(started)
+        except asyncio.CancelledError:
+            started.add_done_callback(lambda done: self._drop(done))
+            raise
+
+    def _drop(self, started: asyncio.Future[Call]) -> None:
+        """Cancel a call whose client left while it was being started."""
+        if not started.cancelled() and started.exception() is None:
+            self._threads.submit(_cancel, started.result())
+
+    async def wait(self, call: Call, index: int) -> Completion:
+        """Wait for one response.
+
+        Raises:
+            ApiError: the response was canceled, or the sampler failed.
+        """
+
+        def result() -> Completion:
+            torch.set_num_threads(self._torch_threads)
+            return call.session.result(call.flat[index][1])
+
+        return await self._aside(result)
+
+    async def so_far(self, call: Call, index: int) -> Tokens:
+        """Return the current tokens of an unfinished response.
+
+        Raises:
+            ApiError: the sampler failed.
+        """
+        try:
+            return await self._aside(call.flat[index][1].tokens)
+        except RuntimeError as error:
+            raise call.session.failed(error) from error
+
+    async def finish(self, call: Call, completions: Sequence[Completion]) -> list[Choice]:
+        """Capture the responses, and parse them.
+
+        Raises:
+            ApiError: the session has ended.
+        """
+
+        def finished() -> list[Choice]:
+            rest = list(completions)
+            for prompt, handles in zip(call.prompts, call.handles, strict=True):
+                call.session.keep(prompt, rest[: len(handles)])
+                rest = rest[len(handles) :]
+            return [choice(call, index, one) for index, one in enumerate(completions)]
+
+        return await self._aside(finished)
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def cancel(self, call: Call) -> None:
+        """Cancel all responses of a call, without waiting."""
+        self._threads.submit(_cancel, call)
+
+
+def _cancel(call: Call) -> None:
+    for _, handle in call.flat:
+        handle.cancel()
+
+
+def choice(call: Call, index: int, completion: Completion) -> Choice:
+    """Parse a response."""
+    prompt = call.flat[index][0]
+    renderer = call.session.backend.renderer
+    parsed = renderer.parse(completion.ids.tolist(), before=prompt.ids, tools=call.tools)
+    content, stopped = cut(parsed.content, call.parameters.stop)
+    return Choice(index, prompt, completion, ParsedResponse(content, parsed.tool_calls, parsed.reasoning), stopped)
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first stop string, and whether there is one."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    """Return the prompts of a completion request: texts or lists of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(isinstance(one, str) for one in given):
+            return given
+        if _ids(given):
+            return [given]
+        if all(isinstance(one, list) and one and _ids(one) for one in given):
+            return given
+    raise invalid("prompt", "expected a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _ids(given: list[Any]) -> bool:
+    return all(isinstance(i, int) and not isinstance(i, bool) for i in given)

@@ -1,0 +1,160 @@
+"""`Capture`: the calls of one session as token ids, merged into sequences for training.
+
+A call whose rendered prompt starts with the text of an earlier call (its prompt and its response) continues that call.
+Its prompt keeps the token ids of the earlier call, and only the text after them is tokenized. Every other call begins a
+new sequence, for example after the chat template or the agent rewrote the history.
+
+Shapes: T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from realign.api.requests import Completion
+from realign.endpoint.renderer import Renderer
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedCall:
+    """One response of the policy."""
+
+    parent: CapturedCall | None
+    """The call that this call continues; None if the call begins a sequence."""
+    ids: tuple[int, ...]
+    """Token ids of the prompt, which begin with all tokens of the parent, and of the response."""
+    prompt_tokens: int
+    """Number of tokens of the prompt."""
+    completion: Completion
+    """The response on the CPU: token ids, log-probs and versions."""
+    text: str | None
+    """Text of the prompt and the response; None if the prompt was given as token ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The prompt of a call, with the token ids that the sampler gets."""
+
+    ids: tuple[int, ...]
+    text: str | None
+    """Rendered text; None if the prompt was given as token ids."""
+    parent: CapturedCall | None = None
+    """The call that this prompt continues."""
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedSequence:
+    """A chain of calls as one packed sequence."""
+
+    ids: Tensor
+    """[T] int64."""
+    sampled: Tensor
+    """[T] bool: sampled tokens that train. A response that several sequences contain trains in the first one."""
+    logprobs: Tensor
+    """[T] fp32; 0 where `sampled` is False."""
+    versions: Tensor
+    """[T] int32; -1 where `sampled` is False."""
+    calls: int
+    """Number of calls whose responses train in this sequence."""
+    truncated: bool
+    """Whether the length limit ended the last response."""
+
+
+@dataclass
+class Capture:
+    """The calls of one session. All methods are thread-safe."""
+
+    _calls: list[CapturedCall] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._calls)
+
+    def prompt(self, renderer: Renderer, text: str, *, start: Sequence[int] = ()) -> Prompt:
+        """Tokenize a prompt. Keeps the token ids of the longest earlier call that its text starts with.
+
+        Args:
+            renderer: the tokenizer.
+            text: rendered prompt, including special tokens.
+            start: token ids to put before a prompt that continues no call.
+
+        Raises:
+            ValueError: the tokenizer cannot encode the text.
+        """
+        with self._lock:
+            known = [call for call in self._calls if call.text is not None and text.startswith(call.text)]
+        for parent in sorted(known, key=lambda call: len(call.ids), reverse=True):
+            assert parent.text is not None
+            behind = text[len(parent.text) :]
+            new = renderer.encode(behind)
+            # some tokenizers add a space before a text that they encode separately
+            if renderer.decode(new, before=parent.ids) == behind:
+                return Prompt((*parent.ids, *new), text, parent)
+        ids = tuple(renderer.encode(text))
+        first = tuple(start)
+        return Prompt(ids if ids[: len(first)] == first else (*first, *ids), text)
+
+    def prompt_of_ids(self, ids: Sequence[int]) -> Prompt:
+        """Return a prompt that is given as token ids, which continues the longest earlier call that it starts with."""
+        given = tuple(ids)
+        with self._lock:
+            known = [call for call in self._calls if given[: len(call.ids)] == call.ids]
+        return Prompt(given, None, max(known, key=lambda call: len(call.ids), default=None))
+
+    def add(self, renderer: Renderer, prompt: Prompt, completion: Completion) -> CapturedCall:
+        """Store a response.
+
+        Args:
+            renderer: the tokenizer.
+            prompt: its prompt.
+            completion: the response, with at least one token.
+        """
+        sampled = tuple(completion.ids.tolist())
+        text = None if prompt.text is None else prompt.text + renderer.decode(sampled, before=prompt.ids)
+        kept = Completion(
+            completion.ids.cpu(), completion.logprobs.cpu(), completion.versions.cpu(), completion.truncated
+        )
+        call = CapturedCall(prompt.parent, prompt.ids + sampled, len(prompt.ids), kept, text)
+        with self._lock:
+            self._calls.append(call)
+        return call
+
+    def calls(self) -> list[CapturedCall]:
+        """Return the calls in the order in which their responses ended."""
+        with self._lock:
+            return list(self._calls)
+
+    def sequences(self) -> list[CapturedSequence]:
+        """Return one sequence for every call that no other call continues. Each sampled token trains exactly once."""
+        calls = self.calls()
+        continued = {id(call.parent) for call in calls if call.parent is not None}
+        trained: set[int] = set()
+        return [_sequence(call, trained) for call in calls if id(call) not in continued]
+
+
+def _sequence(last: CapturedCall, trained: set[int]) -> CapturedSequence:
+    """Return the sequence that ends with a call; adds its calls to `trained`, which are ids of objects."""
+    total = len(last.ids)
+    sampled_T = torch.zeros(total, dtype=torch.bool)
+    logprobs_T, versions_T = torch.zeros(total), torch.full((total,), -1, dtype=torch.int32)
+    calls, call = 0, last
+    while True:
+        if id(call) not in trained:
+            trained.add(id(call))
+            calls += 1
+            response = slice(call.prompt_tokens, len(call.ids))
+            sampled_T[response] = True
+            logprobs_T[response] = call.completion.logprobs
+            versions_T[response] = call.completion.versions
+        if call.parent is None:
+            break
+        call = call.parent
+    return CapturedSequence(
+        torch.tensor(last.ids, dtype=torch.int64), sampled_T, logprobs_T, versions_T, calls, last.completion.truncated
+    )

@@ -1,0 +1,242 @@
+"""`Session`: calls that share a sampler and a capture; `Sessions`: the open sessions of an endpoint and their keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+
+import torch
+
+from realign.api.generation import GenerationConfig
+from realign.api.requests import Completion, Handle, Request
+from realign.api.sampler import Sampler
+from realign.api.seeds import derive_seed
+from realign.endpoint.capture import Capture, CapturedCall, Prompt
+from realign.endpoint.errors import ApiError
+from realign.endpoint.parameters import Parameters
+from realign.endpoint.renderer import Renderer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The policy behind calls, and its limits."""
+
+    sampler: Sampler
+    renderer: Renderer
+    generation: GenerationConfig
+    """Default sampling parameters; `max_new_tokens` is also the maximum of a call."""
+    max_sequence_tokens: int | None = None
+    """Maximum number of tokens of a prompt and its response; None: no limit."""
+    fixed_sampling: bool = False
+    """Whether `temperature`, `top_p` and `seed` of requests are ignored, as training on the samples requires."""
+
+
+@dataclass(eq=False)
+class Session:
+    """Calls of one agent in one episode. All methods are thread-safe."""
+
+    backend: Backend
+    name: str
+    """Name of the episode, which seeds the sampling of its calls."""
+    seed: int = 0
+    """Seed of the run or of the batch."""
+    max_calls: int | None = None
+    """Maximum number of calls; None: no limit."""
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    capture: Capture = field(default_factory=Capture)
+    logs_errors: bool = False
+    """Whether to log the first error of the sampler. A run reads `error` instead."""
+    error: BaseException | None = None
+    """First error of the sampler in this session."""
+    ignored: list[str] = field(default_factory=list)
+    """Parameters of the first request with sampling parameters that have no effect."""
+    started: int = 0
+    """Number of calls that were sent to the sampler, including canceled ones."""
+    _closed: bool = False
+    _handles: set[Handle] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def submit(self, prompt: Prompt, parameters: Parameters) -> list[Handle]:
+        """Request the responses of one call.
+
+        Raises:
+            ApiError: the session is closed or has made all its calls, the prompt is empty or too long, or the sampler
+                cannot serve the request.
+        """
+        config = self._config(prompt, parameters)
+        with self._lock:
+            if self._closed:
+                raise closed()
+            if self.max_calls is not None and self.started >= self.max_calls:
+                raise ApiError(
+                    403, f"The session has reached its limit of {self.max_calls} calls.", code="max_calls_exceeded"
+                )
+            number, self.started = self.started, self.started + 1
+            if self.backend.fixed_sampling and not self.ignored:
+                self.ignored = parameters.ignored(self.backend.generation)
+        fixed = self.backend.fixed_sampling or parameters.seed is None
+        name = f"{self.name}/turn{number}" if fixed else f"seed{parameters.seed}"
+        seed = derive_seed(self.seed, "turn", number) if fixed else 0
+        ids_P = torch.tensor(prompt.ids, dtype=torch.int64)
+        handles: list[Handle] = []
+        try:
+            for choice in range(parameters.n):
+                id = f"{name}/choice{choice}" if choice else name
+                handles.append(self.backend.sampler.submit(Request(id, 0, ids_P, config, seed)))
+        except BaseException as error:
+            for handle in handles:
+                handle.cancel()
+            raise self.failed(error) from error
+        with self._lock:
+            self._handles.update(handles)
+        if self._closed:  # closed meanwhile
+            self._cancel()
+        return handles
+
+    def result(self, handle: Handle) -> Completion:
+        """Wait for a response.
+
+        Raises:
+            ApiError: the response was canceled, or the sampler failed.
+        """
+        try:
+            return handle.result()
+        except CancelledError as error:
+            raise closed() from error
+        except BaseException as error:
+            raise self.failed(error) from error
+        finally:
+            with self._lock:
+                self._handles.discard(handle)
+
+    def keep(self, prompt: Prompt, completions: Sequence[Completion]) -> list[CapturedCall]:
+        """Capture the responses of one call.
+
+        Raises:
+            ApiError: the session is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise closed()
+            return [self.capture.add(self.backend.renderer, prompt, one) for one in completions]
+
+    def close(self) -> None:
+        """End the session: cancel unfinished calls, and capture no further ones. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._cancel()
+
+    def failed(self, error: BaseException) -> ApiError:
+        """Return the error for the client, and store errors that are not the client's."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, ValueError):
+            return ApiError(400, f"The sampler cannot serve the request: {error}.", code="invalid_request")
+        with self._lock:
+            first, self.error = self.error is None, self.error or error
+        if first and self.logs_errors:
+            logger.error("the sampler failed in a request (%s)", self.name, exc_info=error)
+        return ApiError(503, "The sampler failed.", code="sampler_failed")
+
+    def _cancel(self) -> None:
+        with self._lock:
+            handles, self._handles = self._handles, set()
+        for handle in handles:
+            handle.cancel()
+
+    def _config(self, prompt: Prompt, parameters: Parameters) -> GenerationConfig:
+        backend = self.backend
+        if not prompt.ids:
+            raise ApiError(400, "The prompt has no tokens.", code="empty_prompt")
+        most = backend.generation.max_new_tokens
+        room = most if backend.max_sequence_tokens is None else backend.max_sequence_tokens - len(prompt.ids)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"The prompt has {len(prompt.ids)} tokens, but a prompt and its response may have at most "
+                f"{backend.max_sequence_tokens} tokens.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        if parameters.stop and not backend.sampler.capabilities().stop_strings:
+            raise ApiError(
+                400,
+                "Unsupported parameter: 'stop' is not supported by this sampler.",
+                param="stop",
+                code="unsupported_parameter",
+            )
+        return parameters.config(backend.generation, room, fixed=backend.fixed_sampling)
+
+
+class Sessions:
+    """The open sessions of an endpoint, by id and by key. All methods are thread-safe.
+
+    Args:
+        main: backend of calls without a session; None if every call needs a session.
+        key: key of calls without a session.
+        seed: seed of calls without a session that set none.
+    """
+
+    def __init__(self, main: Backend | None = None, key: str = "", *, seed: int = 0) -> None:
+        self.main = main
+        self._key = key
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+        self._single = 0
+        self._seed = seed
+        self._lock = threading.Lock()
+
+    def open(self, session: Session) -> None:
+        """Accept calls of a session."""
+        with self._lock:
+            self._by_id[session.id] = session
+            self._by_key[_digest(session.key)] = session
+
+    def close(self, session: Session) -> None:
+        """End a session: cancel its calls, and accept no further ones."""
+        with self._lock:
+            self._by_id.pop(session.id, None)
+            self._by_key.pop(_digest(session.key), None)
+        session.close()
+
+    def find(self, key: str, id: str | None) -> Session:
+        """Return the session of a call.
+
+        Args:
+            key: key that the client sent.
+            id: id of the session in the path; None if the path has none. The key then determines the session.
+
+        Raises:
+            ApiError: the key is wrong, or there is no such session.
+        """
+        with self._lock:
+            known = self._by_key.get(_digest(key)) if id is None else self._by_id.get(id)
+            own = known.key if known is not None else self._key
+        right = hmac.compare_digest(own.encode(), key.encode(errors="surrogatepass")) and bool(own)
+        if not right or (known is None and id is not None):
+            raise ApiError(401, "Incorrect API key, or unknown session.", code="invalid_api_key")
+        if known is not None:
+            return known
+        if self.main is None:
+            raise ApiError(404, "This endpoint serves sessions only.", code="session_required")
+        with self._lock:
+            self._single += 1
+            return Session(self.main, f"call{self._single}", self._seed, logs_errors=True)
+
+
+def closed() -> ApiError:
+    """Return the error of a call in a session that has ended."""
+    return ApiError(409, "The session has ended.", code="session_closed")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()

@@ -1,0 +1,151 @@
+"""Agents: programs that call the policy over HTTP, as environments whose only step runs the whole program.
+
+An agent is a Python function, `async def` or `def`, or a command. It gets the base URL and the key of an
+OpenAI-compatible endpoint, and returns a reward. `Worlds` runs agents under the same limits as environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import IO, Any
+
+from realign.api.environment import Environment, Response
+from realign.environments.loading import takes_seed
+from realign.environments.turns import shortened
+from realign.errors import ConfigError
+from realign.rewards.pool.functions import is_async, load_object
+from realign.rewards.pool.limits import without_secrets
+
+START = Response("", (), 0, False)
+"""The response that starts an agent."""
+BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+"""Environment variables of a command, which OpenAI clients read."""
+_OUTPUT = 1 << 16
+"""Number of bytes at the end of a command's output that are read."""
+_FORMS = "'package.module:function' or 'path/to/file.py:function'"
+
+Outcome = tuple[str, Any, bool, bool, Mapping[str, Any]]
+
+
+def task(base_url: str, api_key: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument of `reset` for an agent: its endpoint, and its row of the dataset."""
+    return {"base_url": base_url, "api_key": api_key, "row": row}
+
+
+def load_agent(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return a factory of environments that run the function `name` with these keyword arguments.
+
+    Raises:
+        ConfigError: the function does not exist, or does not accept the arguments.
+    """
+    found = load_object(name, "agent", _FORMS)
+    if isinstance(found, type) or not callable(found):
+        raise ConfigError(f"agent {name!r} is a {type(found).__name__}; expected a function.")
+    try:
+        seeded = {"seed": 0} if takes_seed(found) and "seed" not in arguments else {}
+        inspect.signature(found).bind("", "", {}, **arguments, **seeded)
+    except TypeError as error:
+        shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in arguments)])
+        raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
+    function = partial(found, **arguments)
+    kept = bool(seeded)
+    made: Any = _AsyncAgent if is_async(found) else _PlainAgent
+    return partial(made, function, kept)
+
+
+def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:
+    """Return a factory of environments that run a command.
+
+    The command gets the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, and the row as JSON on stdin. It prints the
+    reward as the last line of stdout: a number, or a JSON object with the key `reward`.
+
+    Args:
+        command: program and arguments; no shell interprets them.
+        keep_environment: environment variables that look like secrets but are passed on.
+    """
+    return partial(_AsyncAgent, partial(_run_command, tuple(command), tuple(keep_environment)), False)
+
+
+class _Agent:
+    """An agent as an environment: `reset` stores its task, and `step` runs it."""
+
+    def __init__(self, function: Callable[..., Any], seeded: bool) -> None:
+        self._function, self._seeded = function, seeded
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
+        """Store the task (`task`)."""
+        seeded = {"seed": seed} if self._seeded else {}
+        self._call = partial(self._function, row["base_url"], row["api_key"], row["row"], **seeded)
+        return "", {}
+
+
+class _AsyncAgent(_Agent):
+    async def step(self, response: Response) -> Outcome:
+        """Run the agent on the event loop."""
+        return outcome(await self._call())
+
+
+class _PlainAgent(_Agent):
+    def step(self, response: Response) -> Outcome:
+        """Run the agent in a thread."""
+        return outcome(self._call())
+
+
+def outcome(returned: Any) -> Outcome:
+    """Return the result of `step` for the return value of an agent: a reward, or a mapping with the key `reward`.
+
+    Raises:
+        ValueError: a mapping has other keys than `reward` and `truncated`.
+    """
+    if not isinstance(returned, Mapping):
+        return "", returned, True, False, {}
+    if "reward" not in returned or (unknown := set(returned) - {"reward", "truncated"}):
+        wrong = "has no key 'reward'" if "reward" not in returned else f"has the unknown key {min(unknown, key=str)!r}"
+        raise ValueError(f"the agent returned {shortened(returned)}, which {wrong}")
+    truncated = returned.get("truncated", False)
+    return "", returned["reward"], truncated is False, truncated, {}
+
+
+async def _run_command(
+    command: Sequence[str], keep_environment: Sequence[str], base_url: str, api_key: str, row: Mapping[str, Any]
+) -> Any:
+    """Run a command in a separate process group, which is killed when the command ends or is canceled.
+
+    Raises:
+        ValueError: the command fails, or prints no reward.
+    """
+    environment = {**without_secrets(os.environ, keep_environment), BASE_URL: base_url, API_KEY: api_key}
+    with tempfile.TemporaryFile() as rows, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        rows.write(json.dumps(row, default=str).encode())
+        rows.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=rows, stdout=out, stderr=err, env=environment, start_new_session=True
+        )
+        try:
+            code = await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        printed = _end(out)
+        if code:
+            raise ValueError(f"the command {command[0]!r} ended with exit code {code}: {_end(err) or printed}")
+    lines = printed.splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError) as error:
+        raise ValueError(f"the command {command[0]!r} printed no reward as its last line: {printed!r}") from error
+
+
+def _end(file: IO[bytes]) -> str:
+    """Return the end of a file as text."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _OUTPUT))
+    return file.read().decode(errors="replace").strip()

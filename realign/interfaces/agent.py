@@ -1,0 +1,278 @@
+"""Agents that call the policy over an OpenAI-compatible endpoint, usable with any actor.
+
+A role with this interface (`agent`) shares the actor's model, as with `EnvironmentInterface`. In the graph
+(`realign.api.rl_graph`) it replaces the actor's sampling and the role `reward`. Reads `prompt_ids` and `row`. Writes
+the keys of sampling, `rewards` [S] and `turns` [S].
+
+An agent is any program that uses an OpenAI client. `generate` serves the policy on a local port, and runs an agent for
+each episode. Every episode has its own base URL and key, by which its calls are captured as tokens. Calls that continue
+each other become one sequence, and an episode has one or more sequences, all with its reward. If the agent of an
+episode fails, the reward is NaN, and the sequences are excluded from the loss and from their group's statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from realign.api import (
+    GenerationConfig,
+    Keys,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    Plan,
+    SequenceSample,
+    Weights,
+    derive_seed,
+)
+from realign.api.environment import Environment
+from realign.endpoint.capture import CapturedSequence
+from realign.endpoint.limits import EndpointLimits
+from realign.endpoint.renderer import Renderer
+from realign.endpoint.server import Endpoint, check_installed
+from realign.endpoint.sessions import Backend, Session, Sessions
+from realign.environments import Answer, Failures, Limits, Slots, TurnWriter, Worlds
+from realign.environments.agents import START, load_agent, load_command, task
+from realign.errors import SettingsError
+from realign.interfaces.environment import written
+from realign.settings import Count, Fraction, Positive
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class AgentInterface(ModelInterface):
+    """A policy that agents call over HTTP: `generation.n` episodes per prompt, all concurrent."""
+
+    agent: str = ""
+    """Function `agent(base_url, api_key, row)` that returns a reward, `package.module:function` or
+    `path/to/file.py:function`. Set either this or `command`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    command: list[str] = field(default_factory=list)
+    """Program and arguments that run one episode. The program reads the row as JSON from stdin, and prints the reward
+    as its last line."""
+    keep_environment: list[str] = field(default_factory=list)
+    """Environment variables that look like secrets but are passed to `command`."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """Sampling settings of a call (`${interfaces.actor.generation}`): `n` is the number of episodes per prompt,
+    `max_new_tokens` the limit of one response in tokens. Requests cannot change `temperature`, `top_p` and `seed`."""
+    max_calls: Count = 64
+    """Maximum number of calls of one episode; the endpoint rejects further ones."""
+    max_sequence_tokens: Count = 4096
+    """Maximum number of tokens of a prompt and its response; the endpoint rejects longer prompts."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    same_seed: bool = False
+    """Pass one seed to the agents of all episodes of a prompt; false: one seed per episode. Only for functions with a
+    parameter `seed`."""
+    timeout_s: Positive = 600.0
+    """Time limit of one episode in seconds."""
+    concurrency: Count = 256
+    """Maximum number of concurrent episodes, also with `rollout=async`."""
+    max_failed_fraction: Fraction = 0.5
+    """Fraction of a batch's episodes in which the agent may fail; the run stops above it."""
+    limits: EndpointLimits = field(default_factory=lambda: EndpointLimits(max_concurrent=4096))
+    """Limits of requests to the endpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.agent) == bool(self.command):
+            raise SettingsError("agent: set either agent, a function, or command, a program")
+        if self.command and self.arguments:
+            raise SettingsError(f"arguments={self.arguments}: has no effect with command. Add them to command")
+        if self.agent and self.keep_environment:
+            raise SettingsError(f"keep_environment={self.keep_environment}: has no effect without command")
+        if self.max_sequence_tokens <= self.generation.max_new_tokens:
+            raise SettingsError(
+                f"max_sequence_tokens={self.max_sequence_tokens}: must be greater than generation.max_new_tokens="
+                f"{self.generation.max_new_tokens}, the length of one response"
+            )
+        self._make: Callable[[], Environment] | None = None
+        self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
+        self._failures = Failures(self.name, self.max_failed_fraction)
+        self._lock = threading.Lock()  # guards the attributes below
+        self._endpoint: Endpoint | None = None
+        self._renderer: Renderer | None = None
+        self._warned = False
+
+    @property
+    def name(self) -> str:
+        """Name of the agent, for messages."""
+        return self.agent or self.command[0]
+
+    def open(self) -> None:
+        """Load the agent, and check that the packages of the endpoint are installed.
+
+        Raises:
+            ConfigError: the function does not exist, or the extra `serve` is missing.
+        """
+        check_installed()
+        self._opened()
+
+    def close(self) -> None:
+        """Stop the endpoint."""
+        with self._lock:
+            endpoint, self._endpoint, self._renderer = self._endpoint, None, None
+        if endpoint is not None:
+            endpoint.close()
+
+    def _opened(self) -> Callable[[], Environment]:
+        if self._make is None:
+            made = partial(load_agent, self.agent, self.arguments)
+            self._make = load_command(self.command, self.keep_environment) if self.command else made()
+        return self._make
+
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method != "generate":
+            return Keys()
+        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)))
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
+        return frozenset({"logprobs"})
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(
+            responses_per_prompt=self.generation.n,
+            longest_response=self.max_sequence_tokens,
+            length_setting="max_sequence_tokens",
+            temperature=self.generation.temperature,
+            generation=self.generation,
+            sampler=self.generation.describe(),
+            exact_sampling=not self.generation.distorted(),
+            weights=Weights.live,
+            single_requests=True,
+        )
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """Return the rows of the launch table."""
+        tokens = f"{self.generation.max_new_tokens:,} tokens each, {self.max_sequence_tokens:,} tokens with the prompt"
+        return {"agent": self.name, "episode": f"up to {self.max_calls} calls of up to {tokens}"}
+
+    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """Run `generation.n` episodes for each prompt.
+
+        Raises:
+            EnvironmentFailure: the agent failed in too many episodes.
+        """
+        n, rows = self.generation.n, data.metadata["row"]
+        endpoint, renderer = self._serving(model)
+        backend = Backend(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
+        seed = model.call_seed("generate")
+        names = [f"{i}/{j}" for i in data.ids for j in range(n)]
+        sessions = [Session(backend, name, seed, self.max_calls) for name in names]
+        for session in sessions:
+            endpoint.sessions.open(session)
+        try:
+            tasks = [task(endpoint.base_url(s), s.key, rows[k // n]) for k, s in enumerate(sessions)]
+            seeds = [self._seed(model, i, j) for i in data.ids for j in range(n)]
+            answers = self._run(model, list(zip(tasks, seeds, strict=True)))
+        finally:
+            for session in sessions:
+                endpoint.sessions.close(session)
+        if (error := next((s.error for s in sessions if s.error is not None), None)) is not None:
+            raise error
+        played = [self._played(*each) for each in zip(sessions, answers, strict=True)]
+        self._failures.check([one.failure for one in played if one.failure], len(played))
+        return packed(data, [played[k : k + n] for k in range(0, len(played), n)])
+
+    def _run(self, model: Model, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
+        """Run the agents of all episodes, and return their rewards or failures."""
+        writer = TurnWriter(model.tokenizer)  # an agent has no observations
+        with Worlds(self.name, self._opened(), writer, self._limits) as worlds:
+            begun = worlds.reset(starts)
+            able = {k: START for k, answer in enumerate(begun) if answer.step is not None}
+            ended = dict(zip(able, worlds.step(able), strict=True))
+        return [ended.get(k, answer) for k, answer in enumerate(begun)]
+
+    def _played(self, session: Session, answer: Answer) -> Played:
+        self._warn(session)
+        sequences, failure = session.capture.sequences(), answer.failure
+        if answer.step is not None and not sequences:
+            failure = "the agent made no call of the endpoint. Pass base_url and api_key to its OpenAI client"
+        reward = float("nan") if answer.step is None or failure else answer.step.reward
+        return Played(sequences, reward, answer.step is not None and answer.step.truncated, failure)
+
+    def _warn(self, session: Session) -> None:
+        """Log the first request with parameters that have no effect."""
+        if session.ignored and not self._warned:
+            self._warned = True
+            logger.warning(
+                "agent %s: %s of its requests are ignored, since training needs samples of the policy itself; the "
+                "settings of `generation` apply. Logged once.",
+                self.name,
+                ", ".join(session.ignored),
+            )
+
+    def _seed(self, model: Model, prompt: Any, episode: int) -> int:
+        """Return the seed of an agent."""
+        seed = model.call_seed("environments")
+        return derive_seed(seed, str(prompt)) if self.same_seed else derive_seed(seed, str(prompt), episode)
+
+    def _serving(self, model: Model) -> tuple[Endpoint, Renderer]:
+        """Return the endpoint, which the first call starts."""
+        with self._lock:
+            if self._endpoint is None or self._renderer is None:
+                self._renderer = Renderer(model.tokenizer, self.template_options)
+                self._endpoint = Endpoint(Sessions(), self.limits, model=model.name)
+                self._endpoint.start()
+            return self._endpoint, self._renderer
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode that has ended."""
+
+    sequences: Sequence[CapturedSequence]
+    reward: float
+    """NaN if the agent failed."""
+    truncated: bool
+    failure: str
+    """Reason why the episode has no reward; empty if it has one."""
+
+
+def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]]) -> SequenceSample:
+    """Pack episodes as sequences of their prompts. An episode without a call becomes its prompt, without a response.
+
+    Args:
+        data: the prompts; the result is on the same device.
+        episodes: the episodes of each prompt.
+    """
+    groups = []
+    for prompt, group in zip(data.sequences("prompt_ids"), episodes, strict=True):
+        groups.append([(s, one) for one in group for s in one.sequences or [_without_calls(prompt.cpu())]])
+    flat = [pair for group in groups for pair in group]
+    sampled_T = torch.cat([s.sampled for s, _ in flat])
+    out = SequenceSample.from_sequences(data.ids, {"input_ids": [[s.ids for s, _ in group] for group in groups]})
+    out = out.with_tokens(
+        prompt_mask=~sampled_T,
+        loss_mask=sampled_T,
+        logprobs=torch.cat([s.logprobs for s, _ in flat]),
+        versions=torch.cat([s.versions for s, _ in flat]),
+    ).with_sequences(
+        rewards=torch.tensor([one.reward for _, one in flat]),
+        truncated=torch.tensor([s.truncated or one.truncated for s, one in flat]),
+        turns=torch.tensor([s.calls for s, _ in flat]),
+    )
+    return out.to(data["prompt_ids"].device)
+
+
+def _without_calls(prompt_ids: torch.Tensor) -> CapturedSequence:
+    total = len(prompt_ids)
+    none_T = torch.zeros(total, dtype=torch.bool)
+    return CapturedSequence(
+        prompt_ids, none_T, torch.zeros(total), torch.full((total,), -1, dtype=torch.int32), calls=0, truncated=False
+    )
+
+
+__all__ = ["AgentInterface", "packed"]

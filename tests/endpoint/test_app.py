@@ -1,0 +1,531 @@
+"""Test the endpoint over real sockets, with the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import httpx2
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI, OpenAI
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
+from realign.engines.sampling.background_sampler import StreamingEngine
+from tests.samplers import TableSampler
+from tests.tiny import TEXT, VOCAB, tiny_engine, tiny_tokenizer
+
+KEY = "the-key"
+END = 0  # ends a response of the table
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }}:{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<pad>{% endif %}{% endfor %}"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+CONFIG = GenerationConfig(max_new_tokens=12)
+
+
+def letters() -> torch.Tensor:
+    """Return logits of a table that writes lower-case letters, and ends after 'z'."""
+    logits = torch.full((VOCAB, VOCAB), -30.0)
+    first = 3 + TEXT.index("a")
+    logits[:, first : first + 26] = torch.randn(VOCAB, 26, generator=torch.Generator().manual_seed(0))
+    logits[first + 25] = -30.0
+    logits[first + 25, END] = 0.0
+    return logits
+
+
+def tokenizer():
+    found = tiny_tokenizer()
+    found.chat_template = TEMPLATE
+    return found
+
+
+@contextmanager
+def served(sampler=None, config: GenerationConfig = CONFIG, limit: int | None = 100, **limits):
+    """Serve a sampler; yields the endpoint and its sampler."""
+    sampler = sampler or TableSampler(letters())
+    with closing(sampler):
+        backend = Backend(sampler, Renderer(tokenizer()), config, limit)
+        with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(**limits), model="tiny")) as endpoint:
+            endpoint.start()
+            yield endpoint, sampler
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with served() as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(endpoint):
+    with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
+        yield found
+
+
+def opened(endpoint: Endpoint, name: str = "p/0", **options) -> Session:
+    session = Session(endpoint.sessions.main, name, **options)
+    endpoint.sessions.open(session)
+    return session
+
+
+def client_of(endpoint: Endpoint, session: Session, **options) -> OpenAI:
+    return OpenAI(base_url=endpoint.base_url(session), api_key=session.key, **{"max_retries": 0, **options})
+
+
+def post(endpoint: Endpoint, path: str, body: bytes, key: str = KEY) -> httpx2.Response:
+    return httpx2.post(f"{endpoint.url}{path}", content=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true"
+        time.sleep(0.01)
+
+
+# --- the API ---
+
+
+def test_health_needs_no_key_and_models_lists_the_model(endpoint, client):
+    assert httpx2.get(f"{endpoint.url}/health").json() == {"status": "ok"}
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_a_chat_completion_has_text_log_probs_and_usage(client):
+    out = client.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, n=2, max_completion_tokens=5)
+    assert [choice.index for choice in out.choices] == [0, 1]
+    for choice in out.choices:
+        tokens = choice.logprobs.content
+        assert "".join(token.token for token in tokens).removesuffix("<pad>") == choice.message.content
+        assert all(token.logprob < 0 for token in tokens if token.token != "<pad>")
+        assert choice.finish_reason in ("stop", "length")
+        assert choice.message.role == "assistant"
+    assert out.usage.prompt_tokens == len("hello")
+    assert out.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in out.choices)
+
+
+def test_a_completion_takes_texts_and_token_ids(client):
+    ids = tiny_tokenizer()("hello", add_special_tokens=False)["input_ids"]
+    extra = {"return_token_ids": True}
+    for prompt, choices in (("hello", 1), (["hello", "you"], 2), (ids, 1), ([ids, ids], 2)):
+        out = client.completions.create(model="tiny", prompt=prompt, seed=5, logprobs=0, extra_body=extra)
+        assert len(out.choices) == choices
+        assert out.choices[0].prompt_token_ids == ids
+        found = out.choices[0]
+        assert "".join(found.logprobs.tokens) == tiny_tokenizer().decode(found.token_ids)
+        assert found.text == tiny_tokenizer().decode(found.token_ids, skip_special_tokens=True)
+
+
+def test_equal_seeds_give_equal_responses_and_missing_seeds_different_ones(client):
+    def said(**options) -> str:
+        return client.chat.completions.create(model="tiny", messages=HELLO, **options).choices[0].message.content
+
+    assert said(seed=3) == said(seed=3)
+    assert len({said() for _ in range(4)}) > 1
+
+
+def test_temperature_zero_is_greedy(client):
+    said = {
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=0).choices[0].message.content
+        for _ in range(3)
+    }
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_has_the_text_of_the_response_without_streaming(client, chat):
+    ask = {"model": "tiny", "seed": 7, "n": 2, "extra_body": {"return_token_ids": True}}
+    if chat:
+        whole = client.chat.completions.create(messages=HELLO, **ask)
+        stream = client.chat.completions.create(
+            messages=HELLO, stream=True, stream_options={"include_usage": True}, **ask
+        )
+    else:
+        whole = client.completions.create(prompt="hello", **ask)
+        stream = client.completions.create(prompt="hello", stream=True, stream_options={"include_usage": True}, **ask)
+    texts, reasons, ids, usage = {0: "", 1: ""}, {}, {}, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += (choice.delta.content or "") if chat else choice.text
+            if choice.finish_reason:
+                reasons[choice.index], ids[choice.index] = choice.finish_reason, choice.token_ids
+    for choice in whole.choices:
+        assert texts[choice.index] == (choice.message.content if chat else choice.text)
+        assert reasons[choice.index] == choice.finish_reason
+        assert ids[choice.index] == choice.token_ids
+    assert usage == whole.usage
+
+
+def test_a_stream_sends_text_before_the_response_ends():
+    sampler = TableSampler(letters())
+    with served(sampler, GenerationConfig(max_new_tokens=50_000, fixed_length=True), limit=None) as (endpoint, _):
+        client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0)
+        with client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+            text = ""
+            for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if text:
+                    break
+        assert len(text) < 50_000
+        wait_until(lambda: not sampler.active)  # the client left, so its request ended
+
+
+def test_tools_reach_the_template(client):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    ask = {"model": "tiny", "messages": HELLO, "tools": tools, "extra_body": {"return_token_ids": True}}
+    out = client.chat.completions.create(**ask)
+    assert tiny_tokenizer().decode(out.choices[0].prompt_token_ids) == "add:hello"
+    out = client.chat.completions.create(**ask, tool_choice="none")
+    assert tiny_tokenizer().decode(out.choices[0].prompt_token_ids) == "hello"
+
+
+def test_stop_strings_end_a_response_and_are_not_part_of_its_text():
+    with closing(StreamingEngine("actor", tiny_engine())) as sampler, served(sampler) as (endpoint, _):
+        client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0)
+        whole = client.completions.create(model="tiny", prompt="hello", seed=1).choices[0].text
+        stop = whole[3:5]
+        out = client.completions.create(model="tiny", prompt="hello", seed=1, stop=stop).choices[0]
+        assert out.text == whole[: whole.index(stop)]
+        assert out.finish_reason == "stop"
+        parts = client.completions.create(model="tiny", prompt="hello", seed=1, stop=[stop], stream=True)
+        assert "".join(part.choices[0].text for part in parts) == out.text
+
+
+# --- invalid requests ---
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "code"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_parameter"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
+        ({"stop": "x"}, "stop", "unsupported_parameter"),  # of this sampler
+        ({"extra_body": {"min_p": 0.1}}, "min_p", "unsupported_parameter"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 1000}, "n", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": "many"}, "max_completion_tokens", "invalid_value"),
+        ({"seed": 1.5}, "seed", "invalid_value"),
+        ({"stop": [""]}, "stop", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls", "invalid_value"),
+        ({"tools": [{"type": "function"}]}, "tools[0]", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": ""}]}, None, "empty_prompt"),
+    ],
+)
+def test_a_parameter_that_is_not_served_is_an_error_that_names_it(client, options, param, code):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**{"model": "tiny", "messages": HELLO, **options})
+    assert (raised.value.param, raised.value.code) == (param, code)
+
+
+def test_parameters_without_effect_are_accepted(client):
+    client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "developer", "content": [{"type": "text", "text": "a"}]}, *HELLO],
+        user="me",
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logit_bias={},
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        store=False,
+        stop=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"messages": ' + b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": 5}',
+        b'{"messages": [{"role": ["user"]}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "n": true}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 1}',
+        b'{"messages": [{"role": "user", "content": "x"}], "stream_options": {"unknown": 1}}',
+    ],
+)
+def test_a_malformed_request_is_a_client_error_and_the_endpoint_continues(endpoint, client, body):
+    out = post(endpoint, "/v1/chat/completions", body)
+    assert out.status_code == 400, out.text
+    assert out.json()["error"]["type"] == "invalid_request_error"
+    assert client.completions.create(model="tiny", prompt="x").choices
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], [[]], ["a", 5], [999], [-1], [True], {"a": 1}])
+def test_a_malformed_prompt_is_a_client_error(endpoint, prompt):
+    assert post(endpoint, "/v1/completions", json.dumps({"prompt": prompt}).encode()).status_code == 400
+
+
+def test_unknown_paths_and_methods_are_errors_in_the_format_of_the_api(endpoint):
+    for out in (post(endpoint, "/v1/embeddings", b"{}"), httpx2.get(f"{endpoint.url}/v1/chat/completions")):
+        assert out.status_code in (404, 405)
+        assert out.json()["error"]["code"] == "not_found"
+
+
+def test_a_model_without_a_chat_template_serves_completions_only():
+    sampler = TableSampler(letters())
+    with closing(sampler):
+        sessions = Sessions(Backend(sampler, Renderer(tiny_tokenizer()), CONFIG), KEY)
+        with closing(Endpoint(sessions, EndpointLimits(), model="tiny")) as endpoint:
+            endpoint.start()
+            with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:
+                with pytest.raises(openai.BadRequestError, match="no chat template"):
+                    client.chat.completions.create(model="tiny", messages=HELLO)
+                assert client.completions.create(model="tiny", prompt="x").choices
+
+
+# --- keys and sessions ---
+
+
+@pytest.mark.parametrize("key", ["the-ke", "the-key2", "\u00e9", None])
+def test_a_wrong_key_is_rejected(endpoint, key):
+    session = opened(endpoint)
+    for path in ("/v1/models", f"/sessions/{session.id}/v1/models", "/sessions/unknown/v1/models"):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+        out = httpx2.get(f"{endpoint.url}{path}", headers=headers)
+        assert (out.status_code, out.json()["error"]["code"]) == (401, "invalid_api_key")
+    endpoint.sessions.close(session)
+
+
+def test_the_key_of_a_session_opens_no_other_session_and_the_main_key_opens_none(endpoint):
+    first, second = opened(endpoint), opened(endpoint)
+    for key in (second.key, KEY):
+        with (
+            pytest.raises(openai.AuthenticationError),
+            OpenAI(base_url=endpoint.base_url(first), api_key=key, max_retries=0) as client,
+        ):
+            client.models.list()
+    for session in (first, second):
+        endpoint.sessions.close(session)
+
+
+def test_the_key_alone_selects_a_session_and_its_calls_are_captured(endpoint):
+    session = opened(endpoint)
+    with OpenAI(base_url=f"{endpoint.url}/v1", api_key=session.key, max_retries=0) as client:
+        client.completions.create(model="tiny", prompt="hello")
+    endpoint.sessions.close(session)
+    assert len(session.capture) == 1
+
+
+def test_a_closed_session_rejects_calls(endpoint):
+    session = opened(endpoint)
+    with client_of(endpoint, session) as client:
+        client.completions.create(model="tiny", prompt="hello")
+        endpoint.sessions.close(session)
+        with pytest.raises(openai.AuthenticationError):
+            client.completions.create(model="tiny", prompt="hello")
+    assert len(session.capture) == 1
+
+
+def test_closing_a_session_cancels_its_unfinished_calls():
+    config = GenerationConfig(max_new_tokens=1_000_000, fixed_length=True)
+    with served(config=config, limit=None) as (endpoint, sampler), ThreadPoolExecutor() as threads:
+        session = opened(endpoint)
+        with client_of(endpoint, session) as client:
+            call = threads.submit(client.completions.create, model="tiny", prompt="hello")
+            wait_until(lambda: sampler.active)
+            endpoint.sessions.close(session)
+            with pytest.raises(openai.ConflictError, match="session has ended"):
+                call.result(60)
+        assert not sampler.active
+        assert session.capture.sequences() == []
+
+
+def test_a_session_captures_streams_choices_and_tool_turns(endpoint):
+    session = opened(endpoint)
+    with client_of(endpoint, session) as client:
+        first = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in first)
+        turns = [*HELLO, {"role": "assistant", "content": said}, {"role": "tool", "tool_call_id": "1", "content": "5"}]
+        client.chat.completions.create(model="tiny", messages=turns, n=2)
+    endpoint.sessions.close(session)
+    calls = session.capture.calls()
+    assert [call.parent for call in calls] == [None, calls[0], calls[0]]
+    assert [sequence.calls for sequence in session.capture.sequences()] == [2, 1]
+
+
+# --- limits ---
+
+
+def test_a_body_that_is_too_large_is_rejected_and_the_endpoint_continues():
+    with served(max_body_mb=0.01) as (endpoint, _):
+        client = OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0)
+        for size in (20_000, 60_000):
+            with pytest.raises(openai.APIStatusError) as raised:
+                client.completions.create(model="tiny", prompt="x" * size)
+            assert (raised.value.status_code, raised.value.code) == (413, "body_too_large")
+        assert client.completions.create(model="tiny", prompt="x").choices
+
+
+def request_head(length: int) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def connected(endpoint: Endpoint) -> socket.socket:
+    host, port = endpoint.url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)))
+    found.settimeout(60)
+    return found
+
+
+def test_a_client_that_sends_its_body_too_slowly_gets_an_error():
+    with served(body_timeout_s=0.3) as (endpoint, _), connected(endpoint) as slow:
+        slow.sendall(request_head(100) + b"{")
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_slow_clients_do_not_delay_others():
+    with served(body_timeout_s=600) as (endpoint, _):
+        slow = [connected(endpoint) for _ in range(50)]
+        for one in slow:
+            one.sendall(request_head(100) + b"{")
+        with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:
+            assert client.completions.create(model="tiny", prompt="x").choices
+        for one in slow:
+            one.close()
+
+
+def test_a_client_that_does_not_read_its_stream_is_cut_off_at_the_time_limit():
+    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
+    with served(config=config, limit=None, timeout_s=2.0) as (endpoint, sampler), connected(endpoint) as slow:
+        body = json.dumps({"prompt": "x", "stream": True}).encode()
+        slow.sendall(request_head(len(body)) + body)
+        wait_until(lambda: sampler.active)
+        wait_until(lambda: not sampler.active)
+
+
+def test_a_request_that_takes_too_long_is_an_error_and_its_sampling_ends():
+    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
+    with served(config=config, limit=None, timeout_s=1.0) as (endpoint, sampler):
+        out = post(endpoint, "/v1/completions", b'{"prompt": "x"}')
+        assert (out.status_code, out.json()["error"]["code"]) == (504, "timeout")
+        wait_until(lambda: not sampler.active)
+
+
+def test_requests_above_the_limit_of_concurrent_ones_are_rejected():
+    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
+    with served(config=config, limit=None, max_concurrent=2) as (endpoint, sampler):
+        waiting = [connected(endpoint) for _ in range(2)]
+        for one in waiting:
+            one.sendall(request_head(15) + b'{"prompt": "x"}')
+        wait_until(lambda: len(sampler.active) == 2)
+        out = post(endpoint, "/v1/completions", b'{"prompt": "x"}')
+        assert (out.status_code, out.json()["error"]["code"]) == (429, "too_many_requests")
+        assert httpx2.get(f"{endpoint.url}/health").status_code == 200
+        for one in waiting:
+            one.close()
+        wait_until(lambda: not sampler.active)
+
+
+def test_a_client_that_disconnects_cancels_its_request_and_captures_nothing():
+    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
+    with served(config=config, limit=None) as (endpoint, sampler):
+        session = opened(endpoint)
+        with client_of(endpoint, session, timeout=0.5) as client, pytest.raises(openai.APITimeoutError):
+            client.completions.create(model="tiny", prompt="hello", n=3)
+        wait_until(lambda: session.started == 1 and not sampler.active)
+        assert len(session.capture) == 0
+
+
+def test_a_sampler_that_fails_is_a_server_error_and_the_error_is_kept():
+    sampler = TableSampler(letters())
+    with served(sampler) as (endpoint, _):
+        session = opened(endpoint)
+        sampler.close()
+        with client_of(endpoint, session) as client, pytest.raises(openai.InternalServerError):
+            client.completions.create(model="tiny", prompt="hello")
+        assert "the table is closed" in str(session.error)
+
+
+# --- load ---
+
+
+def test_200_concurrent_sessions_lose_and_duplicate_no_token_and_their_log_probs_equal_rescored_ones():
+    engine = tiny_engine()
+    config = GenerationConfig(max_new_tokens=5)
+    with served(StreamingEngine("actor", tiny_engine()), config) as (endpoint, _):
+        sessions = [opened(endpoint, f"p{i}/0", seed=1) for i in range(200)]
+        received: dict[str, list[list[int]]] = {session.name: [] for session in sessions}
+
+        async def converse(shared: AsyncOpenAI, session: Session) -> None:
+            client = shared.with_options(base_url=endpoint.base_url(session), api_key=session.key)
+            messages = [{"role": "user", "content": f"hello{session.name.split('/')[0]}"}]
+            for turn in range(3):
+                out = await client.chat.completions.create(
+                    model="tiny", messages=messages, extra_body={"return_token_ids": True}
+                )
+                (choice,) = out.choices
+                received[session.name].append(choice.token_ids)
+                messages += [{"role": "assistant", "content": choice.message.content}]
+                messages += [{"role": "user", "content": f"go{turn}"}]
+
+        async def all_of_them() -> None:
+            limits = httpx2.Limits(max_connections=200)
+            async with AsyncOpenAI(
+                base_url="http://x",
+                api_key="x",
+                max_retries=0,
+                timeout=300,
+                http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+            ) as shared:
+                await asyncio.gather(*(converse(shared, session) for session in sessions))
+
+        asyncio.run(all_of_them())
+        for session in sessions:
+            endpoint.sessions.close(session)
+    found = [session.capture.sequences() for session in sessions]
+    for session, sequences in zip(sessions, found, strict=True):
+        captured = [token for s in sequences for token in s.ids[s.sampled].tolist()]
+        sent = [token for response in received[session.name] for token in response]
+        assert captured == sent, session.name
+        assert sum(s.calls for s in sequences) == 3
+    sample = SequenceSample.from_sequences(
+        [s.name for s in sessions], {"input_ids": [[s.ids for s in sequences] for sequences in found]}
+    )
+    again = engine.forward(
+        sample, MicroBatchSpec(max_tokens_per_microbatch=2000), lambda out, mb: mb.with_tokens(again=out.logprobs())
+    )["again"]
+    flat = [s for sequences in found for s in sequences]
+    sampled_T, logprobs_T = torch.cat([s.sampled for s in flat]), torch.cat([s.logprobs for s in flat])
+    assert int(sampled_T.sum()) == sum(len(r) for responses in received.values() for r in responses)
+    assert (again - logprobs_T)[sampled_T].abs().max() < 1e-4
+
+
+def test_endpoints_end_while_clients_are_waiting():
+    config = GenerationConfig(max_new_tokens=10_000_000, fixed_length=True)
+    before = set(threading.enumerate())
+    with served(config=config, limit=None) as (endpoint, sampler):
+        one = connected(endpoint)
+        one.sendall(request_head(15) + b'{"prompt": "x"}')
+        wait_until(lambda: sampler.active)
+        endpoint.close()
+        assert one.recv(4096).startswith(b"HTTP/1.1 503")
+        wait_until(lambda: not sampler.active)
+    assert not [t for t in threading.enumerate() if t.name == "endpoint" and t not in before]
+    one.close()

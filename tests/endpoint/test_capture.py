@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from realign.api import Completion
+from realign.endpoint import Capture, Prompt, Renderer
+from tests.tiny import TEXT, tiny_tokenizer
+
+EOS = 2
+
+
+def ids(text: str) -> list[int]:
+    """Return the ids of text in the tiny tokenizer. A full stop is the end token."""
+    return [EOS if c == "." else 3 + TEXT.index(c) for c in text]
+
+
+def renderer(template: str = "") -> Renderer:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template or None
+    return Renderer(tokenizer)
+
+
+def said(tokens: list[int], version: int = 0) -> Completion:
+    n = len(tokens)
+    logprobs = -0.1 - torch.arange(n) / 100
+    return Completion(torch.tensor(tokens), logprobs, torch.full((n,), version, dtype=torch.int32), tokens[-1] != EOS)
+
+
+def call(capture: Capture, writer: Renderer, prompt: str, response: str, version: int = 0) -> Prompt:
+    found = capture.prompt(writer, prompt)
+    capture.add(writer, found, said(ids(response), version))
+    return found
+
+
+def test_calls_that_continue_each_other_are_one_sequence_with_the_sampled_tokens_as_actions():
+    capture, writer = Capture(), renderer()
+    call(capture, writer, "ab", "x.", version=4)
+    call(capture, writer, "abx<eos>c", "yz", version=5)
+    (sequence,) = capture.sequences()
+    assert sequence.ids.tolist() == ids("abx.cyz")
+    assert sequence.sampled.tolist() == [False, False, True, True, False, True, True]
+    assert sequence.versions.tolist() == [-1, -1, 4, 4, -1, 5, 5]
+    assert sequence.logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.11, 0, -0.1, -0.11])
+    assert (sequence.calls, sequence.truncated) == (2, True)
+
+
+def test_sampled_ids_are_kept_although_their_text_would_be_tokenized_differently():
+    capture, writer = Capture(), renderer()
+    reserved = len(tiny_tokenizer()) - 1  # its text has several characters, each with a separate token
+    text = tiny_tokenizer().decode([reserved])
+    first = capture.prompt(writer, "ab")
+    capture.add(writer, first, said([reserved, EOS]))
+    second = capture.prompt(writer, f"ab{text}<eos>c")
+    assert list(second.ids) == [*ids("ab"), reserved, EOS, *ids("c")]
+    assert second.parent is capture.calls()[0]
+
+
+@pytest.mark.parametrize("prompt", ["abx", "abX<eos>c", "bx<eos>c", "c"])
+def test_a_rewritten_history_begins_a_new_sequence(prompt):
+    capture, writer = Capture(), renderer()
+    call(capture, writer, "ab", "x.")
+    assert call(capture, writer, prompt, "y.").parent is None
+    assert [s.calls for s in capture.sequences()] == [1, 1]
+
+
+def test_a_template_that_drops_reasoning_from_the_history_begins_a_new_sequence():
+    template = "{% for m in messages %}{{ m.content.split('!')[-1] }}{% endfor %}"
+    capture, writer = Capture(), renderer(template)
+    messages = [{"role": "user", "content": "q"}]
+    first = capture.prompt(writer, writer.render(messages))
+    capture.add(writer, first, said(ids("hm!yes")))
+    messages += [{"role": "assistant", "content": "hm!yes"}, {"role": "user", "content": "r"}]
+    second = capture.prompt(writer, writer.render(messages))
+    assert (second.parent, list(second.ids)) == (None, ids("qyesr"))
+
+
+def test_a_response_that_several_sequences_contain_trains_once():
+    capture, writer = Capture(), renderer()
+    call(capture, writer, "ab", "x.")
+    call(capture, writer, "abx<eos>c", "y.")
+    call(capture, writer, "abx<eos>d", "z.")
+    first, second = capture.sequences()
+    assert first.ids.tolist() == ids("abx.cy.")
+    assert second.ids.tolist() == ids("abx.dz.")
+    assert first.sampled.tolist() == [False, False, True, True, False, True, True]
+    assert second.sampled.tolist() == [False] * 5 + [True, True]
+    assert (first.calls, second.calls) == (2, 1)
+
+
+def test_several_responses_to_one_prompt_are_several_sequences():
+    capture, writer = Capture(), renderer()
+    prompt = capture.prompt(writer, "ab")
+    for response in ("x.", "y."):
+        capture.add(writer, prompt, said(ids(response)))
+    assert [s.ids.tolist() for s in capture.sequences()] == [ids("abx."), ids("aby.")]
+
+
+def test_a_call_continues_the_longest_earlier_call():
+    capture, writer = Capture(), renderer()
+    call(capture, writer, "a", "b")
+    call(capture, writer, "ab", "c")
+    longest = capture.prompt(writer, "abcd").parent
+    assert longest is not None
+    assert list(longest.ids) == ids("abc")
+
+
+def test_prompts_of_token_ids_continue_calls_with_equal_ids():
+    capture, writer = Capture(), renderer()
+    capture.add(writer, capture.prompt_of_ids(ids("ab")), said(ids("x.")))
+    assert capture.prompt_of_ids(ids("abx.c")).parent is capture.calls()[0]
+    assert capture.prompt_of_ids(ids("abxc")).parent is None
+
+
+def test_text_that_the_tokenizer_would_change_begins_a_new_sequence():
+    """The tiny tokenizer has no token for a tilde, so decoding its ids does not restore the text."""
+    capture, writer = Capture(), renderer()
+    call(capture, writer, "ab", "x.")
+    assert capture.prompt(writer, "abx<eos>~").parent is None
+
+
+def test_start_tokens_precede_a_prompt_only_once():
+    capture, writer = Capture(), renderer()
+    assert list(capture.prompt(writer, "ab", start=[1]).ids) == [1, *ids("ab")]
+    assert list(capture.prompt(writer, "<bos>ab", start=[1]).ids) == [1, *ids("ab")]
+
+
+def test_no_token_is_lost_or_duplicated_when_threads_add_calls():
+    capture, writer = Capture(), renderer()
+
+    def converse(letter: str) -> None:
+        text = letter
+        for _ in range(20):
+            call(capture, writer, text, "x.")
+            text += "x<eos>c"
+
+    threads = [threading.Thread(target=converse, args=(letter,)) for letter in "abdefghi"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = capture.sequences()
+    assert sorted(s.ids.tolist() for s in found) == sorted(ids(a + "x.c" * 19 + "x.") for a in "abdefghi")
+    assert sum(int(s.sampled.sum()) for s in found) == 8 * 20 * 2

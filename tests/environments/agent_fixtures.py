@@ -1,0 +1,73 @@
+"""Agents for tests. The row of the dataset selects what an agent does."""
+
+from __future__ import annotations
+
+import asyncio
+
+from openai import APIError, AsyncOpenAI, OpenAI
+
+
+async def scripted(base_url, api_key, row):
+    """Take a turn for each observation of the row's `script`; the reward is the number of turns / 4."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        for observation in row["script"]:
+            out = await client.chat.completions.create(model="policy", messages=messages)
+            said = out.choices[0].message.content
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
+    return len(row["script"]) / 4
+
+
+def plain(base_url, api_key, row):
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        client.completions.create(model="policy", prompt=row["prompt"])
+    return 1
+
+
+async def bad(base_url, api_key, row):
+    """Fail as the row says, after one call."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        if row["how"] == "no call":
+            return 1.0
+        await client.completions.create(model="policy", prompt=row["prompt"])
+        if row["how"] == "raise":
+            raise RuntimeError("the agent broke")
+        if row["how"] == "hang":
+            await asyncio.sleep(60)
+        if row["how"] == "too many calls":
+            while True:
+                await client.completions.create(model="policy", prompt=row["prompt"])
+    return {
+        "good": 1.0,
+        "truncated": {"reward": 0.5, "truncated": True},
+        "text": "1",
+        "nan": float("nan"),
+        "keys": {"reward": 1.0, "score": 2.0},
+        "no reward": {"truncated": True},
+    }[row["how"]]
+
+
+async def rewriting(base_url, api_key, row):
+    """Make two calls, of which the second one has another history."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.completions.create(model="policy", prompt=row["prompt"])
+        await client.completions.create(model="policy", prompt="x" + row["prompt"])
+    return 1.0
+
+
+async def seeded(base_url, api_key, row, *, seed, scale=1.0):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.completions.create(model="policy", prompt=row["prompt"], temperature=0.5, seed=3)
+    return scale * (seed % 1000)
+
+
+async def careless(base_url, api_key, row):
+    """End while a call is in progress."""
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    task = asyncio.ensure_future(client.completions.create(model="policy", prompt=row["prompt"]))
+    await client.completions.create(model="policy", prompt=row["prompt"])
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return 1.0
+
+
+__all__ = ["APIError", "bad", "careless", "plain", "rewriting", "scripted", "seeded"]

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
+from realign.api.engine import ModelOutput
+from realign.data import PromptData
+from realign.engines import SharedModel, TransformersModel
+from realign.engines.training.optimizer import OptimizerSpec
+from realign.environments import EnvironmentFailure
+from realign.errors import ConfigError, RealignError, SettingsError
+from realign.interfaces.agent import AgentInterface
+from realign.interfaces.environment import EnvironmentInterface
+from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.runtime import Async, EpisodeEvaluation, Experiment, run
+from realign.runtime.rollout.spec import Sync
+from tests.environments.environment_fixtures import Tool
+from tests.samplers import TableSampler
+from tests.tiny import VOCAB, save_tiny, tiny_engine, tiny_tokenizer
+
+FIXTURES = "tests.environments.agent_fixtures"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+
+
+def tokenizer():
+    found = tiny_tokenizer()
+    found.chat_template = TEMPLATE
+    return found
+
+
+def batch(rows: list[dict], prompt: str = "ab") -> SequenceSample:
+    ids = tiny_tokenizer()(prompt, add_special_tokens=False)["input_ids"]
+    data = SequenceSample.from_sequences([f"p{i}" for i in range(len(rows))], {"prompt_ids": [[ids] for _ in rows]})
+    return data.with_metadata(row=rows)
+
+
+def settings(agent: str = "plain", **changes) -> AgentInterface:
+    defaults = {"generation": GenerationConfig(max_new_tokens=6), "timeout_s": 60.0, "max_sequence_tokens": 100}
+    return AgentInterface(f"{FIXTURES}:{agent}" if agent else "", **(defaults | changes))
+
+
+def play(interface: AgentInterface, data: SequenceSample, engine=None, **model) -> SequenceSample:
+    try:
+        player = Model("agent", engine or tiny_engine(), tokenizer(), **model)
+        return interface.generate(player, data, MicroBatchSpec())
+    finally:
+        interface.close()
+
+
+def lists(out: SequenceSample, key: str) -> list[list]:
+    return [x.tolist() for x in out.sequences(key)]
+
+
+def rescored(engine, out: SequenceSample) -> torch.Tensor:
+    """Return the log-probs of all tokens of a batch under an engine."""
+
+    def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+        return mb.with_tokens(again=output.logprobs())
+
+    return engine.forward(out.select({"input_ids"}), MicroBatchSpec(), hook)["again"]
+
+
+# --- capture in a run ---
+
+
+def test_an_agent_over_http_samples_the_tokens_of_the_same_environment_in_process():
+    rows = [{"prompt": "ab", "script": ["7", "no", "x"]}, {"prompt": "ab", "script": ["+", "?"]}]
+    engine, sampler = tiny_engine(), GenerationConfig(n=3, max_new_tokens=6)
+    environment = EnvironmentInterface(
+        "tests.environments.environment_fixtures:Tool",
+        generation=sampler,
+        max_turns=4,
+        max_episode_tokens=60,
+        chat=True,
+        role="user",
+    )
+    Tool.made.clear()
+    tool_rows = [row | {"script": [(text, 0.25, False, False, {}) for text in row["script"]]} for row in rows]
+    for row in tool_rows:
+        row["script"][-1] = ("", 0.25, True, False, {})
+    player = Model("agent", engine, tokenizer(), version=3)
+    expected = environment.generate(player, batch(tool_rows), MicroBatchSpec())
+    out = play(settings("scripted", generation=sampler), batch(rows), engine, version=3)
+    assert out.keys == {*settings().keys("generate").writes}
+    for key in ("input_ids", "loss_mask", "prompt_mask", "versions"):
+        assert lists(out, key) == lists(expected, key), key
+    for key in ("rewards", "turns"):
+        assert out[key].tolist() == expected[key].tolist(), key
+    # calls arrive in batches of any size, on which the rounding of log-probs depends
+    assert out["logprobs"].tolist() == pytest.approx(expected["logprobs"].tolist(), abs=1e-5)
+
+
+def test_log_probs_of_captured_tokens_equal_those_of_the_whole_sequence():
+    engine = tiny_engine()
+    rows = [{"prompt": "ab", "script": ["7", "no", "x"]}, {"prompt": "cd", "script": ["+"]}]
+    out = play(settings("scripted", generation=GenerationConfig(n=2, max_new_tokens=6)), batch(rows), engine)
+    sampled_T = out["loss_mask"]
+    assert int(sampled_T.sum()) > 0
+    difference_T = (rescored(engine, out) - out["logprobs"])[sampled_T]
+    assert difference_T.abs().max() < 1e-4
+
+
+def test_an_episode_with_a_rewritten_history_has_several_sequences_with_its_reward():
+    out = play(settings("rewriting", generation=GenerationConfig(n=2, max_new_tokens=6)), batch([{"prompt": "ab"}]))
+    assert out.lengths["input_ids"].counts.tolist() == [4]
+    assert out["rewards"].tolist() == [1.0] * 4
+    assert out["turns"].tolist() == [1] * 4
+
+
+def test_the_sampling_settings_of_the_run_replace_those_of_requests_and_the_log_says_so(caplog):
+    data, sampler = batch([{"prompt": "ab"}]), GenerationConfig(n=2, max_new_tokens=6)
+    expected = play(settings("plain", generation=sampler), data)
+    with caplog.at_level(logging.WARNING):
+        out = play(settings("seeded", generation=sampler, arguments={"scale": 2.0}), data)
+    assert lists(out, "input_ids") == lists(expected, "input_ids")
+    assert lists(out, "logprobs") == lists(expected, "logprobs")
+    assert len([r for r in caplog.records if "temperature=0.5, seed=3" in r.getMessage()]) == 1
+
+
+def test_a_function_with_a_parameter_seed_gets_one_that_repeats_and_differs_by_episode():
+    sampler = GenerationConfig(n=3, max_new_tokens=2)
+    first, again = (
+        play(settings("seeded", generation=sampler), batch([{"prompt": "ab"}]))["rewards"].tolist() for _ in range(2)
+    )
+    assert first == again
+    assert len(set(first)) == 3
+    same = play(settings("seeded", generation=sampler, same_seed=True), batch([{"prompt": "ab"}]))["rewards"].tolist()
+    assert len(set(same)) == 1
+
+
+def test_a_call_that_is_unfinished_when_the_agent_ends_is_not_captured():
+    engine = tiny_engine()
+    out = play(settings("careless"), batch([{"prompt": "ab"}]), engine)
+    assert 1 <= int(out["turns"].sum()) <= 2
+    difference_T = (rescored(engine, out) - out["logprobs"])[out["loss_mask"]]
+    assert difference_T.abs().max() < 1e-4
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "RuntimeError: the agent broke"),
+        ("hang", "no answer within timeout_s=3"),
+        ("no call", "made no call of the endpoint"),
+        ("text", "the reward is '1' (str)"),
+        ("nan", "the reward is nan"),
+        ("keys", "unknown key 'score'"),
+        ("no reward", "has no key 'reward'"),
+        ("too many calls", "limit of 3 calls"),
+    ],
+)
+def test_a_failing_agent_costs_its_own_episode(how, text, caplog):
+    data = batch([{"prompt": "ab", "how": how}, {"prompt": "ab", "how": "good"}])
+    with caplog.at_level(logging.WARNING):
+        out = play(settings("bad", timeout_s=3.0, max_calls=3), data)
+    rewards = out["rewards"].tolist()
+    assert math.isnan(rewards[0])
+    assert rewards[-1] == 1.0
+    assert text in caplog.text
+    counts = out.lengths["input_ids"].counts.tolist()
+    assert counts == [3 if how == "too many calls" else 1, 1]
+    if how == "no call":
+        assert lists(out, "input_ids")[0] == data["prompt_ids"][:2].tolist()
+        assert lists(out, "loss_mask")[0] == [False, False]
+
+
+def test_the_run_stops_if_too_many_episodes_fail():
+    data = batch([{"prompt": "ab", "how": "raise"}, {"prompt": "ab", "how": "raise"}, {"prompt": "ab", "how": "good"}])
+    with pytest.raises(EnvironmentFailure, match="failed in 2 of 3 episodes"):
+        play(settings("bad"), data)
+
+
+def test_an_agent_can_mark_its_episode_as_truncated():
+    out = play(settings("bad"), batch([{"prompt": "ab", "how": "truncated"}]))
+    assert (out["rewards"].tolist(), out["truncated"].tolist()) == ([0.5], [True])
+
+
+def test_an_error_of_the_sampler_is_the_error_of_the_run():
+    sampler = TableSampler(torch.zeros(VOCAB, VOCAB))
+    sampler.close()
+    with pytest.raises(RuntimeError, match="the table is closed"):
+        play(settings("plain", max_failed_fraction=1.0), batch([{"prompt": "ab"}]), external_sampler=sampler)
+
+
+# --- commands ---
+
+CLIENT = """
+import json, os, sys
+from openai import OpenAI
+row = json.load(sys.stdin)
+client = OpenAI(max_retries=0)
+out = client.completions.create(model="policy", prompt=row["prompt"])
+print("some output")
+print(row["reward"])
+"""
+
+
+def command(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_command_reads_its_row_and_endpoint_and_prints_its_reward():
+    agent = settings("", command=command(CLIENT), generation=GenerationConfig(n=2, max_new_tokens=6))
+    out = play(agent, batch([{"prompt": "ab", "reward": 0.5}, {"prompt": "ab", "reward": '{"reward": 2}'}]))
+    assert out["rewards"].tolist() == [0.5, 0.5, 2.0, 2.0]
+    assert out["turns"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import sys; sys.exit('no such file')", "exit code 1: no such file"),
+        ("print('done')", "printed no reward as its last line: 'done'"),
+        ("", "printed no reward"),
+        ("import time; time.sleep(60)", "no answer within timeout_s=2"),
+    ],
+)
+def test_a_failing_command_costs_its_own_episode(code, text, caplog):
+    with caplog.at_level(logging.WARNING):
+        out = play(
+            settings("", command=command(code), timeout_s=2.0, max_failed_fraction=1.0), batch([{"prompt": "ab"}])
+        )
+    assert math.isnan(out["rewards"].item())
+    assert text in caplog.text
+
+
+def test_a_command_gets_no_secrets_except_those_it_should_keep(monkeypatch, caplog):
+    monkeypatch.setenv("SEARCH_API_KEY", "s3cret")
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    code = "import os, sys; sys.exit(' '.join(sorted(n for n, v in os.environ.items() if v == 's3cret')) or 'none')"
+    for keep, seen in (([], "none"), (["SEARCH_API_KEY"], "SEARCH_API_KEY")):
+        caplog.clear()
+        agent = settings("", command=command(code), keep_environment=keep, max_failed_fraction=1.0)
+        play(agent, batch([{"prompt": "ab"}]))
+        assert f"exit code 1: {seen}" in caplog.text
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"agent": ""}, "set either agent, a function, or command"),
+        ({"agent": "plain", "command": ["x"]}, "set either agent, a function, or command"),
+        ({"agent": "", "command": ["x"], "arguments": {"a": 1}}, "has no effect with command"),
+        ({"agent": "plain", "keep_environment": ["X"]}, "has no effect without command"),
+        ({"agent": "plain", "max_sequence_tokens": 6}, "must be greater than generation.max_new_tokens=6"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_errors(changes, text):
+    with pytest.raises(SettingsError, match=text):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("agent", "arguments", "text"),
+    [
+        ("nobody", {}, "has no 'nobody'"),
+        ("APIError", {}, "expected a function"),
+        ("plain", {"speed": 1}, "cannot be called as plain"),
+    ],
+)
+def test_an_agent_that_cannot_be_called_is_a_configuration_error(agent, arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        settings(agent, arguments=arguments).open()
+
+
+def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(RealignError, match=r"realign-rl\[serve\]"):
+        settings().open()
+
+
+def test_the_graph_of_an_agent_is_that_of_an_environment():
+    sampler = GenerationConfig(n=2, max_new_tokens=6)
+    agents = (settings(generation=sampler), EnvironmentInterface("x:Y", generation=sampler))
+    first, second = (dataflow({"actor": GRPOActorInterface(generation=sampler), "agent": agent}) for agent in agents)
+    assert first == second
+
+
+# --- runs ---
+
+
+@pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=1)])
+def test_a_run_trains_and_evaluates_with_agents(rollout, tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    rows = [{"prompt": "abcdefgh"[i : i + 2]} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampler = GenerationConfig(n=2, max_new_tokens=6)
+
+    def agent(**changes) -> AgentInterface:
+        return settings("seeded", **{"generation": sampler, "max_sequence_tokens": 40, **changes})
+
+    interfaces = {"actor": GRPOActorInterface(generation=sampler), "agent": agent()}
+    result = run(
+        Experiment(
+            name="agents",
+            steps=3,
+            batch_prompts=2,
+            graph=dataflow(interfaces),
+            interfaces=interfaces,
+            models={
+                "actor": TransformersModel(str(folder), optimizer=OptimizerSpec(lr=1e-3)),
+                "agent": SharedModel(of="actor"),
+            },
+            data=PromptData(str(tmp_path / "rows.jsonl")),
+            evaluation=EpisodeEvaluation(
+                PromptData(str(tmp_path / "rows.jsonl")),
+                every_steps=3,
+                episodes=agent(generation=replace(sampler, n=1)),
+            ),
+            rollout=rollout,
+            output_dir=tmp_path / "run",
+        )
+    )
+    assert result.series("missing_rewards") == [0.0] * 3
+    assert result.series("turns") == [1.0] * 3
+    assert result.series("first_logprob_diff_max")[0] < 1e-4
+    assert len(result.series("eval/reward")) == 2
