@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from realign.api.dataflow import RPC, DataflowGraph, nearest
 from realign.api.interface import ModelInterface, implements
 from realign.api.rewards import NAMED
+from realign.api.target_heads import HIDDEN
 from realign.errors import GraphError
 
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
@@ -21,6 +22,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     | needed key | call |
     |---|---|
     | `ref_logprobs`, `teacher_logprobs`, ... | the role `ref`, `teacher`, ... computes log-probs of the responses |
+    | `ref_hidden` | the role `ref` also returns its hidden states |
     | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
     | `values` | the role `critic` estimates values |
     | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
@@ -57,8 +59,9 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     scorers = {key.removesuffix("_logprobs"): key for key in needs if key.endswith("_logprobs")}
     scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
-        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, (key,), rename={"logprobs": key}))
-        keys.append(key)
+        names = {"logprobs": key} | ({"hidden": hidden} if (hidden := f"{role}{HIDDEN}") in needs else {})
+        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, tuple(names.values()), rename=names))
+        keys += names.values()
     if "values" in needs:
         rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
         keys += ["values", "bootstrap_values"]

@@ -190,7 +190,7 @@ class PPOActorInterface(ModelInterface):
     def roles(self) -> Mapping[str, Role]:
         """See `ModelInterface`: a reference policy, and a greedy policy for the baseline."""
         return {
-            "ref": Role(ReferenceInterface(self.generation.temperature), RoleModel.start),
+            "ref": Role(ReferenceInterface(self.generation.temperature, self.kl.full_vocabulary), RoleModel.start),
             "baseline": Role(GreedyInterface(self.generation), RoleModel.shared),
         }
 
@@ -330,14 +330,14 @@ class PPOActorInterface(ModelInterface):
         if self.correction is not None:
             weight_T, mask_T, divisor_T = self.correction.correct(minibatch)
             minibatch = minibatch.with_tokens(loss_mask=mask_T)
-        mask_T, old_T = minibatch["loss_mask"], old_logprobs(minibatch)
-        logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=self.generation.temperature, where_T=mask_T)
+        mask_T, old_T, temperature = minibatch["loss_mask"], old_logprobs(minibatch), self.generation.temperature
+        logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=temperature, where_T=mask_T)
         tokens = PolicyTokens.of(logprobs_T, old_T, minibatch)
         policy = policy_loss_of(self.objective, tokens, weight_T)
         loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
         trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}
         if self.kl_control.is_in_loss:
-            penalty_T, kl_stats = self.kl_control.in_loss(logprobs_T, minibatch)
+            penalty_T, kl_stats = self.kl_control.in_loss(output, logprobs_T, minibatch, temperature)
             loss_T, stats, trace["kl_penalty"] = loss_T + penalty_T, stats | kl_stats, penalty_T
         if self.entropy_coef:
             loss_T = loss_T - self.entropy_coef * entropy_T

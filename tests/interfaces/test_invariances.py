@@ -66,6 +66,7 @@ PPO_SETTINGS = [
     *({"kl": c.KLPenalty("loss", 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
     *({"kl": c.KLPenalty("reward", 0.1, e)} for e in KLEstimator),
     *({"kl": c.KLPenalty("loss", 0.1, e, importance_weighted=True)} for e in KLEstimator),
+    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True)},
     {"kl": c.KLPenalty("reward", 0.1, target=0.5, horizon=100)},
     {"reward": c.RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale="running")},
     {"reward": c.RewardShaping(scale="ref", center=True)},

@@ -20,6 +20,7 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
+from realign.api.target_heads import copied_head
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.fsdp import ShardedNetwork
@@ -42,6 +43,7 @@ from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, step_weight
 from realign.errors import ConfigError
+from realign.functional import LMHead
 
 
 class ShardedEngine(TransformersEngine):
@@ -86,6 +88,15 @@ class ShardedEngine(TransformersEngine):
     def data_rank(self) -> int:
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
+
+    def lm_head(self) -> LMHead:
+        """See `PipelinableEngine.lm_head`. Returns a full copy on every rank; collective."""
+        return copied_head(self.forward)
+
+    @property
+    def head_is_live(self) -> bool:
+        """See `PipelinableEngine.head_is_live`."""
+        return False
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `TransformersEngine.forward`."""

@@ -46,7 +46,13 @@ from realign.interfaces.components.objectives import (
 )
 from realign.interfaces.components.pretraining import mix_pretraining, pretraining_loss
 from realign.interfaces.components.reward_shaping import RewardBaseline, RewardScale, RewardShaping
-from realign.interfaces.components.scoring import first_logprob_diff, old_logprobs, score_logprobs, scoring_keys
+from realign.interfaces.components.scoring import (
+    first_logprob_diff,
+    old_logprobs,
+    score_distributions,
+    score_logprobs,
+    scoring_keys,
+)
 from realign.interfaces.components.truncation import TruncatedReward, Truncation
 from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, ValueObjective, trained, value_stats
 
@@ -95,6 +101,7 @@ __all__ = [
     "policy_loss_of",
     "policy_stats",
     "pretraining_loss",
+    "score_distributions",
     "score_logprobs",
     "scoring_keys",
     "staleness_stats",
