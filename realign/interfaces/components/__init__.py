@@ -11,6 +11,7 @@ from realign.interfaces.components.advantages import (
     Estimate,
     GroupRelative,
     Rewards,
+    TeacherKL,
     advantage_stats,
     normalized_advantages,
 )
@@ -28,6 +29,7 @@ from realign.interfaces.components.correction import (
     RatioRange,
     staleness_stats,
 )
+from realign.interfaces.components.divergence import JSD, Divergence, ForwardKL, ReverseKL
 from realign.interfaces.components.early_stop import EarlyStop
 from realign.interfaces.components.kl import KLControl, KLPenalty, KLPlace
 from realign.interfaces.components.normalization import Normalization
@@ -58,6 +60,7 @@ from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, Value
 
 __all__ = [
     "GAE",
+    "JSD",
     "POLICY_PANELS",
     "VALUE_PANELS",
     "AdvantageEstimator",
@@ -68,8 +71,10 @@ __all__ = [
     "Corrected",
     "Correction",
     "Critic",
+    "Divergence",
     "EarlyStop",
     "Estimate",
+    "ForwardKL",
     "Gmpo",
     "GroupRelative",
     "Gspo",
@@ -82,6 +87,7 @@ __all__ = [
     "PolicyTokens",
     "RatioRange",
     "Reinforce",
+    "ReverseKL",
     "RewardBaseline",
     "RewardScale",
     "RewardShaping",
@@ -89,6 +95,7 @@ __all__ = [
     "Sapo",
     "SeqMeanTokenMean",
     "SeqMeanTokenSum",
+    "TeacherKL",
     "TokenMean",
     "TruncatedReward",
     "Truncation",
