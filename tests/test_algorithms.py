@@ -28,6 +28,11 @@ BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"]}
 ALGORITHMS = sorted(list_algorithms())
 INHERENT = {
+    # Every preset replaces the advantage, and the new one needs rewards, which this experiment has not.
+    **{
+        ("on_policy_distillation", preset): "RPC 'reward_inf' uses role 'reward', which has no interface"
+        for preset in ALGORITHMS
+    },
     # ReMax subtracts the score of the greedy response, which has no penalty for cut samples, unlike the sampled ones.
     ("areal_ppo", "remax"): "change the scores of samples but not",
     # An environment samples and scores in one call, so it cannot score a separate greedy response.
@@ -98,9 +103,9 @@ def is_within(key: str, places: list[str]) -> bool:
 
 
 def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_other():
-    other = {"dpo", "raft", "reward_model", "reward_sentiment", "sft", "sft_arithmetic", "sft_sentiment"}
+    other = {"dpo", "gkd", "raft", "reward_model", "reward_sentiment", "sft", "sft_arithmetic", "sft_sentiment"}
     assert {*rl_experiments()} == {*list_experiments()} - other
-    without_agents = [pair for pair in PAIRS if pair[0] != "grpo_environment"]
+    without_agents = [pair for pair in PAIRS if pair[0] not in ("grpo_environment", "on_policy_distillation")]
     assert len(without_agents) >= 210
     assert INHERENT.keys() <= {*PAIRS}
     assert len(without_agents) - len(INHERENT.keys() & {*without_agents}) >= 200

@@ -495,6 +495,8 @@ MUST_BE_GIVEN = {
         "data.path=p.jsonl",
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
+    "gkd": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
+    "on_policy_distillation": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
     "grpo_environment": [
         "models.actor.path=m",
         "data.path=p.jsonl",
