@@ -107,7 +107,7 @@ def draw(curves: dict[str, Points], levels: dict[str, float], path: Path) -> Non
     ax.set_xlabel("steps of 128 prompts")
     ax.set_ylim(0, 1.04)
     ax.grid(alpha=0.25)
-    ax.legend(fontsize=8, loc="center right")
+    ax.legend(fontsize=8, loc="lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 
