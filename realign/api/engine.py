@@ -16,7 +16,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import LossStats, Stats, Sum, merge_stats
-from realign.api.target_heads import copied_head
+from realign.api.target_heads import head_in, one_token, with_head
 from realign.functional import LMHead
 
 
@@ -249,6 +249,15 @@ class PipelinableEngine(Protocol):
         return measured(self.forward, data, mb_spec, loss_fn)
 
 
+def copied_head(forward: Forward) -> LMHead:
+    """Return a copy of the language-model head of an engine, which `forward` may run in other processes."""
+    return head_in(forward(one_token(), MicroBatchSpec(), _head_of))
+
+
+def _head_of(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+    return with_head(mb, output.lm_head)
+
+
 LOSS_SUM = "sum of the loss"
 """The metric that `PipelinableEngine.measure` adds to those of the loss function."""
 
@@ -277,5 +286,6 @@ __all__ = [
     "PipelinableEngine",
     "PostHook",
     "StepIf",
+    "copied_head",
     "measured",
 ]

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from realign.api.lengths import Lengths
-from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.functional import LMHead
-
-if TYPE_CHECKING:
-    from realign.api.engine import Forward, ModelOutput
 
 HIDDEN = "_hidden"
 """Suffix of keys with hidden states: `teacher_hidden` contains those of role `teacher`, whose head maps them to logits.
@@ -24,15 +18,13 @@ def role_of_hidden(key: str) -> str | None:
     return key.removesuffix(HIDDEN) if key.endswith(HIDDEN) else None
 
 
-def copied_head(forward: Forward) -> LMHead:
-    """Return a copy of the language-model head of an engine, which `forward` may run in other processes."""
-    token = SequenceSample(("head",), {TOKENS: torch.zeros(1, dtype=torch.int64)}, {TOKENS: Lengths.of([[1]])})
-    return _unpacked(forward(token, MicroBatchSpec(), _packed))
+def one_token() -> SequenceSample:
+    """Return a batch of one token, for a forward pass that only reads the head."""
+    return SequenceSample(("head",), {TOKENS: torch.zeros(1, dtype=torch.int64)}, {TOKENS: Lengths.of([[1]])})
 
 
-def _packed(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-    """Add the weights of the head as keys, which travel between processes as any other key does."""
-    head = output.lm_head
+def with_head(mb: SequenceSample, head: LMHead) -> SequenceSample:
+    """Add the weights of a head as keys, which travel between processes as any other key does."""
     words = Lengths.of([[len(head.weight_VH)]])
     found = mb.with_data({"weight": head.weight_VH.detach().clone()}, lengths=words)
     if head.bias_V is not None:
@@ -41,9 +33,10 @@ def _packed(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
     return found.with_data({"numbers": numbers.to(mb[TOKENS].device)}, lengths=Lengths.of([[2]]))
 
 
-def _unpacked(found: SequenceSample) -> LMHead:
+def head_in(found: SequenceSample) -> LMHead:
+    """Return the head from the keys that `with_head` added."""
     scale, softcap = found["numbers"].tolist()
     return LMHead(found["weight"], found.get("bias"), scale, softcap or None)
 
 
-__all__ = ["HIDDEN", "copied_head", "role_of_hidden"]
+__all__ = ["HIDDEN", "head_in", "one_token", "role_of_hidden", "with_head"]

@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, measured
+from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, copied_head, measured
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model, ModelFacts, ModelSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
-from realign.api.target_heads import copied_head
 from realign.errors import ConfigError, SettingsError
 from realign.functional import LMHead
 from realign.settings import Count, Settings

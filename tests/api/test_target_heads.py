@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec
-from realign.api.target_heads import copied_head, role_of_hidden
+from realign.api.engine import copied_head
+from realign.api.target_heads import role_of_hidden
 from realign.engines import Lora, OptimizerSpec, Score, SharedModel, TopLayers, TransformersModel
 from realign.functional import LMHead
 from realign.testing import BigramEngine

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
 from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
-from realign.api.target_heads import copied_head
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.fsdp import ShardedNetwork
