@@ -58,9 +58,10 @@ def test_rows_without_prompt_and_other_data_are_refused(write):
     with pytest.raises(DataError, match="row 1 has no token before its response"):
         PromptsWithResponses(SupervisedData(path)).load(make_tokenizer())
     path = write({"prompt": "1", "text": "2"})
-    for wrong in (PromptData(path), TextData(path, block_tokens=2)):
-        with pytest.raises(DataError, match=r"Use realign\.data\.SupervisedData"):
-            PromptsWithResponses(wrong).load(make_tokenizer())
+    with pytest.raises(DataError, match=r"Use realign\.data\.SupervisedData"):
+        PromptsWithResponses(PromptData(path)).load(make_tokenizer())
+    with pytest.raises(DataError, match="row 0 has no token before its response"):
+        PromptsWithResponses(TextData(path, block_tokens=2)).load(make_tokenizer())
     with pytest.raises(SettingsError, match=r"responses\.streaming=true"):
         PromptsWithResponses(SupervisedData(path, streaming=True))
 
