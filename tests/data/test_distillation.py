@@ -63,7 +63,7 @@ def test_rows_without_prompt_and_other_data_are_refused(write):
     with pytest.raises(DataError, match="row 0 has no token before its response"):
         PromptsWithResponses(TextData(path, block_tokens=2)).load(make_tokenizer())
     with pytest.raises(SettingsError, match=r"responses\.streaming=true"):
-        PromptsWithResponses(SupervisedData(path, streaming=True))
+        PromptsWithResponses(SupervisedData(path, streaming=True, max_tokens=8))
 
 
 def test_a_missing_file_is_named_by_its_key(tmp_path):
