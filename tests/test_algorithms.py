@@ -30,6 +30,11 @@ PREFERENCE = ("cpo", "dpo_norm", "ipo", "orpo", "robust_dpo", "simpo")
 """Presets for actors that learn from pairs, as in experiment=dpo, tested in tests/interfaces/test_dpo.py."""
 ALGORITHMS = sorted({*list_algorithms()} - {*PREFERENCE})
 INHERENT = {
+    # Every preset replaces the advantage, and the new one needs rewards, which this experiment has not.
+    **{
+        ("on_policy_distillation", preset): "RPC 'reward_inf' uses role 'reward', which has no interface"
+        for preset in ALGORITHMS
+    },
     # ReMax subtracts the score of the greedy response, which has no penalty for cut samples, unlike the sampled ones.
     ("areal_ppo", "remax"): "change the scores of samples but not",
     # An environment samples and scores in one call, so it cannot score a separate greedy response.
@@ -109,11 +114,12 @@ def is_within(key: str, places: list[str]) -> bool:
 
 
 def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_other():
-    other = {"dpo", "kto", "online_dpo", "raft", "reward_model", "reward_sentiment"}
+    other = {"dpo", "gkd", "kto", "online_dpo", "raft", "reward_model", "reward_sentiment"}
     other |= {"sft", "sft_arithmetic", "sft_sentiment"}
     other |= {f"lm_human_preferences_reward{task}" for task in ("", "_cnndm", "_tldr")}
     assert {*rl_experiments()} == {*list_experiments()} - other
-    without_agents = [pair for pair in PAIRS if pair[0] not in ("grpo_agent", "grpo_environment")]
+    special = {"grpo_agent", "grpo_environment", "on_policy_distillation"}
+    without_agents = [pair for pair in PAIRS if pair[0] not in special]
     assert len(without_agents) >= 210
     assert INHERENT.keys() <= {*PAIRS}
     assert len(without_agents) - len(INHERENT.keys() & {*without_agents}) >= 200

@@ -521,6 +521,8 @@ MUST_BE_GIVEN = {
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
     "grpo_agent": ["models.actor.path=m", "data.path=p.jsonl", "interfaces.agent.agent=mine.py:agent"],
+    "gkd": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
+    "on_policy_distillation": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
     "grpo_environment": [
         "models.actor.path=m",
         "data.path=p.jsonl",

@@ -16,6 +16,8 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import LossStats, Stats, Sum, merge_stats
+from realign.api.target_heads import head_in, one_token, with_head
+from realign.functional import LMHead
 
 
 class ModelOutput(Protocol):
@@ -30,6 +32,41 @@ class ModelOutput(Protocol):
 
     def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return log-probs of the tokens and the entropy (nats) of their distributions: ([T], [T]) fp32."""
+        ...
+
+    @property
+    def lm_head(self) -> LMHead:
+        """The head that maps hidden states to logits."""
+        ...
+
+    def hidden_states(self, *, where_T: Tensor | None = None) -> Tensor:
+        """Return the last hidden state before token t, from which the head predicts token t: [T, H].
+
+        The result is 0 at first tokens and where `where_T` is False.
+        """
+        ...
+
+    def divergence(
+        self,
+        role: str,
+        hidden_TH: Tensor,
+        *,
+        beta: float = 1.0,
+        temperature: float = 1.0,
+        where_T: Tensor | None = None,
+    ) -> Tensor:
+        """Return the divergence from the distribution of another role over the whole vocabulary: [T] fp32, in nats.
+
+        The result is 0 at first tokens and where `where_T` is False.
+
+        Args:
+            role: role of the other model, whose head the engine received by `use_heads`.
+            hidden_TH: `hidden_states` of the other model, detached.
+            beta: 0 is the forward KL, KL(other || this); 1 is the reverse KL, KL(this || other). Between them it is
+                the weight of the other model in the mixture of the Jensen-Shannon divergence.
+            temperature: temperature of both distributions.
+            where_T: [T] bool: the tokens to compute.
+        """
         ...
 
     @property
@@ -149,6 +186,26 @@ class PipelinableEngine(Protocol):
         """
         ...
 
+    def lm_head(self) -> LMHead:
+        """Return the language-model head, detached, for losses of other roles over the whole vocabulary.
+
+        It is a copy, or shares the memory of the weights (`head_is_live`).
+        """
+        return copied_head(self.forward)
+
+    @property
+    def head_is_live(self) -> bool:
+        """Whether the result of `lm_head` follows later changes of the weights."""
+        return False
+
+    def use_heads(self, heads: Mapping[str, LMHead]) -> None:
+        """Set the heads of other roles, by role, for `ModelOutput.divergence`.
+
+        Raises:
+            ValueError: the engine has no losses over the whole vocabulary.
+        """
+        raise ValueError(f"{type(self).__name__} has no losses over the whole vocabulary")
+
     @property
     def positions(self) -> int | None:
         """Context window in tokens; None if it is unlimited or unknown."""
@@ -192,6 +249,15 @@ class PipelinableEngine(Protocol):
         return measured(self.forward, data, mb_spec, loss_fn)
 
 
+def copied_head(forward: Forward) -> LMHead:
+    """Return a copy of the language-model head of an engine, which `forward` may run in other processes."""
+    return head_in(forward(one_token(), MicroBatchSpec(), _head_of))
+
+
+def _head_of(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+    return with_head(mb, output.lm_head)
+
+
 LOSS_SUM = "sum of the loss"
 """The metric that `PipelinableEngine.measure` adds to those of the loss function."""
 
@@ -220,5 +286,6 @@ __all__ = [
     "PipelinableEngine",
     "PostHook",
     "StepIf",
+    "copied_head",
     "measured",
 ]

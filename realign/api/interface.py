@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 METHODS = ("generate", "inference", "credit", "train_step")
 """Methods of an interface that an RPC can call."""
-COMPONENT_KEYS = ("ref_logprobs", "prox_logprobs", "values", "dense_rewards", "baseline_rewards")
+COMPONENT_KEYS = ("ref_logprobs", "ref_hidden", "prox_logprobs", "values", "dense_rewards", "baseline_rewards")
 """Keys that only an optional component reads. Computing an unread one is a configuration error."""
 COMPONENT_PREFIXES = ("ptx_", "teacher_")
 """Prefixes of further component keys."""

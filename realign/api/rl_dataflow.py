@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from realign.api.dataflow import RPC, DataflowGraph, nearest
 from realign.api.interface import ModelInterface, implements
 from realign.api.rewards import NAMED
+from realign.api.target_heads import HIDDEN
 from realign.errors import GraphError
 
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
@@ -21,6 +22,8 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     | needed key | call |
     |---|---|
     | `ref_logprobs`, `teacher_logprobs`, ... | the role `ref`, `teacher`, ... computes log-probs of the responses |
+    | `ref_hidden` | the role `ref` also returns its hidden states |
+    | `rewards` | the role `reward` scores the responses; also if the actor only uses them and the role exists |
     | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
     | `values` | the role `critic` estimates values |
     | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
@@ -42,7 +45,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     needs = dict(train.needs)
     if "advantages" in needs:  # then `credit` is a separate call with its own needs
         needs = {**interfaces["actor"].keys("credit").needs, **needs}
-    rpcs, rewards = _sampling_calls(interfaces)
+    rpcs, rewards = _sampling_calls(interfaces, scored="rewards" in needs or "reward" in interfaces)
     named = [key for rpc in rpcs for key in rpc.outputs if key.startswith(NAMED)]
     scored = ("input_ids", "loss_mask")
     keys = [*scored, "logprobs", "truncated", *rewards]
@@ -57,8 +60,9 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     scorers = {key.removesuffix("_logprobs"): key for key in needs if key.endswith("_logprobs")}
     scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
-        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, (key,), rename={"logprobs": key}))
-        keys.append(key)
+        names = {"logprobs": key} | ({"hidden": hidden} if (hidden := f"{role}{HIDDEN}") in needs else {})
+        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, tuple(names.values()), rename=names))
+        keys += names.values()
     if "values" in needs:
         rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
         keys += ["values", "bootstrap_values"]
@@ -75,11 +79,12 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
     read = {key for rpc in rpcs for key in rpc.inputs}
     results = dict.fromkeys(["versions", "truncated", *(key for key in (*rpcs[0].outputs, *named) if key not in read)])
-    return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", "row", *text), results=tuple(results))
+    rows = ["row"] if "row" in read else []
+    return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", *rows, *text), results=tuple(results))
 
 
-def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC], list[str]]:
-    """Return the calls that sample and reward, and the keys of the rewards."""
+def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -> tuple[list[RPC], list[str]]:
+    """Return the calls that sample and (with `scored`) reward, and the keys of the rewards."""
     for role, interface in interfaces.items():
         samples = role != "actor" and implements(type(interface), "generate")
         written = interface.keys("generate").writes or frozenset() if samples else frozenset()
@@ -90,8 +95,11 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface]) -> tuple[list[RPC]
     dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
     scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
     named = reported(interfaces["reward"], "inference") if "reward" in interfaces else ()
+    sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED)
+    if not scored:
+        return [sample], []
     return [
-        RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED),
+        sample,
         RPC("reward_inf", "reward", "inference", inputs=("input_ids", "prompt_mask", "row"), outputs=(*scores, *named)),
     ], scores
 

@@ -1,6 +1,7 @@
 """Datasets: read rows from files or the hub, format and tokenize them, and draw reproducible batches."""
 
 from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset, PackedTokens, SequenceDataset
+from realign.data.distillation import PromptsWithResponses, PromptsWithResponsesDataset
 from realign.data.excerpt import Excerpt
 from realign.data.order import batch_indices, epoch_order
 from realign.data.preferences import LabelKind, PreferenceData, PreferenceDataset, RatedPairs
@@ -37,6 +38,8 @@ __all__ = [
     "PromptData",
     "PromptDataset",
     "PromptsWithPretraining",
+    "PromptsWithResponses",
+    "PromptsWithResponsesDataset",
     "RatedPairs",
     "RowEncoder",
     "RowSource",

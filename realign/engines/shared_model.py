@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, measured
+from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, copied_head, measured
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model, ModelFacts, ModelSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
 from realign.errors import ConfigError, SettingsError
+from realign.functional import LMHead
 from realign.settings import Count, Settings
 
 
@@ -143,6 +144,15 @@ class SharedEngine(PipelinableEngine):
         """See `PipelinableEngine.generate`."""
         return self.engine.generate(data, config, seed=seed)
 
+    def lm_head(self) -> LMHead:
+        """See `PipelinableEngine.lm_head`."""
+        return self.engine.lm_head()
+
+    @property
+    def head_is_live(self) -> bool:
+        """See `PipelinableEngine.head_is_live`."""
+        return self.engine.head_is_live
+
     @property
     def positions(self) -> int | None:
         """See `PipelinableEngine.positions`."""
@@ -205,6 +215,15 @@ class ReferenceEngine(SharedEngine):
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
         return self._score(data, mb_spec, post_hook)
+
+    def lm_head(self) -> LMHead:
+        """Return a copy of the frozen policy's head, which may differ from the head of the trained model."""
+        return copied_head(self.forward)
+
+    @property
+    def head_is_live(self) -> bool:
+        """See `PipelinableEngine.head_is_live`; the frozen policy does not change."""
+        return False
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Raise ValueError, since the branch has no KV cache."""

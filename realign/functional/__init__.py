@@ -29,6 +29,7 @@ from .aggregation import (
     aggregate,
     aggregation_weight,
 )
+from .divergence import vocabulary_divergence
 from .kl import (
     LOG_RATIO_LIMIT,
     AdaptiveKLController,
@@ -41,7 +42,6 @@ from .kl import (
 )
 from .logprobs import (
     LMHead,
-    exact_kl,
     token_logprobs,
 )
 from .losses import (
@@ -125,7 +125,6 @@ __all__ = [
     "discounted_returns",
     "divergence_loss",
     "dpo_loss",
-    "exact_kl",
     "gae",
     "gmpo_loss",
     "gspo_loss",
@@ -156,5 +155,6 @@ __all__ = [
     "token_logprobs",
     "token_rewards",
     "value_loss",
+    "vocabulary_divergence",
     "whiten",
 ]

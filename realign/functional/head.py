@@ -35,6 +35,11 @@ class LMHead:
         bias_V = None if self.bias_V is None else self.bias_V[:words]
         return replace(self, weight_VH=self.weight_VH[:words], bias_V=bias_V)
 
+    def to(self, device: torch.device | str) -> LMHead:
+        """Return the head on a device; without a copy if it is there."""
+        bias_V = None if self.bias_V is None else self.bias_V.to(device)
+        return replace(self, weight_VH=self.weight_VH.to(device), bias_V=bias_V)
+
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Compute all logits: [N, V] fp32 (fp64 for fp64 input), differentiable. Intended for sampling (small N)."""
         dtype = _matmul_dtype(hidden_NH, self.weight_VH)

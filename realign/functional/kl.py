@@ -4,7 +4,7 @@ The estimators of KL(policy || reference) from tokens sampled from the policy ar
 http://joschu.net/blog/kl-approx.html. Their values agree, but their gradients differ. The expected gradient of k1 is
 0, so it is only useful as a reward. The gradient of k2 is that of KL(policy || reference), and the gradient of k3 is
 that of KL(reference || policy). With a differentiable importance weight (`importance_weighted_kl`), k1 and k3 both have
-the gradient of KL(policy || reference). `logprobs.exact_kl` computes the exact KL over the whole vocabulary.
+the gradient of KL(policy || reference). `divergence.vocabulary_divergence` computes the exact KL over the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and exact KL from hidden states, computed in chunks without materializing all logits.
+"""Log-probs and entropy from hidden states, computed in chunks without materializing all logits.
 
 The logits [N, V] of N tokens would be the largest tensor of an update. This module computes them in chunks, reduces
 each chunk to one number per token, frees it, and recomputes it in the backward pass.
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .head import HeadGradients, LMHead, Projection, no_autocast, wide_dtype
 
-__all__ = ["LMHead", "chunk_tokens", "exact_kl", "token_logprobs"]
+__all__ = ["LMHead", "check_head", "chosen_chunk", "chunk_tokens", "chunks", "token_logprobs"]
 
 MIN_TEMPERATURE = 1e-2
 """Minimum temperature. Below it, scaled logits are numerically meaningless in low precision."""
@@ -59,7 +59,7 @@ def token_logprobs(
     Raises:
         ValueError: shapes do not match, an id is not in the vocabulary, or the temperature is below 0.01.
     """
-    _check(hidden_NH, head, temperature)
+    check_head(hidden_NH, head, temperature)
     if targets_N.shape != hidden_NH.shape[:1]:
         raise ValueError(f"targets_N has shape {tuple(targets_N.shape)}, should be {tuple(hidden_NH.shape[:1])}")
     _check_targets(targets_N, len(head.weight_VH))
@@ -69,55 +69,10 @@ def token_logprobs(
         head.bias_V,
         targets_N,
         Projection.of(hidden_NH, head, temperature),
-        _chunk_size(chunk_size, head.weight_VH),
+        chosen_chunk(chunk_size, head.weight_VH),
         with_entropy,
     )
     return logprobs_N, entropy_N
-
-
-def exact_kl(
-    hidden_NH: Tensor,
-    head: LMHead,
-    ref_hidden_NH: Tensor,
-    ref_head: LMHead,
-    *,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-) -> Tensor:
-    """Compute KL(p || q) at every token: the sum over the vocabulary of p (log p - log q).
-
-    Args:
-        hidden_NH: [N, H] hidden states of the policy p, differentiable.
-        head: LM head of the policy, differentiable, with a vocabulary of V tokens.
-        ref_hidden_NH: [N, H'] hidden states of the reference q, detached.
-        ref_head: LM head of the reference, detached, with the same vocabulary.
-        temperature: temperature of both distributions.
-        chunk_size: tokens per chunk; None chooses automatically.
-
-    Returns:
-        [N] in nats; fp32 (fp64 for fp64 input).
-
-    Raises:
-        ValueError: shapes do not match, the vocabularies differ in size, or the temperature is below 0.01.
-    """
-    _check(hidden_NH, head, temperature)
-    _check(ref_hidden_NH, ref_head, temperature)
-    if len(hidden_NH) != len(ref_hidden_NH) or len(head.weight_VH) != len(ref_head.weight_VH):
-        raise ValueError(
-            f"policy has {len(hidden_NH)} tokens over {len(head.weight_VH)} words, "
-            f"reference {len(ref_hidden_NH)} over {len(ref_head.weight_VH)}. Both must be equal"
-        )
-    return _ExactKL.apply(
-        hidden_NH,
-        head.weight_VH,
-        head.bias_V,
-        ref_hidden_NH.detach(),
-        ref_head.weight_VH.detach(),
-        None if ref_head.bias_V is None else ref_head.bias_V.detach(),
-        Projection.of(hidden_NH, head, temperature),
-        Projection.of(ref_hidden_NH, ref_head, temperature),
-        _chunk_size(chunk_size, head.weight_VH),
-    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -137,7 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_N = torch.empty_like(logprobs_N) if with_entropy else None
         with no_autocast(hidden_NH):
             matrix_VH = weight_VH.to(project.dtype)
-            for rows in _chunks(len(hidden_NH), chunk):
+            for rows in chunks(len(hidden_NH), chunk):
                 logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
                 top_C = logits_CV.amax(-1)
                 logits_CV.sub_(top_C[:, None])
@@ -162,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
         with no_autocast(hidden_NH):
             matrix_VH = weight_VH.to(ctx.project.dtype)
-            for rows in _chunks(len(hidden_NH), ctx.chunk):
+            for rows in chunks(len(hidden_NH), ctx.chunk):
                 hidden_CH = hidden_NH[rows].to(ctx.project.dtype)
                 logits_CV = ctx.project.logits(hidden_CH, matrix_VH, bias_V)
                 cap_slope_CV = ctx.project.cap_slope(logits_CV)
@@ -179,52 +134,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return *grads.cast(weight_VH, bias_V), None, None, None, None
 
 
-class _ExactKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        ref_hidden_NH: Tensor,
-        ref_weight_VH: Tensor,
-        ref_bias_V: Tensor | None,
-        project: Projection,
-        ref_project: Projection,
-        chunk: int,
-    ) -> Tensor:
-        kl_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
-        with no_autocast(hidden_NH):
-            matrix_VH, ref_matrix_VH = weight_VH.to(project.dtype), ref_weight_VH.to(ref_project.dtype)
-            for rows in _chunks(len(hidden_NH), chunk):
-                logp_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V).log_softmax(-1)
-                logq_CV = ref_project.logits(ref_hidden_NH[rows], ref_matrix_VH, ref_bias_V).log_softmax(-1)
-                kl_N[rows] = (logp_CV - logq_CV).mul_(logp_CV.exp_()).sum(-1)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, kl_N)
-        ctx.projects, ctx.chunk = (project, ref_project), chunk
-        return kl_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, ref_hidden_NH, ref_weight_VH, ref_bias_V, kl_N = ctx.saved_tensors
-        project, ref_project = ctx.projects
-        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
-        with no_autocast(hidden_NH):
-            matrix_VH, ref_matrix_VH = weight_VH.to(project.dtype), ref_weight_VH.to(ref_project.dtype)
-            for rows in _chunks(len(hidden_NH), ctx.chunk):
-                hidden_CH = hidden_NH[rows].to(project.dtype)
-                logits_CV = project.logits(hidden_CH, matrix_VH, bias_V)
-                cap_slope_CV = project.cap_slope(logits_CV)
-                logp_CV = logits_CV.log_softmax(-1)
-                logq_CV = ref_project.logits(ref_hidden_NH[rows], ref_matrix_VH, ref_bias_V).log_softmax(-1)
-                # d KL / d logits = p (logp - logq - KL)
-                surplus_CV = (logp_CV - logq_CV).sub_(kl_N[rows, None]).mul_(grad_N[rows, None] * project.gain)
-                grads.add(rows, logp_CV.exp_().mul_(surplus_CV), cap_slope_CV, hidden_CH, matrix_VH)
-        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None
-
-
-def _check(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:
+def check_head(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:
+    """Raise ValueError if the temperature is too small, or the shapes do not match."""
     if not temperature >= MIN_TEMPERATURE:
         raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, found {temperature}")
     if hidden_NH.ndim != 2 or head.weight_VH.ndim != 2 or hidden_NH.shape[1] != head.weight_VH.shape[1]:
@@ -252,7 +163,8 @@ def chunk_tokens(words: int, device: torch.device) -> int:
     return max(64, min(8192, elements // max(1, words)))
 
 
-def _chunk_size(asked: int | None, weight_VH: Tensor) -> int:
+def chosen_chunk(asked: int | None, weight_VH: Tensor) -> int:
+    """Return the tokens per chunk: `asked`, or the default for the vocabulary and the device."""
     if asked is not None:
         if asked < 1:
             raise ValueError(f"chunk_size must be at least 1 token, found {asked}")
@@ -260,5 +172,6 @@ def _chunk_size(asked: int | None, weight_VH: Tensor) -> int:
     return chunk_tokens(len(weight_VH), weight_VH.device)
 
 
-def _chunks(tokens: int, size: int) -> Iterator[slice]:
+def chunks(tokens: int, size: int) -> Iterator[slice]:
+    """Iterate over the slices of `size` tokens."""
     return (slice(start, start + size) for start in range(0, tokens, size))

@@ -164,9 +164,10 @@ class PPOActorInterface(ModelInterface):
             return Keys({"prompt_ids": ""}, writes=frozenset(SAMPLED))
         if method == "inference":
             return scoring_keys()
-        needs = dict.fromkeys(("input_ids", "loss_mask", "logprobs", "rewards"), "")
+        needs = dict.fromkeys(("input_ids", "loss_mask", "logprobs"), "")
+        needs |= {"rewards": ""} if self.advantage.needs_rewards else {}
         needs |= {**self.kl.needs(), **self.truncation.needs(), **self.reward.needs()}
-        uses = {"prox_logprobs", "truncated", *self.advantage.uses}
+        uses = {"prox_logprobs", "truncated", "rewards", *self.advantage.uses} - {*needs}
         uses |= set() if self.reward.shapes_scores else {"dense_rewards"}  # with dense rewards all scores are 0
         if method == "credit":
             return Keys(needs | self.advantage.needs(), frozenset(uses), frozenset(CREDITED))
@@ -188,9 +189,10 @@ class PPOActorInterface(ModelInterface):
         return frozenset({"logprobs"} if self.value is None else {"logprobs", "values"})
 
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface`: a reference policy, and a greedy policy for the baseline."""
+        """See `ModelInterface`: a reference policy, a teacher without a default model, and a greedy policy."""
         return {
-            "ref": Role(ReferenceInterface(self.generation.temperature), RoleModel.start),
+            "ref": Role(ReferenceInterface(self.generation.temperature, self.kl.full_vocabulary), RoleModel.start),
+            "teacher": Role(ReferenceInterface(self.generation.temperature), RoleModel.none),
             "baseline": Role(GreedyInterface(self.generation), RoleModel.shared),
         }
 
@@ -213,7 +215,15 @@ class PPOActorInterface(ModelInterface):
 
     def headline(self) -> tuple[str, ...]:
         """See `ModelInterface`."""
-        return ("reward", "entropy", "clip_fraction", "approx_kl", "ref_kl_per_sequence", "explained_variance")
+        return (
+            "reward",
+            "teacher_kl",
+            "entropy",
+            "clip_fraction",
+            "approx_kl",
+            "ref_kl_per_sequence",
+            "explained_variance",
+        )
 
     def panels(self) -> tuple[Panel, ...]:
         """See `ModelInterface`."""
@@ -266,7 +276,12 @@ class PPOActorInterface(ModelInterface):
         return merged | self.kl_control.update(merged, model.machine.reduce)
 
     def score(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Shape `rewards`, and remove excluded responses from `loss_mask`. Called once per rollout batch."""
+        """Shape `rewards`, and remove excluded responses from `loss_mask`. Called once per rollout batch.
+
+        Without rewards (`AdvantageEstimator.needs_rewards`), all of them are 0.
+        """
+        if "rewards" not in data:
+            data = data.with_sequences(rewards=torch.zeros(data.n_sequences, device=data["loss_mask"].device))
         cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
         valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
@@ -330,14 +345,14 @@ class PPOActorInterface(ModelInterface):
         if self.correction is not None:
             weight_T, mask_T, divisor_T = self.correction.correct(minibatch)
             minibatch = minibatch.with_tokens(loss_mask=mask_T)
-        mask_T, old_T = minibatch["loss_mask"], old_logprobs(minibatch)
-        logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=self.generation.temperature, where_T=mask_T)
+        mask_T, old_T, temperature = minibatch["loss_mask"], old_logprobs(minibatch), self.generation.temperature
+        logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=temperature, where_T=mask_T)
         tokens = PolicyTokens.of(logprobs_T, old_T, minibatch)
         policy = policy_loss_of(self.objective, tokens, weight_T)
         loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
         trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}
         if self.kl_control.is_in_loss:
-            penalty_T, kl_stats = self.kl_control.in_loss(logprobs_T, minibatch)
+            penalty_T, kl_stats = self.kl_control.in_loss(output, logprobs_T, minibatch, temperature)
             loss_T, stats, trace["kl_penalty"] = loss_T + penalty_T, stats | kl_stats, penalty_T
         if self.entropy_coef:
             loss_T = loss_T - self.entropy_coef * entropy_T

@@ -1,4 +1,4 @@
-"""The reference policy: log-probs of sampled tokens under frozen weights."""
+"""The reference policy or the teacher: log-probs of sampled tokens, and hidden states, under frozen weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, Weights
-from realign.interfaces.components.scoring import score_logprobs, scoring_keys
+from realign.interfaces.components.scoring import score_distributions, score_logprobs, scoring_keys
 from realign.settings import Range
 
 
@@ -17,10 +17,13 @@ class ReferenceInterface(ModelInterface):
 
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Sampling temperature, which divides the logits. Must equal the sampler's; this is checked at launch."""
+    hidden_states: bool = False
+    """Also return the last hidden states, from which a loss computes the distributions over the whole vocabulary
+    (kl.full_vocabulary, distillation). They take one number per hidden unit and token of the batch."""
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""
-        return scoring_keys() if method == "inference" else Keys()
+        return scoring_keys(hidden=self.hidden_states) if method == "inference" else Keys()
 
     def outputs(self) -> frozenset[str]:
         """See `ModelInterface.outputs`."""
@@ -31,7 +34,9 @@ class ReferenceInterface(ModelInterface):
         return Plan(temperature=self.temperature, temperature_setting="temperature", weights=Weights.frozen)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute `logprobs` [T] of the sampled tokens."""
+        """Compute `logprobs` [T] of the sampled tokens, and `hidden` [T, H] with `hidden_states`."""
+        if self.hidden_states:
+            return score_distributions(model, data, mb_spec, self.temperature)
         return score_logprobs(model, data, mb_spec, self.temperature)
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from realign.api import RPC, Model, ModelInterface, ModelSpec
+from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
 from realign.api.sampler_spec import ConfiguresSampler
+from realign.api.target_heads import role_of_hidden
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
 from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
+from realign.functional import LMHead
 from realign.runtime.default_roles import lead_of
 from realign.runtime.experiment import Experiment
 
@@ -67,6 +69,7 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
             raise untrainable(rpc, used[rpc.model])
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
         check_outputs(role, models[role].machine.outputs, experiment.interfaces[role])
+    connect_heads(experiment.graph, models)
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
         model.lead = current().lead
@@ -185,6 +188,37 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
         own = model.tokenizer
         if own is not known and isinstance(own, HasVocabulary) and isinstance(known, HasVocabulary):
             check_vocabulary(role, own, lead, known)
+
+
+def connect_heads(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
+    """Pass heads to the roles that read hidden states of other roles, for losses over the whole vocabulary.
+
+    The hidden states that a role reads as `teacher_hidden` need the head of the role that writes them.
+
+    Raises:
+        ConfigError: the vocabularies of two roles differ, or a role's loss would not see changes of a head.
+    """
+    calls = {rpc.name: rpc for rpc in graph.rpcs}
+    for rpc in graph.rpcs:
+        ours = {theirs: own for own, theirs in rpc.rename.items()}
+        heads = {}
+        for key in rpc.inputs:
+            name = role_of_hidden(ours.get(key, key))
+            if name is not None and key in graph.producers:
+                heads[name] = _head(calls[graph.producers[key]].model, rpc.model, graph, models)
+        if heads:
+            models[rpc.model].machine.use_heads(heads)
+
+
+def _head(owner: str, reader: str, graph: DataflowGraph, models: Mapping[str, Model]) -> LMHead:
+    """Return the head of role `owner` for a loss of role `reader`."""
+    machine = models[owner].machine
+    if owner in graph.sync and not (machine.head_is_live and models[reader].machine.head_is_live):
+        raise ConfigError(
+            f"sync.{owner}: the loss of models.{reader} uses a copy of its head, which the sync would not change. "
+            f"Remove sync.{owner}, or run both models without sharding in one process (runtime=local)."
+        )
+    return machine.lm_head()
 
 
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:

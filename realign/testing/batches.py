@@ -12,6 +12,19 @@ from realign.api import (
     Lengths,
     SequenceSample,
 )
+from realign.functional import LMHead
+
+HIDDEN_SIZE = 4
+"""Size of the hidden states of other roles."""
+
+
+def random_heads(seed: int = 0, *, vocabulary: int = 11) -> dict[str, LMHead]:
+    """Return a head in float64 for each role whose hidden states are in `random_batch`."""
+    generator = torch.Generator().manual_seed(seed)
+    roles = ("ref", "teacher")
+    return {
+        role: LMHead(torch.randn(vocabulary, HIDDEN_SIZE, generator=generator, dtype=torch.float64)) for role in roles
+    }
 
 
 def random_batch(
@@ -50,6 +63,12 @@ def random_batch(
         "dense_rewards": noise(0.2),
         "advantages": noise(1.0),
         "versions": torch.zeros(lengths.total, dtype=torch.int32),
+    }
+    other = np.random.default_rng([seed, 1])  # so that keys of other roles do not change the keys above and below
+    keys["teacher_logprobs"] = base + torch.from_numpy(other.normal(0, 0.3, lengths.total))
+    keys |= {
+        key: torch.from_numpy(other.normal(0, 1, (lengths.total, HIDDEN_SIZE)))
+        for key in ("ref_hidden", "teacher_hidden")
     }
     rewards_S = torch.from_numpy(rng.integers(0, 2, len(lengths.flat)).astype(np.float64))
     rewards_S[-1] = math.nan
@@ -104,4 +123,4 @@ def random_preferences(
     )
 
 
-__all__ = ["random_batch", "random_preferences"]
+__all__ = ["random_batch", "random_heads", "random_preferences"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from realign.api import (
 from realign.api.engine import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
 from realign.api.sampler import requests_of, sample_of
 from realign.api.trace import keep_traces, with_responses
-from realign.functional import last_true, previous
+from realign.functional import LMHead, last_true, previous
 
 
 @dataclass
@@ -36,6 +36,40 @@ class BigramOutput:
     values_V: Tensor
     ids_T: Tensor
     cu_seqlens: Tensor
+    heads: Mapping[str, LMHead] = field(default_factory=dict)
+
+    @property
+    def lm_head(self) -> LMHead:
+        """The table of logits, whose hidden states are one-hot vectors of the current token."""
+        return LMHead(self.logits_VV.T)
+
+    def hidden_states(self, *, where_T: Tensor | None = None) -> Tensor:
+        """Return the one-hot vector of the token before each token: [T, V]."""
+        before_T, known_T = self._before(where_T)
+        one_hot_TV = torch.nn.functional.one_hot(before_T.clamp(min=0), len(self.logits_VV)).to(self.logits_VV.dtype)
+        return torch.where(known_T[:, None], one_hot_TV, 0)
+
+    def divergence(
+        self,
+        role: str,
+        hidden_TH: Tensor,
+        *,
+        beta: float = 1.0,
+        temperature: float = 1.0,
+        where_T: Tensor | None = None,
+    ) -> Tensor:
+        """Return the divergence from another role's distribution: [T], by its definition on all logits."""
+        before_T, known_T = self._before(where_T)
+        other_TV = torch.where(known_T[:, None], hidden_TH, 0) @ self.heads[role].weight_VH.T
+        logq_TV = (self.logits_VV[before_T.clamp(min=0)] / temperature).log_softmax(-1)
+        logp_TV = (other_TV / temperature).log_softmax(-1)
+        q_TV, p_TV = logq_TV.exp(), logp_TV.exp()
+        forward_T, reverse_T = (p_TV * (logp_TV - logq_TV)).sum(-1), (q_TV * (logq_TV - logp_TV)).sum(-1)
+        if beta in (0, 1):
+            return torch.where(known_T, reverse_T if beta else forward_T, 0)
+        logm_TV = (beta * p_TV + (1 - beta) * q_TV).log()
+        target_T, own_T = (p_TV * (logp_TV - logm_TV)).sum(-1), (q_TV * (logq_TV - logm_TV)).sum(-1)
+        return torch.where(known_T, beta * target_T + (1 - beta) * own_T, 0)
 
     @property
     def logits(self) -> Tensor:
@@ -48,14 +82,16 @@ class BigramOutput:
 
     def logprobs_and_entropy(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the tokens: ([T], [T]); 0 outside `where_T` and at first tokens."""
-        before_T = previous(self.ids_T, self.cu_seqlens, fill=-1)
-        known_T = before_T >= 0
-        if where_T is not None:
-            known_T = known_T & where_T
+        before_T, known_T = self._before(where_T)
         logp_TV = (self.logits_VV[before_T.clamp(min=0)] / temperature).log_softmax(-1)
         logp_T = logp_TV.gather(-1, self.ids_T[:, None])[:, 0]
         entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return torch.where(known_T, logp_T, 0), torch.where(known_T, entropy_T, 0)
+
+    def _before(self, where_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return [T] the token before each token, and [T] bool whether it exists and is in `where_T`."""
+        before_T = previous(self.ids_T, self.cu_seqlens, fill=-1)
+        return before_T, (before_T >= 0) if where_T is None else (before_T >= 0) & where_T
 
     def values(self) -> Tensor:
         """Return the value of the state before each token: [T]."""
@@ -78,6 +114,8 @@ class BigramEngine(PipelinableEngine):
         self.logits_VV = torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
         self.values_V = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
         self.lr = lr
+        self.heads: dict[str, LMHead] = {}
+        """Heads of other roles, for losses over the whole vocabulary."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -86,7 +124,11 @@ class BigramEngine(PipelinableEngine):
 
     def output(self, mb: SequenceSample) -> BigramOutput:
         """Run the forward pass of a batch."""
-        return BigramOutput(self.logits_VV, self.values_V, mb["input_ids"], mb.cu_seqlens())
+        return BigramOutput(self.logits_VV, self.values_V, mb["input_ids"], mb.cu_seqlens(), self.heads)
+
+    def use_heads(self, heads: Mapping[str, LMHead]) -> None:
+        """See `PipelinableEngine`."""
+        self.heads = dict(heads)
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine`."""

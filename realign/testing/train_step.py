@@ -17,7 +17,7 @@ from realign.api import (
     SequenceSample,
     stat_values,
 )
-from realign.testing.batches import random_batch
+from realign.testing.batches import random_batch, random_heads
 from realign.testing.bigram import BigramEngine
 
 
@@ -32,6 +32,7 @@ class Trained:
 def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0) -> Trained:
     """Run `train_step` of a copy of the interface, which may have state, on a new bigram model."""
     engine = BigramEngine(seed=seed)
+    engine.use_heads(random_heads(seed))
     stats = deepcopy(interface).train_step(Model("actor", engine, seed=seed), data, mb_spec)
     return Trained(engine.parameters, stat_values(stats))
 
@@ -76,7 +77,11 @@ def _fill_masked(data: SequenceSample, fill: float) -> SequenceSample:
     token_keys = [
         k for k, x in data.data.items() if data.lengths[k] == data.lengths["input_ids"] and x.dtype.is_floating_point
     ]
-    return data.with_tokens(**{k: data[k].masked_fill(masked_T, fill) for k in token_keys})
+    filled = {}
+    for key in token_keys:
+        x = data[key]
+        filled[key] = x.masked_fill(masked_T.view(-1, *[1] * (x.ndim - 1)), fill)
+    return data.with_tokens(**filled)
 
 
 def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realign.functional.head import HeadGradients, LMHead
-from realign.functional.logprobs import chunk_tokens, exact_kl, token_logprobs
+from realign.functional.logprobs import chunk_tokens, token_logprobs
 
 N, H, V = 9, 5, 11
 CHUNKS = [1, 7, None]
@@ -105,7 +105,6 @@ def test_trap_b8_nothing_of_the_size_of_the_logits_is_kept(with_entropy, kind):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         token_logprobs(leaves[0], head, targets, chunk_size=8, with_entropy=with_entropy)
-        exact_kl(leaves[0], head, leaves[0], head, chunk_size=8)
     assert saved
     assert all(x.numel() < 40 * V for x in saved)
     assert all(x.untyped_storage().size() < 40 * V * 8 for x in saved)
@@ -123,41 +122,13 @@ def test_trap_b8_memory_of_one_call_is_a_few_chunks():
     assert 0 < largest < 512 * 4096 * 4 / 4
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_kl_and_its_gradient(chunk, kind):
-    leaves, head, targets = make(kind)
-    _, ref_head, _ = make("bias", seed=1)
-    ref_hidden = torch.randn(N, H, generator=torch.Generator().manual_seed(2), dtype=torch.float64, requires_grad=True)
-    logp = reference(leaves[0], head, targets, 0.7)[2]
-    logq = reference(ref_hidden, ref_head, targets, 0.7)[2].detach()
-    expected = (logp.exp() * (logp - logq)).sum(-1)
-    kl = exact_kl(leaves[0], head, ref_hidden, ref_head, temperature=0.7, chunk_size=chunk)
-    torch.testing.assert_close(kl, expected, rtol=1e-12, atol=1e-12)
-    grads = torch.autograd.grad(weighted(kl), [*leaves, ref_hidden, ref_head.weight_VH], allow_unused=True)
-    torch.testing.assert_close(grads[:-2], torch.autograd.grad(weighted(expected), leaves), rtol=1e-10, atol=1e-12)
-    assert grads[-2:] == (None, None)
-    assert exact_kl(leaves[0], head, leaves[0], head).abs().max() < 1e-12
-
-
-def test_trap_c6_a_step_on_the_exact_kl_decreases_it():
-    leaves, head, _ = make("bias")
-    ref_leaves, ref_head, _ = make("bias", seed=1)
-    before = exact_kl(leaves[0], head, ref_leaves[0], ref_head).sum()
-    grads = torch.autograd.grad(before, leaves)
-    hidden, weight, bias = (x - 0.01 * g for x, g in zip(leaves, grads, strict=True))
-    assert exact_kl(hidden, LMHead(weight, bias), ref_leaves[0], ref_head).sum() < before
-
-
-def test_trap_b2_temperature_applies_to_logprobs_entropy_and_kl():
+def test_trap_b2_temperature_applies_to_logprobs_and_entropy():
     head, hidden, token = LMHead(torch.eye(2)), torch.tensor([[2.0, 0.0]]), torch.tensor([0])
     for temperature, expected in [(1.0, -0.126928), (0.6, -0.035052)]:
         logprobs, entropy = token_logprobs(hidden, head, token, temperature=temperature, with_entropy=True)
         assert logprobs.item() == pytest.approx(expected, abs=1e-6)
         p = math.exp(expected)
         assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-5)
-        kl = exact_kl(hidden, head, torch.zeros(1, 2), head, temperature=temperature)
-        assert kl.item() == pytest.approx(math.log(2) - entropy.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -165,7 +136,7 @@ def test_trap_b3_inputs_are_not_modified(dtype):
     leaves, head, targets = make("all", dtype=dtype)
     before = [x.detach().clone() for x in (*leaves, targets)]
     logprobs, entropy = token_logprobs(leaves[0], head, targets, temperature=0.5, with_entropy=True)
-    (logprobs.sum() + entropy.sum() + exact_kl(leaves[0], head, leaves[0], head, temperature=0.5).sum()).backward()
+    (logprobs.sum() + entropy.sum()).backward()
     for x, old in zip((*leaves, targets), before, strict=True):
         assert torch.equal(x.detach(), old)
 
@@ -175,8 +146,6 @@ def test_trap_b3_a_temperature_near_zero_is_refused(temperature):
     leaves, head, targets = make()
     with pytest.raises(ValueError, match="temperature"):
         token_logprobs(leaves[0], head, targets, temperature=temperature)
-    with pytest.raises(ValueError, match="temperature"):
-        exact_kl(leaves[0], head, leaves[0], head, temperature=temperature)
 
 
 def test_trap_b9_bf16_hidden_states_give_fp32_results():
@@ -189,7 +158,6 @@ def test_trap_b9_bf16_hidden_states_give_fp32_results():
         *(x.detach().double() for x in (leaves[0],)), LMHead(*(x.double() for x in leaves[1:])), targets, 1.0
     )
     torch.testing.assert_close(logprobs.double(), exact[0], rtol=0, atol=0.05)
-    assert exact_kl(leaves[0], head, leaves[0], head).dtype == torch.float32
 
 
 def test_autocast_sets_the_matrix_product_in_both_passes():
@@ -244,7 +212,7 @@ def test_no_tokens_at_all():
     leaves, head, targets = make("bias", n=0)
     logprobs, entropy = token_logprobs(leaves[0], head, targets, with_entropy=True)
     assert logprobs.shape == entropy.shape == (0,)
-    (logprobs.sum() + exact_kl(leaves[0], head, leaves[0], head).sum()).backward()
+    logprobs.sum().backward()
     assert all(not x.grad.any() for x in leaves)
 
 
@@ -268,8 +236,6 @@ def test_bad_input_is_named():
         token_logprobs(leaves[0][:, :-1], head, targets)
     with pytest.raises(ValueError, match="chunk_size"):
         token_logprobs(leaves[0], head, targets, chunk_size=0)
-    with pytest.raises(ValueError, match="Both must be equal"):
-        exact_kl(leaves[0], head, leaves[0], LMHead(torch.zeros(V + 1, H)))
 
 
 @pytest.mark.parametrize(
@@ -298,10 +264,3 @@ def test_only_the_gradients_that_are_needed_use_memory(needed):
     leaves, head, _ = make("bias")
     found = HeadGradients(leaves[0], head.weight_VH, head.bias_V, needed)
     assert tuple(x is not None for x in (found.hidden_NH, found.weight_VH, found.bias_V)) == needed
-
-
-def test_the_kl_to_a_reference_has_no_gradient_if_only_the_reference_could_have_one():
-    (hidden, *_), head, _ = make("bias", grad=False)
-    (ref_hidden, *_), ref_head, _ = make("bias", seed=1)
-    assert ref_head.weight_VH.requires_grad
-    assert not exact_kl(hidden, head, ref_hidden, ref_head).requires_grad

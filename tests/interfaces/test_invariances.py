@@ -42,6 +42,10 @@ COMPONENTS: dict[type, list] = {
     c.Reinforce: [c.Reinforce()],
     c.GAE: [c.GAE(), c.GAE(0.9, 0.5, CENTERED, whiten_rewards=True, bootstrap=True)],
     c.GroupRelative: [c.GroupRelative(), c.GroupRelative(1, length_weighted=True, rescale_degenerate=True)],
+    c.TeacherKL: [c.TeacherKL(), c.TeacherKL(0.5, 0.9)],
+    c.ForwardKL: [c.ForwardKL()],
+    c.ReverseKL: [c.ReverseKL()],
+    c.JSD: [c.JSD(), c.JSD(0.2)],
     c.ImportanceCorrection: [
         c.ImportanceCorrection(),
         *(c.ImportanceCorrection(c.RatioRange(level, 0.9, 1.1)) for level in ImportanceLevel),
@@ -68,6 +72,8 @@ PPO_SETTINGS = [
     *({"kl": c.KLPenalty("loss", 0.1, e)} for e in KLEstimator if e is not KLEstimator.k1),
     *({"kl": c.KLPenalty("reward", 0.1, e)} for e in KLEstimator),
     *({"kl": c.KLPenalty("loss", 0.1, e, importance_weighted=True)} for e in KLEstimator),
+    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True)},
+    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True, target=0.5, horizon=100), "ptx_coef": 0.5},
     {"kl": c.KLPenalty("reward", 0.1, target=0.5, horizon=100)},
     {"reward": c.RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale="running")},
     {"reward": c.RewardShaping(scale="ref", center=True)},
@@ -119,6 +125,11 @@ SETTINGS: dict[str, list[dict]] = {
         {"kind": DPOLoss.odds_ratio, "reference_free": True, "length_normalized": True, "sft_coef": 1.0},
         {"length_normalized": True, "sft_coef": 0.5},
         {"reference_free": True, "length_normalized": True, "beta": 2.0, "target_margin": 1.0},
+    ],
+    "GKDInterface": [
+        *({"divergence": d} for d in (c.ForwardKL(), c.ReverseKL(), c.JSD(), c.JSD(0.2))),
+        {"epochs": 2, "n_minibatches": 2, "on_policy_fraction": 0.5},
+        {"generation": GenerationConfig(temperature=0.7)},
     ],
     "GRPOActorInterface": PPO_SETTINGS,
     "KTOInterface": [
@@ -314,7 +325,7 @@ def test_every_component_is_invariant(actor, chosen):
     check_train_step(interface, actor_inputs(interface)[1])
 
 
-@pytest.mark.parametrize("base", BASES.values(), ids=lambda base: base.__name__)
+@pytest.mark.parametrize("base", [*BASES.values(), c.Divergence], ids=lambda base: base.__name__)
 def test_no_component_of_the_package_escapes(base):
     assert modules()  # imports all modules, so that all subclasses are known
     found = subclasses(base)

@@ -222,6 +222,6 @@ def test_the_calls_of_a_reference_and_of_a_baseline_have_default_roles():
     actor = PPOActorInterface()
     actor.generation = replace(actor.generation, temperature=0.7)
     roles = actor.roles()
-    assert roles.keys() == {"ref", "baseline"}
+    assert roles.keys() == {"ref", "teacher", "baseline"}
     assert roles["ref"].interface.temperature == 0.7
     assert roles["baseline"].interface.generation == actor.generation

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
@@ -42,6 +42,7 @@ from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, step_weight
 from realign.errors import ConfigError
+from realign.functional import LMHead
 
 
 class ShardedEngine(TransformersEngine):
@@ -86,6 +87,15 @@ class ShardedEngine(TransformersEngine):
     def data_rank(self) -> int:
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
+
+    def lm_head(self) -> LMHead:
+        """See `PipelinableEngine.lm_head`. Returns a full copy on every rank; collective."""
+        return copied_head(self.forward)
+
+    @property
+    def head_is_live(self) -> bool:
+        """See `PipelinableEngine.head_is_live`."""
+        return False
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `TransformersEngine.forward`."""

@@ -63,6 +63,8 @@ class Network(nn.Module):
         self.value_head = value_head
         self.eval()
         self.trains = trains
+        self.heads: Mapping[str, LMHead] = {}
+        """Language-model heads of other roles, for losses over the whole vocabulary."""
         self.device: torch.device = next(module.parameters()).device
         self._attention = attention
         self._vocabulary = vocabulary
@@ -156,7 +158,8 @@ class Network(nn.Module):
         head = read_head(self.module, dropout=training and self._dropout)
         limited = self.limited(head) if isinstance(head, LMHead) else head
         row_T = layout.rows_on(self.device)
-        return PackedOutput(hidden_RH, limited, moved[TOKENS], part.cu_seqlens(), self.autocast, branch, row_T)
+        cu_seqlens = part.cu_seqlens()
+        return PackedOutput(hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads)
 
     def reference(self, layers: int | None = None) -> Run:
         """Return a `run` of the current policy that later training does not change. It computes no values.
@@ -203,6 +206,14 @@ class Network(nn.Module):
         head = self.limited(reference.head)
         row_T = layout.rows_on(self.device)
         return PackedOutput(hidden_RH, head, moved[TOKENS], part.cu_seqlens(), self.autocast, row_T=row_T)
+
+    @property
+    def words(self) -> int:
+        """Number of tokens of a language model's distribution; 0 with a scalar head."""
+        head = self.head
+        if not isinstance(head, LMHead):
+            return 0
+        return len(head.weight_VH) if self._vocabulary is None else min(self._vocabulary, len(head.weight_VH))
 
     def limited(self, head: LMHead) -> LMHead:
         """Return the head restricted to the tokens of `head.vocabulary`."""

@@ -6,9 +6,9 @@ hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realign.functional.divergence import vocabulary_divergence
 from realign.functional.logprobs import LMHead, token_logprobs
 from realign.functional.packed import position_ids
 
@@ -59,6 +60,7 @@ class PackedOutput:
         autocast: returns the context for branches and the language-model head; later computations use fp32.
         branch: computes the values and scores of a language model with a value head.
         row_T: the row of each token, if tokens share rows; None means that token t has row t.
+        heads: the language-model heads of other roles, for `divergence`.
     """
 
     hidden_RH: Tensor
@@ -68,6 +70,7 @@ class PackedOutput:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     branch: ScalarBranch | None = None
     row_T: Tensor | None = None
+    heads: Mapping[str, LMHead] = field(default_factory=dict)
 
     @property
     def hidden_TH(self) -> Tensor:
@@ -86,6 +89,41 @@ class PackedOutput:
         logprobs_T, entropy_T = self._token_values(temperature, where_T, with_entropy=True)
         assert entropy_T is not None
         return logprobs_T, entropy_T
+
+    @property
+    def lm_head(self) -> LMHead:
+        """See `ModelOutput.lm_head`."""
+        return self._language_head("lm_head")
+
+    def hidden_states(self, *, where_T: Tensor | None = None) -> Tensor:
+        """See `ModelOutput.hidden_states`."""
+        tokens_N = self._tokens(where_T)
+        states_NH = self.hidden_RH[self._rows(tokens_N - 1)]
+        return states_NH.new_zeros(len(self.input_ids_T), states_NH.shape[1]).index_put((tokens_N,), states_NH)
+
+    def divergence(
+        self,
+        role: str,
+        hidden_TH: Tensor,
+        *,
+        beta: float = 1.0,
+        temperature: float = 1.0,
+        where_T: Tensor | None = None,
+    ) -> Tensor:
+        """See `ModelOutput.divergence`. The heads are computed only for the tokens in `where_T`."""
+        if role not in self.heads:
+            raise ValueError(f"no head of role {role!r}: the engine has those of {sorted(self.heads)} (`use_heads`)")
+        tokens_N = self._tokens(where_T)
+        with self.autocast():
+            divergence_N = vocabulary_divergence(
+                self.hidden_RH[self._rows(tokens_N - 1)],
+                self._language_head("divergence"),
+                hidden_TH[tokens_N],
+                self.heads[role],
+                beta=beta,
+                temperature=temperature,
+            )
+        return divergence_N.new_zeros(len(self.input_ids_T)).index_put((tokens_N,), divergence_N)
 
     @property
     def logits(self) -> Tensor:
@@ -130,15 +168,7 @@ class PackedOutput:
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs [T] and entropies [T]; the head is applied one position before each requested token."""
         head = self._language_head("logprobs")
-        asked_T = ~self._first_T
-        if where_T is not None:
-            if where_T.shape != asked_T.shape or where_T.dtype != torch.bool:
-                raise ValueError(
-                    f"where_T has dtype {where_T.dtype} and shape {list(where_T.shape)}. "
-                    f"It must be bool of shape {list(asked_T.shape)}."
-                )
-            asked_T = asked_T.to(where_T.device, non_blocking=where_T.is_cuda) & where_T
-        tokens_N = self._here(asked_T.nonzero()[:, 0])
+        tokens_N = self._tokens(where_T)
         with self.autocast():
             logprobs_N, entropy_N = token_logprobs(
                 self.hidden_RH[self._rows(tokens_N - 1)],
@@ -147,11 +177,23 @@ class PackedOutput:
                 temperature=temperature,
                 with_entropy=with_entropy,
             )
-        zeros_T = logprobs_N.new_zeros(len(asked_T))
+        zeros_T = logprobs_N.new_zeros(len(self.input_ids_T))
         spread = (None if x is None else zeros_T.index_put((tokens_N,), x) for x in (logprobs_N, entropy_N))
         logprobs_T, entropy_T = spread
         assert logprobs_T is not None
         return logprobs_T, entropy_T
+
+    def _tokens(self, where_T: Tensor | None) -> Tensor:
+        """Return the indices of the tokens in `where_T` that have a token before them."""
+        asked_T = ~self._first_T
+        if where_T is not None:
+            if where_T.shape != asked_T.shape or where_T.dtype != torch.bool:
+                raise ValueError(
+                    f"where_T has dtype {where_T.dtype} and shape {list(where_T.shape)}. "
+                    f"It must be bool of shape {list(asked_T.shape)}."
+                )
+            asked_T = asked_T.to(where_T.device, non_blocking=where_T.is_cuda) & where_T
+        return self._here(asked_T.nonzero()[:, 0])
 
     def _language_head(self, asked: str) -> LMHead:
         if not isinstance(self.head, LMHead):

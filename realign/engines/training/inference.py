@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.sampling.trunk import positions_of
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added
+from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 
@@ -53,6 +55,38 @@ class InferenceEngine(PipelinableEngine):
     def head(self) -> LMHead | ScalarHead:
         """Last layer of the model."""
         return self.network.head
+
+    def lm_head(self) -> LMHead:
+        """See `PipelinableEngine.lm_head`; shares the memory of the weights.
+
+        Raises:
+            ValueError: the model has a scalar head.
+        """
+        if not isinstance(head := self.head, LMHead):
+            raise ValueError(f"models.{self.name} has a scalar head and no distribution over the vocabulary")
+        bias_V = None if head.bias_V is None else head.bias_V.detach()
+        return self.network.limited(replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V))
+
+    @property
+    def head_is_live(self) -> bool:
+        """See `PipelinableEngine.head_is_live`."""
+        return True
+
+    def use_heads(self, heads: Mapping[str, LMHead]) -> None:
+        """See `PipelinableEngine.use_heads`.
+
+        Raises:
+            ConfigError: the vocabulary of a head has another size than that of this model.
+        """
+        for role, head in heads.items():
+            if (words := len(head.weight_VH)) != self.network.words:
+                fewer = min(words, self.network.words)
+                raise ConfigError(
+                    f"models.{role}: its head has {words} tokens, but that of models.{self.name} has "
+                    f"{self.network.words}, and a loss compares their distributions over the whole vocabulary. If the "
+                    f"tokens of both tokenizers are below {fewer}, set head.vocabulary={fewer} of the model with more."
+                )
+        self.network.heads = {role: head.to(self.device) for role, head in heads.items()}
 
     @property
     def outputs(self) -> frozenset[str]:

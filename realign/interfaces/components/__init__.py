@@ -11,6 +11,7 @@ from realign.interfaces.components.advantages import (
     Estimate,
     GroupRelative,
     Rewards,
+    TeacherKL,
     advantage_stats,
     normalized_advantages,
 )
@@ -28,6 +29,7 @@ from realign.interfaces.components.correction import (
     RatioRange,
     staleness_stats,
 )
+from realign.interfaces.components.divergence import JSD, Divergence, ForwardKL, ReverseKL
 from realign.interfaces.components.early_stop import EarlyStop
 from realign.interfaces.components.kl import KLControl, KLPenalty, KLPlace
 from realign.interfaces.components.normalization import Normalization
@@ -46,12 +48,19 @@ from realign.interfaces.components.objectives import (
 )
 from realign.interfaces.components.pretraining import mix_pretraining, pretraining_loss
 from realign.interfaces.components.reward_shaping import RewardBaseline, RewardScale, RewardShaping
-from realign.interfaces.components.scoring import first_logprob_diff, old_logprobs, score_logprobs, scoring_keys
+from realign.interfaces.components.scoring import (
+    first_logprob_diff,
+    old_logprobs,
+    score_distributions,
+    score_logprobs,
+    scoring_keys,
+)
 from realign.interfaces.components.truncation import TruncatedReward, Truncation
 from realign.interfaces.components.value_loss import VALUE_PANELS, Critic, ValueObjective, trained, value_stats
 
 __all__ = [
     "GAE",
+    "JSD",
     "POLICY_PANELS",
     "VALUE_PANELS",
     "AdvantageEstimator",
@@ -62,8 +71,10 @@ __all__ = [
     "Corrected",
     "Correction",
     "Critic",
+    "Divergence",
     "EarlyStop",
     "Estimate",
+    "ForwardKL",
     "Gmpo",
     "GroupRelative",
     "Gspo",
@@ -76,6 +87,7 @@ __all__ = [
     "PolicyTokens",
     "RatioRange",
     "Reinforce",
+    "ReverseKL",
     "RewardBaseline",
     "RewardScale",
     "RewardShaping",
@@ -83,6 +95,7 @@ __all__ = [
     "Sapo",
     "SeqMeanTokenMean",
     "SeqMeanTokenSum",
+    "TeacherKL",
     "TokenMean",
     "TruncatedReward",
     "Truncation",
@@ -95,6 +108,7 @@ __all__ = [
     "policy_loss_of",
     "policy_stats",
     "pretraining_loss",
+    "score_distributions",
     "score_logprobs",
     "scoring_keys",
     "staleness_stats",

@@ -23,19 +23,23 @@ from torch import Tensor
 from realign.api import Min, SequenceSample, Stats, masked_max, masked_mean, total_rewards
 from realign.errors import SettingsError
 from realign.functional import (
+    KLEstimator,
     Reduce,
     Scope,
     broadcast_to_tokens,
     degenerate_groups,
     degenerate_rescale,
+    discounted_returns,
     gae,
+    kl_estimate,
     segment_sum,
     sequence_index,
     token_rewards,
     whiten,
 )
 from realign.interfaces.components.normalization import Normalization
-from realign.settings import Count, Fraction, Settings
+from realign.interfaces.components.scoring import old_logprobs
+from realign.settings import Count, Fraction, Positive, Settings
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ class AdvantageEstimator(Settings, ABC):
     """Keys of the batch that `estimate` reads if the dataflow provides them."""
     gives_returns: ClassVar[bool] = False
     """Whether `estimate` returns targets for a critic."""
+    needs_rewards: ClassVar[bool] = True
+    """Whether the dataflow must provide rewards; without them all scores are 0."""
 
     @abstractmethod
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Tensor | Estimate:
@@ -304,6 +310,44 @@ class GroupRelative(AdvantageEstimator):
         return f"reward of the response{weighted}, at each of its tokens{rescaled}"
 
 
+@dataclass
+class TeacherKL(AdvantageEstimator):
+    """Log-ratio of teacher to policy at the sampled token: on-policy distillation by policy gradient.
+
+    Minus the log-ratio is an unbiased estimate of the reverse KL at this position, so the policy gradient minimizes the
+    reverse KL to the teacher. The advantage of a token is the discounted sum of `coef` times the log-ratio plus the
+    reward of the token. Rewards are optional: the score of a response, KL penalty and dense rewards.
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset({"teacher_logprobs"})
+    needs_rewards: ClassVar[bool] = False
+
+    coef: Positive = 1.0
+    """Weight of the log-ratio, in reward per nat."""
+    gamma: Fraction = 0.0
+    """Discount per trained token. 0: a token is credited with its own log-ratio only. 1: also with the effect on all
+    later tokens, which is the gradient of the reverse KL of whole sequences and has a larger variance."""
+
+    def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
+        """See `AdvantageEstimator`: advantages of tokens."""
+        rewards_T = rewards.per_token - self.coef * self._kl(data)
+        returns_T = discounted_returns(rewards_T, rewards.mask_T, rewards.cu_seqlens, gamma=self.gamma)
+        return Estimate(advantages_T=returns_T)
+
+    def stats(self, data: SequenceSample) -> Stats:
+        """See `AdvantageEstimator`: the estimated reverse KL to the teacher, in nats per token."""
+        return {"teacher_kl": masked_mean(self._kl(data), data["loss_mask"])}
+
+    @staticmethod
+    def _kl(data: SequenceSample) -> Tensor:
+        """Return [T] log-ratio of policy to teacher, 0 off the mask."""
+        return kl_estimate(old_logprobs(data), data["teacher_logprobs"], data["loss_mask"], KLEstimator.k1)
+
+    def describe(self) -> str:
+        """See `AdvantageEstimator`."""
+        return f"rewards + {self.coef:g} x log-ratio of teacher to policy per token, gamma {self.gamma:g}"
+
+
 def advantage_stats(data: SequenceSample) -> Stats:
     """Return metrics of `advantages` [T], over the tokens that train."""
     mask_T, advantages_T = data["loss_mask"], data["advantages"]
@@ -341,6 +385,7 @@ __all__ = [
     "Estimate",
     "GroupRelative",
     "Rewards",
+    "TeacherKL",
     "advantage_stats",
     "normalized_advantages",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realign.api import Max, Mean, SequenceSample, Stats, masked_mean
+from realign.api import Max, Mean, ModelOutput, SequenceSample, Stats, masked_mean
 from realign.errors import RunError, SettingsError
 from realign.functional import (
     AdaptiveKLController,
@@ -48,6 +48,9 @@ class KLPenalty(Settings):
     """KL coefficient, in reward (or loss) per nat; the initial value if `target` is set."""
     estimator: KLEstimator | None = None
     """KL estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
+    full_vocabulary: bool = False
+    """Compute KL(policy || reference) over the whole vocabulary at every token, instead of an estimate from the sampled
+    token (place=loss). The reference then returns its hidden states."""
     importance_weighted: bool = False
     """Multiply the penalty in the loss by the ratio of the current to the old policy, through which the gradient flows
     (DeepSeek-V3.2, arXiv:2512.02556; TRL's use_bias_correction_kl). With k1 or k3, the gradient is then that of the KL.
@@ -59,6 +62,14 @@ class KLPenalty(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.full_vocabulary and self.place is not KLPlace.loss:
+            raise SettingsError(
+                f"full_vocabulary=true: has no effect with place={self.place.value}. Set place=loss, or "
+                "full_vocabulary=false"
+            )
+        if self.full_vocabulary and (self.estimator is not None or self.importance_weighted):
+            found = "importance_weighted=true" if self.estimator is None else f"estimator={self.estimator.value}"
+            raise SettingsError(f"{found}: has no effect with full_vocabulary=true, which is exact. Remove one of them")
         if self.importance_weighted and self.place is not KLPlace.loss:
             raise SettingsError(
                 f"importance_weighted=true: has no effect with place={self.place.value}. Set place=loss, or "
@@ -83,21 +94,23 @@ class KLPenalty(Settings):
 
     @property
     def chosen_estimator(self) -> KLEstimator:
-        """The estimator in use."""
+        """The estimator in use; with `full_vocabulary` only for the metric and the target of whole sequences."""
         if self.estimator is not None:
             return self.estimator
-        return KLEstimator.k3 if self.place is KLPlace.loss else KLEstimator.k1
+        return KLEstimator.k3 if self.place is KLPlace.loss and not self.full_vocabulary else KLEstimator.k1
 
     def needs(self) -> dict[str, str]:
         """Return keys that must be in the batch, with the setting that asks for each."""
-        return {"ref_logprobs": f"kl.place={self.place.value}"} if self.applied else {}
+        found = {"ref_logprobs": f"kl.place={self.place.value}"} if self.applied else {}
+        return found | ({"ref_hidden": "kl.full_vocabulary=true"} if self.full_vocabulary else {})
 
     def describe(self) -> str:
         """Return the penalty for the launch table."""
         if not self.applied:
             return "not applied" + (f" (kl.coef={self.coef:g} is not read)" if self.coef != KLPenalty.coef else "")
         weighted = ", weighted by the policy ratio" if self.importance_weighted else ""
-        text = f"in the {self.place.value}, {self.chosen_estimator.value}{weighted}, coefficient {self.coef:g}"
+        kind = "over the whole vocabulary" if self.full_vocabulary else self.chosen_estimator.value
+        text = f"in the {self.place.value}, {kind}{weighted}, coefficient {self.coef:g}"
         if self.target is None:
             return text
         return f"{text} at first, adapted to {self.target:g} nats per sequence over {self.horizon:,} sequences"
@@ -132,10 +145,21 @@ class KLControl:
         """Whether the penalty is a term of the loss."""
         return self.penalty.place is KLPlace.loss
 
-    def in_loss(self, logprobs_T: Tensor, data: SequenceSample) -> tuple[Tensor, Stats]:
-        """Return [T] penalty to add to the loss, and its metric."""
+    def in_loss(
+        self, output: ModelOutput, logprobs_T: Tensor, data: SequenceSample, temperature: float
+    ) -> tuple[Tensor, Stats]:
+        """Return [T] penalty to add to the loss, and its metric.
+
+        Args:
+            output: output of the policy.
+            logprobs_T: log-probs of the policy.
+            data: the micro-batch.
+            temperature: temperature of the policy and the reference.
+        """
         mask_T = data["loss_mask"]
-        if self.penalty.importance_weighted:
+        if self.penalty.full_vocabulary:
+            kl_T = output.divergence("ref", data["ref_hidden"], beta=1.0, temperature=temperature, where_T=mask_T)
+        elif self.penalty.importance_weighted:
             policies = logprobs_T, old_logprobs(data), data["ref_logprobs"]
             kl_T = importance_weighted_kl(*policies, mask_T, self.penalty.chosen_estimator)
         else:

@@ -309,7 +309,14 @@ def policy_stats(policy: PolicyLoss, tokens: PolicyTokens, entropy_T: Tensor) ->
 
 POLICY_PANELS = (
     Panel("entropy (nats per token)", {"entropy": "training batch"}),
-    Panel("KL (nats)", {"ref_kl_per_sequence": "to reference, per sequence", "approx_kl": "to old policy, per token"}),
+    Panel(
+        "KL (nats)",
+        {
+            "ref_kl_per_sequence": "to reference, per sequence",
+            "teacher_kl": "to teacher, per token",
+            "approx_kl": "to old policy, per token",
+        },
+    ),
     Panel("clip fraction", {"clip_fraction": "policy ratio"}),
 )
 """Charts of the metrics of a policy."""

@@ -44,7 +44,7 @@ def mix_pretraining(
     text = replace(text, ids=tuple(("ptx", prompt) for prompt in part.ids))
     mask_T = text["ptx_mask"]
     weight, tokens = reduce(torch.stack([loss_weight(policy).double(), mask_T.sum().double()])).tolist()
-    fill = {key: x.new_zeros(len(mask_T)) for key, x in policy.data.items() if key != TOKENS}
+    fill = {key: x.new_zeros(len(mask_T), *x.shape[1:]) for key, x in policy.data.items() if key != TOKENS}
     per_token = torch.where(mask_T, coef * weight / max(tokens, 1), 0.0).float()
     policy = policy.with_tokens(ptx_weight=torch.zeros(len(policy[TOKENS])))
     return SequenceSample.gather([policy, text.select([TOKENS]).with_tokens(**fill, ptx_weight=per_token)])

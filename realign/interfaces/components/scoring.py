@@ -17,9 +17,23 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
     return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
 
 
-def scoring_keys() -> Keys:
-    """Return the keys of a method that calls `score_logprobs`."""
-    return Keys(needs={"input_ids": "", "loss_mask": ""}, writes=frozenset({"logprobs"}))
+def score_distributions(
+    model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float
+) -> SequenceSample:
+    """Return `score_logprobs`, and `hidden` [T, H]: the hidden states from which the model predicts these tokens."""
+
+    def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+        mask_T = mb["loss_mask"]
+        logprobs_T = output.logprobs(temperature=temperature, where_T=mask_T)
+        return mb.with_tokens(logprobs=logprobs_T, hidden=output.hidden_states(where_T=mask_T))
+
+    return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
+
+
+def scoring_keys(*, hidden: bool = False) -> Keys:
+    """Return the keys of a method that calls `score_logprobs`, or `score_distributions` with `hidden`."""
+    writes = {"logprobs", "hidden"} if hidden else {"logprobs"}
+    return Keys(needs={"input_ids": "", "loss_mask": ""}, writes=frozenset(writes))
 
 
 def old_logprobs(data: SequenceSample) -> Tensor:
@@ -44,4 +58,4 @@ def first_logprob_diff(
     return {"first_logprob_diff_max": difference}
 
 
-__all__ = ["first_logprob_diff", "old_logprobs", "score_logprobs", "scoring_keys"]
+__all__ = ["first_logprob_diff", "old_logprobs", "score_distributions", "score_logprobs", "scoring_keys"]

@@ -13,6 +13,7 @@ from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine,
 from realign.api.sample import TOKENS
 from realign.api.shards import Shards, shard
 from realign.engines.training.stepper import step_weight
+from realign.functional import LMHead
 from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.worker import HOOK
@@ -57,6 +58,11 @@ class RayEngine(PipelinableEngine):
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
         return self._cut("forward", data, TOKENS, mb_spec, HOOK, hook=post_hook)
+
+    def use_heads(self, heads: Mapping[str, LMHead]) -> None:
+        """See `PipelinableEngine.use_heads`; each worker keeps a copy."""
+        given = {role: (head.weight_VH, head.bias_V, head.scale, head.softcap) for role, head in heads.items()}
+        self._tell("use_heads", given)
 
     def reference(self, layers: int | None = None) -> Forward:
         """See `TransformersEngine.reference`; the copies are created and stay in the workers."""

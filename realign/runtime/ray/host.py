@@ -17,6 +17,7 @@ from realign.api.requests import Request
 from realign.api.sampler import Sampler
 from realign.engines.distributed.offload import Offload
 from realign.engines.distributed.shards import whole
+from realign.functional import LMHead
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire_format import mapped
 from realign.runtime.rollout.background import load_background_sampler
@@ -168,6 +169,11 @@ class Host:
     def forward(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
         return self._engine(role).forward_part(part, mb_spec, hook)
+
+    def use_heads(self, role: str, heads: Mapping[str, tuple[Tensor, Tensor | None, float, float | None]]) -> None:
+        """See `PipelinableEngine.use_heads`; the values are the fields of `LMHead`."""
+        copies = mapped(heads, Tensor.clone)
+        self._engine(role).use_heads({other: LMHead(*fields) for other, fields in copies.items()})
 
     def reference(self, role: str, layers: int | None) -> None:
         """Store a copy of the current policy for `score`."""

@@ -25,9 +25,10 @@ from realign.engines import (
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shards import whole
 from realign.errors import RealignError
-from realign.interfaces.components import EarlyStop
+from realign.interfaces.components import JSD, EarlyStop
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
+from realign.interfaces.gkd import GKDInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -130,6 +131,19 @@ def ppo(folder: Path) -> dict[str, Any]:
 def dpo(folder: Path) -> dict[str, Any]:
     batches = [batch(step, preferences=True) for step in range(4)]
     return train(load(folder), DPOInterface(n_minibatches=2), batches, PAIRS)
+
+
+def gkd(folder: Path) -> dict[str, Any]:
+    """Train on the divergence from a teacher of another family, which is sharded too."""
+    student, teacher = load(folder), load(folder, "gpt2", optimizer=None)
+    student.machine.use_heads({"teacher": teacher.machine.lm_head()})
+    scorer, policy = ReferenceInterface(hidden_states=True), GKDInterface(n_minibatches=2, divergence=JSD(0.3))
+    batches = []
+    for data in map(batch, range(4)):
+        data = data.select(["input_ids", "loss_mask"])
+        scores = scorer.inference(teacher, data, BUDGET)
+        batches.append(data.merge(scores.rename({key: f"teacher_{key}" for key in ("logprobs", "hidden")})))
+    return train(student, policy, batches)
 
 
 def kto(folder: Path) -> dict[str, Any]:
@@ -361,7 +375,7 @@ def _renamed(data: SequenceSample) -> SequenceSample:
 
 def scenarios(folder: Path) -> dict[str, Any]:
     """Run the scenarios that give the same results on any number of ranks."""
-    return {f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, kto, settings, uneven, calls)}
+    return {f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, settings, uneven, calls)}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:

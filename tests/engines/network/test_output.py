@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -62,6 +64,43 @@ def test_temperature_divides_the_logits():
     torch.testing.assert_close(out.logprobs(temperature=0.7)[1:], want)
     with pytest.raises(ValueError, match="temperature"):
         out.logprobs(temperature=0.001)
+
+
+def test_hidden_states_stand_at_the_token_that_they_predict():
+    out = output([3, 2])
+    states_TH = out.hidden_states()
+    assert states_TH.tolist() == [
+        [0.0] * HIDDEN,
+        out.hidden_TH[0].tolist(),
+        out.hidden_TH[1].tolist(),
+        [0.0] * HIDDEN,
+        out.hidden_TH[3].tolist(),
+    ]
+    where_T = torch.tensor([1, 0, 1, 0, 0]).bool()
+    assert torch.equal(out.hidden_states(where_T=where_T), torch.where(where_T[:, None], states_TH, 0))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_divergence_compares_the_distributions_of_the_same_token(beta):
+    """The other model has another hidden size; its states and the result are at the index of the predicted token."""
+    own, other = output([4, 3]), output([4, 3], LMHead(torch.randn(11, HIDDEN)), seed=1)
+    own = dataclasses.replace(own, heads={"teacher": other.head})
+    where_T = torch.tensor([1, 0, 1, 1, 0, 1, 0]).bool()
+    states_TH = other.hidden_states(where_T=where_T).detach()
+    found = own.divergence("teacher", states_TH, beta=beta, temperature=0.7, where_T=where_T)
+    logq_TV, logp_TV = ((x.logits / 0.7).log_softmax(-1).roll(1, 0) for x in (own, other))
+    q_TV, p_TV = logq_TV.exp(), logp_TV.exp()
+    logm_TV = (beta * p_TV + (1 - beta) * q_TV).log()
+    terms = {0.0: p_TV * (logp_TV - logq_TV), 1.0: q_TV * (logq_TV - logp_TV)}
+    mixed = beta * p_TV * (logp_TV - logm_TV) + (1 - beta) * q_TV * (logq_TV - logm_TV)
+    want_T = torch.where(where_T, terms.get(beta, mixed).sum(-1), 0)
+    want_T[0] = 0  # selected, but the first token of a sequence is not predicted
+    torch.testing.assert_close(found, want_T)
+    found.sum().backward()
+    used = own.hidden_TH.grad.abs().sum(-1) > 0
+    assert used.tolist() == [False, True, True, False, True, False, False]
+    with pytest.raises(ValueError, match=r"no head of role 'ref': the engine has those of \['teacher'\]"):
+        own.divergence("ref", states_TH)
 
 
 @pytest.mark.parametrize("lengths", [[1], [0], [0, 1, 0, 3, 0], [2, 0], [1, 1]])

@@ -65,7 +65,7 @@ def test_the_penalty_in_the_reward_is_that_of_the_old_policy():
 def test_the_penalty_in_the_loss_is_differentiable_and_its_metric_is_the_mean_of_the_kl():
     control, data = KLControl(KLPenalty("loss", 0.3, "k2")), random_batch(1).select(KEYS)
     logprobs_T = data["logprobs"].clone().requires_grad_()
-    loss_T, stats = control.in_loss(logprobs_T, data)
+    loss_T, stats = control.in_loss(None, logprobs_T, data, 1.0)
     mask_T = data["loss_mask"]
     kl_T = kl_estimate(data["logprobs"], data["ref_logprobs"], mask_T, KLEstimator.k2)
     torch.testing.assert_close(loss_T.detach(), 0.3 * kl_T)
@@ -82,7 +82,7 @@ def test_a_weighted_penalty_uses_the_old_policy_of_ratios_and_its_metric_is_weig
     data = random_batch(1).select([*KEYS, "prox_logprobs"] if recomputed else KEYS)
     mask_T, old_T = data["loss_mask"], data["prox_logprobs"] if recomputed else data["logprobs"]
     logprobs_T = (data["logprobs"] + 0.2 * data["ref_logprobs"]).requires_grad_()
-    loss_T, stats = control.in_loss(logprobs_T, data)
+    loss_T, stats = control.in_loss(None, logprobs_T, data, 1.0)
     kl_T = importance_weighted_kl(logprobs_T, old_T, data["ref_logprobs"], mask_T, estimator or KLEstimator.k3)
     assert torch.equal(loss_T, 0.3 * kl_T)
     assert stat_values(stats)["ref_kl"] == pytest.approx(float(kl_T[mask_T].mean()))

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.functional.divergence import vocabulary_divergence
+from realign.functional.head import LMHead
+
+N, H, TARGET_H, V = 9, 5, 3, 11
+BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
+KINDS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 1.5},
+    "all": {"bias": True, "scale": 1.7, "softcap": 2.0},
+}
+
+
+def make(kind="plain", seed=0, dtype=torch.float64, n=N, hidden_size=H, grad=True):
+    """Return the leaves (hidden states, weight, and bias if there is one) and the head."""
+    generator = torch.Generator().manual_seed(seed)
+    options = dict(KINDS[kind])
+    hidden = torch.randn(n, hidden_size, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, hidden_size, generator=generator, dtype=torch.float64).to(dtype)
+    bias = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype) if options.pop("bias", False) else None
+    leaves = [x.requires_grad_(grad) for x in (hidden, weight, bias) if x is not None]
+    return leaves, LMHead(weight, bias, **options)
+
+
+def target(kind="bias", **options):
+    """Return hidden states and head of a target with another hidden size."""
+    (hidden, *_), head = make(kind, seed=1, hidden_size=TARGET_H, **options)
+    return hidden, head
+
+
+def by_definition(logq, logp, beta):
+    """Return the divergence of whole distributions by its textbook formula, with plain autograd."""
+    q, p = logq.exp(), logp.exp()
+    if beta in (0, 1):
+        return (p * (logp - logq)).sum(-1) if beta == 0 else (q * (logq - logp)).sum(-1)
+    m = beta * p + (1 - beta) * q
+    return beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
+
+
+def weighted(x):
+    return (x * torch.linspace(-1, 1, len(x), dtype=x.dtype)).sum()
+
+
+@pytest.mark.parametrize(
+    ("beta", "expected"), [(0.0, 0.2231436), (0.25, 0.0395802), (0.5, 0.0506719), (1.0, 0.1927448)]
+)
+def test_values_computed_by_hand(beta, expected):
+    """The policy is (0.8, 0.2) and the target (0.5, 0.5); with beta = 0.25 the mixture is (0.725, 0.275)."""
+    head, policy = LMHead(torch.eye(2, dtype=torch.float64)), torch.tensor([[0.8, 0.2]], dtype=torch.float64).log()
+    found = vocabulary_divergence(policy, head, torch.zeros_like(policy), head, beta=beta)
+    assert found.item() == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beta", BETAS)
+def test_value_and_gradient_equal_the_definition_in_float64(beta, kind, chunk):
+    leaves, head = make(kind)
+    target_hidden, target_head = target()
+    logq = (head.logits(leaves[0]) / 0.7).log_softmax(-1)
+    logp = (target_head.logits(target_hidden) / 0.7).log_softmax(-1).detach()
+    expected = by_definition(logq, logp, beta)
+    found = vocabulary_divergence(
+        leaves[0], head, target_hidden, target_head, beta=beta, temperature=0.7, chunk_size=chunk
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    inputs = [*leaves, target_hidden, target_head.weight_VH, target_head.bias_V]
+    grads = torch.autograd.grad(weighted(found), inputs, allow_unused=True)
+    wanted = torch.autograd.grad(weighted(expected), leaves)
+    torch.testing.assert_close(grads[: len(leaves)], wanted, rtol=1e-10, atol=1e-12)
+    assert grads[len(leaves) :] == (None, None, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradcheck_of_the_divergence(beta, kind):
+    leaves, head = make(kind, n=3)
+    target_hidden, target_head = target(n=3)
+
+    def call(hidden, weight, bias=None):
+        own = LMHead(weight, bias, head.scale, head.softcap)
+        return vocabulary_divergence(hidden, own, target_hidden, target_head, beta=beta, temperature=0.8, chunk_size=2)
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.integers(0, 2**31 - 1), st.sampled_from(BETAS), st.floats(0.0, 30.0))
+def test_it_is_finite_never_negative_and_zero_for_equal_distributions(seed, beta, spread):
+    """Logits of spread 30 put nearly all probability on one token, where exp underflows in fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    head = LMHead(torch.eye(V))
+    policy, other = (spread * torch.randn(4, V, generator=generator) for _ in range(2))
+    policy.requires_grad_()
+    found = vocabulary_divergence(policy, head, other, head, beta=beta)
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    assert found.isfinite().all()
+    assert gradient.isfinite().all()
+    assert (found >= -1e-5).all()
+    assert vocabulary_divergence(policy, head, policy, head, beta=beta).abs().max() < 1e-5
+
+
+def test_both_ends_are_the_limits_of_the_divided_divergence():
+    leaves, head = make("bias")
+    arguments = (leaves[0], head, *target())
+    for end, beta in ((0.0, 1e-7), (1.0, 1 - 1e-7)):
+        divided = vocabulary_divergence(*arguments, beta=beta) / (beta * (1 - beta))
+        torch.testing.assert_close(divided, vocabulary_divergence(*arguments, beta=end), rtol=1e-4, atol=1e-6)
+
+
+def test_half_is_the_symmetric_jensen_shannon_divergence():
+    (hidden, *_), head = make()
+    (other, *_), other_head = make("bias", seed=1)
+    one = vocabulary_divergence(hidden, head, other, other_head, beta=0.5)
+    torch.testing.assert_close(one, vocabulary_divergence(other, other_head, hidden, head, beta=0.5))
+    assert one.max() < math.log(2)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_trap_c6_a_step_on_the_divergence_decreases_it(beta):
+    leaves, head = make("bias")
+    fixed = target()
+    before = vocabulary_divergence(leaves[0], head, *fixed, beta=beta).sum()
+    grads = torch.autograd.grad(before, leaves)
+    hidden, weight, bias = (x - 0.01 * g for x, g in zip(leaves, grads, strict=True))
+    assert vocabulary_divergence(hidden, LMHead(weight, bias), *fixed, beta=beta).sum() < before
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_trap_b2_temperature_applies_to_both_distributions(temperature):
+    head, hidden = LMHead(torch.eye(2)), torch.tensor([[2.0, 0.0]])
+    found = vocabulary_divergence(hidden, head, torch.tensor([[0.0, 1.0]]), head, temperature=temperature)
+    logq, logp = ((torch.tensor(x) / temperature).log_softmax(0) for x in ([2.0, 0.0], [0.0, 1.0]))
+    assert found.item() == pytest.approx(float((logq.exp() * (logq - logp)).sum()), abs=1e-6)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_trap_b8_nothing_of_the_size_of_the_logits_is_allocated(beta):
+    """Inspect all allocations of both passes: the largest one is a few chunks, smaller than [N, V]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 8, generator=generator, requires_grad=True)
+    head = LMHead(torch.randn(4096, 8, generator=generator, requires_grad=True))
+    other, saved = torch.randn(512, 8, generator=generator), []
+
+    def pack(x):
+        saved.append(x)
+        return x
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
+        vocabulary_divergence(hidden, head, other, head, beta=beta, chunk_size=16).sum().backward()
+    largest = max(abs(event.cpu_memory_usage) for event in profile.events())
+    assert 0 < largest < 512 * 4096 * 4 / 4
+    assert saved
+    assert all(x.numel() < 512 * 4096 / 4 for x in saved)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_trap_b3_inputs_are_not_modified(beta):
+    leaves, head = make("all", dtype=torch.float32)
+    target_hidden, target_head = target("all", dtype=torch.float32)
+    everything = [*leaves, target_hidden, target_head.weight_VH, target_head.bias_V]
+    before = [x.detach().clone() for x in everything]
+    vocabulary_divergence(leaves[0], head, target_hidden, target_head, beta=beta, temperature=0.5).sum().backward()
+    for x, old in zip(everything, before, strict=True):
+        assert torch.equal(x.detach(), old)
+
+
+def test_trap_b9_bf16_hidden_states_give_fp32_results():
+    leaves, head = make("bias", dtype=torch.bfloat16)
+    target_hidden, target_head = target(dtype=torch.bfloat16)
+    found = vocabulary_divergence(leaves[0], head, target_hidden, target_head, beta=0.5)
+    assert found.dtype == torch.float32
+    found.sum().backward()
+    assert all(x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in leaves)
+
+
+def test_autocast_sets_the_matrix_products_of_both_models():
+    leaves, head = make("bias", dtype=torch.float32)
+    fixed = target(dtype=torch.float32)
+    full = vocabulary_divergence(leaves[0], head, *fixed, beta=0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = vocabulary_divergence(leaves[0], head, *fixed, beta=0.5)
+        whole = by_definition(head.logits(leaves[0]).log_softmax(-1), fixed[1].logits(fixed[0]).log_softmax(-1), 0.5)
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, full)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_no_tokens_at_all():
+    leaves, head = make("bias", n=0)
+    found = vocabulary_divergence(leaves[0], head, *target(n=0), beta=0.5)
+    assert found.shape == (0,)
+    found.sum().backward()
+    assert all(not x.grad.any() for x in leaves)
+
+
+def test_a_target_gets_no_gradient_even_if_only_the_target_could_have_one():
+    (hidden, *_), head = make("bias", grad=False)
+    target_hidden, target_head = target()
+    assert target_hidden.requires_grad
+    assert not vocabulary_divergence(hidden, head, target_hidden, target_head).requires_grad
+
+
+def test_bad_input_is_named():
+    leaves, head = make()
+    fixed = target()
+    with pytest.raises(ValueError, match=r"policy has 9 tokens over 11 words, target 9 over 12. Both must be equal"):
+        vocabulary_divergence(leaves[0], head, fixed[0], LMHead(torch.zeros(V + 1, TARGET_H)))
+    with pytest.raises(ValueError, match="target 8 over 11"):
+        vocabulary_divergence(leaves[0], head, fixed[0][:-1], fixed[1])
+    with pytest.raises(ValueError, match="do not fit a head"):
+        vocabulary_divergence(leaves[0], head, leaves[0], fixed[1])
+    for beta in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=r"beta must be in \[0, 1\]"):
+            vocabulary_divergence(leaves[0], head, *fixed, beta=beta)
+    for temperature in (0.0, 9e-3, math.nan):
+        with pytest.raises(ValueError, match="temperature"):
+            vocabulary_divergence(leaves[0], head, *fixed, temperature=temperature)
+    with pytest.raises(ValueError, match="chunk_size"):
+        vocabulary_divergence(leaves[0], head, *fixed, chunk_size=0)

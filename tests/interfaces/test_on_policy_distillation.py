@@ -1,0 +1,123 @@
+"""`advantage=teacher_kl`: PPO's actor without rewards, whose advantage is the log-ratio of the teacher."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from realign.api import MicroBatchSpec, Model, rl_graph
+from realign.config import build_experiment, compose
+from realign.interfaces.components import KLPenalty, Normalization, Reinforce, TeacherKL
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.runtime import run
+from realign.testing import BigramEngine, random_batch
+from realign.testing.batches import random_heads
+from tests.tiny import save_tiny
+
+READ = ("input_ids", "loss_mask", "logprobs", "teacher_logprobs")
+PLAIN = Normalization("none", "none")
+
+
+def actor(**settings) -> PPOActorInterface:
+    return PPOActorInterface(**{"advantage": TeacherKL(), "adv_norm": PLAIN, **settings})
+
+
+def advantages(data, **settings) -> torch.Tensor:
+    interface, model = actor(**settings), Model("actor", BigramEngine())
+    return interface.estimate_advantages(model, interface.score(model, data))["advantages"]
+
+
+def test_the_advantage_is_the_log_ratio_of_teacher_to_policy():
+    data = random_batch().select(READ)
+    ratio_T = torch.where(data["loss_mask"], data["teacher_logprobs"] - data["logprobs"], 0)
+    torch.testing.assert_close(advantages(data), ratio_T)
+    torch.testing.assert_close(advantages(data, advantage=TeacherKL(0.5)), 0.5 * ratio_T)
+
+
+def test_gamma_adds_the_log_ratios_of_later_tokens():
+    data = random_batch().select(READ)
+    found = data.with_tokens(found=advantages(data, advantage=TeacherKL(gamma=0.9))).sequences("found")
+    for i, (mask, teacher, own) in enumerate(
+        zip(*map(data.sequences, ("loss_mask", "teacher_logprobs", "logprobs")), strict=True)
+    ):
+        later = 0.0
+        for t in reversed(range(len(mask))):
+            if mask[t]:
+                later = float(teacher[t] - own[t]) + 0.9 * later
+                assert float(found[i][t]) == pytest.approx(later)
+
+
+def test_rewards_are_added_if_there_are_any_and_a_missing_one_excludes_its_response():
+    data = random_batch().select([*READ, "rewards"])
+    without = advantages(data.select(READ), advantage=TeacherKL(gamma=1.0))
+    with_rewards = advantages(data, advantage=TeacherKL(gamma=1.0))
+    added = data.with_tokens(added=with_rewards - without).sequences("added")
+    for reward, mask, difference in zip(data["rewards"].tolist(), data.sequences("loss_mask"), added, strict=True):
+        if reward == reward:
+            assert difference[mask].tolist() == pytest.approx([reward] * int(mask.sum()), abs=1e-6)
+    last = data.sequences("loss_mask")[-1]
+    assert last.any()
+    assert not data.with_tokens(found=with_rewards).sequences("found")[-1].any()
+
+
+def test_a_kl_penalty_to_a_reference_stays_in_the_advantage():
+    data = random_batch().select([*READ, "ref_logprobs"])
+    found = advantages(data, kl=KLPenalty("reward", 0.3))
+    want = advantages(data.select(READ)) - 0.3 * torch.where(
+        data["loss_mask"], data["logprobs"] - data["ref_logprobs"], 0
+    )
+    torch.testing.assert_close(found, want)
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl():
+    """Sum over all tokens instead of sampling: q(v) (log p(v) - log q(v)) grad log q(v) is minus the gradient of KL."""
+    head = random_heads()["teacher"]
+    hidden = torch.randn(head.weight_VH.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logp = (hidden @ head.weight_VH.T).log_softmax(-1)
+    logits = BigramEngine().logits_VV[3].clone().requires_grad_()
+    logq = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logq.exp() * (logq - logp)).sum(), logits, retain_graph=True)
+    advantage = (logp - logq).detach()
+    (sampled,) = torch.autograd.grad((logq.detach().exp() * -advantage * logq).sum(), logits)
+    torch.testing.assert_close(sampled, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_the_graph_has_a_teacher_and_rewards_only_if_a_role_gives_them():
+    graph = rl_graph({"actor": actor()})
+    assert [rpc.name for rpc in graph.rpcs] == ["actor_gen", "teacher_inf", "actor_train"]
+    assert graph.dataset_keys == ("prompt_ids",)
+    judge = RuleRewardInterface("realign.rewards.arithmetic:exact_answer")
+    names = [rpc.name for rpc in rl_graph({"actor": actor(), "reward": judge}).rpcs]
+    assert names == ["actor_gen", "reward_inf", "teacher_inf", "actor_train"]
+    other = [rpc.name for rpc in rl_graph({"actor": PPOActorInterface()}).rpcs]
+    assert other == ["actor_gen", "reward_inf", "actor_train"]
+
+
+def test_the_metric_estimates_the_reverse_kl_per_token():
+    data, interface = random_batch().select(READ), actor(objective=Reinforce())
+    stats = interface.train_step(Model("actor", BigramEngine()), data, MicroBatchSpec())
+    kl_T = (data["logprobs"] - data["teacher_logprobs"])[data["loss_mask"]]
+    assert float(stats["teacher_kl"].total / stats["teacher_kl"].weight) == pytest.approx(float(kl_T.mean()), rel=1e-6)
+
+
+def test_a_student_approaches_a_larger_teacher_from_prompts_alone(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("a cat.", "the dog", "so it is", "well") * 4))
+    given = [
+        "experiment=on_policy_distillation",
+        f"models.actor.path={save_tiny(tmp_path / 'student')}",
+        f"models.teacher.path={save_tiny(tmp_path / 'teacher', 'gpt2', seed=1, n_embd=96)}",
+        f"data.path={prompts}",
+        f"output_dir={tmp_path / 'run'}",
+        "models.actor.optimizer={lr: 3.0e-3, schedule: {kind: constant}}",
+        "interfaces.actor.generation.max_new_tokens=8",
+        "batch_prompts=16",
+        "steps=25",
+    ]
+    history = run(build_experiment(compose(given))).history
+    kl = [r["teacher_kl"] for r in history if "teacher_kl" in r]
+    assert sum(kl[-3:]) < 0.6 * sum(kl[:3])
+    assert "reward" not in history[-1]
