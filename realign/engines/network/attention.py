@@ -34,13 +34,26 @@ from realign.engines.network.shared_prefix import Layout
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of, position_ids
 
-__all__ = ["ATTENTION", "CONTEXT", "AttentionArgs", "AttentionContext", "Backend", "PackedContext", "packed_inputs"]
+__all__ = [
+    "ATTENTION",
+    "CONTEXT",
+    "AttentionArgs",
+    "AttentionContext",
+    "Backend",
+    "NotPackableError",
+    "PackedContext",
+    "packed_inputs",
+]
 
 ATTENTION = "realign"
 CONTEXT = "realign_context"
 
 # Keywords of a model call that reach the attention function and do not change its result.
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep", "return_dict"})
+
+
+class NotPackableError(ConfigError):
+    """A model family that gives other results packed than alone. Its models can run unpacked."""
 
 
 class AttentionContext(Protocol):
@@ -236,20 +249,20 @@ def _dispatch(
     args = AttentionArgs(float(scale), float(dropout), sliding_window, softcap, s_aux)
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
-        raise ConfigError(f"{_family(module)} cannot run packed: its attention layers have no layer_idx")
+        raise NotPackableError(f"{_family(module)} cannot run packed: its attention layers have no layer_idx")
     return realign_context.attend(int(layer), module, query, key, value, args), None
 
 
 def _check_arguments(module: nn.Module, mask: Tensor | None, window: int | None, others: dict[str, Any]) -> None:
     if mask is not None:
-        raise ConfigError(
+        raise NotPackableError(
             f"{_family(module)} cannot run packed: it passes a mask of shape {list(mask.shape)} to its attention"
         )
     if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
-        raise ConfigError(f"{_family(module)} cannot run packed: its attention is not causal")
+        raise NotPackableError(f"{_family(module)} cannot run packed: its attention is not causal")
     for name, x in others.items():
         if name not in _HARMLESS and x is not None and x is not False:
-            raise ConfigError(f"{_family(module)} cannot run packed: it passes an unknown {name!r} to its attention")
+            raise NotPackableError(f"{_family(module)} cannot run packed: it passes an unknown {name!r} to its attention")
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     kind = types[module.layer_idx] if types else None
@@ -257,7 +270,7 @@ def _check_arguments(module: nn.Module, mask: Tensor | None, window: int | None,
     if kind not in (None, "full_attention", "attention", "sliding_attention") or (
         kind == "sliding_attention" and window is None
     ):
-        raise ConfigError(f"{_family(module)} cannot run packed: its layers of type {kind!r} pass no window")
+        raise NotPackableError(f"{_family(module)} cannot run packed: its layers of type {kind!r} pass no window")
 
 
 def _family(module: nn.Module) -> str:

@@ -158,6 +158,16 @@ class Value(_ScalarHead):
         return AutoModelForTokenClassification
 
 
+def read_body(module: Any) -> Any:
+    """Return a transformers model without its head; the model itself if no such part is found.
+
+    Some families (llama4_text) declare a prefix that belongs to another class, and keep this part in `model`.
+    """
+    body = module.base_model
+    inner = getattr(module, "model", None)
+    return inner if body is module and isinstance(inner, nn.Module) else body
+
+
 def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
     """Return the last layer of a transformers model as a head that shares its parameters.
 
@@ -175,9 +185,10 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         rate = before.p if dropout and isinstance(before, nn.Dropout) else 0.0
         return ScalarHead(scalar.weight, scalar.bias, rate)
     last: Any = module.get_output_embeddings()
-    if not isinstance(last, nn.Linear) or module.base_model is module:
+    if not isinstance(last, nn.Linear) or read_body(module) is module:
         raise ConfigError(f"model family {config.model_type!r} is not supported: it has no linear last layer")
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
     return LMHead(last.weight, last.bias, scale, getattr(config, "final_logit_softcapping", None))
 
 

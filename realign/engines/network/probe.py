@@ -2,7 +2,7 @@
 
 A model family can ignore the registered attention function without an error, as bloom does, which adds alibi biases
 in its own attention. A family can also change its logits in a way that its config does not contain. The probe detects
-both by comparing results, and raises an error.
+both by comparing results, and raises an error. A model that cannot run packed can run as an `UnpackedModel`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import Lengths
-from realign.engines.network.attention import ATTENTION, Backend, layout_inputs
+from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs
 from realign.engines.network.branches import Branch
+from realign.engines.network.heads import read_body
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
+from realign.engines.network.unpacked import describe
 from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
@@ -50,33 +52,35 @@ def probe(
         share: whether to also check passes that compute a common prefix once.
 
     Raises:
+        NotPackableError: the family cannot run packed.
         ConfigError: the results differ. The message names the family and what differs.
     """
     with torch.no_grad(), full_fp32(next(model.parameters()).device):
         _probe(model, head, attention, autocast, share)
 
 
+@torch.no_grad()
+def probe_head(model: Any, head: LMHead | ScalarHead) -> None:
+    """Check the head of a model that runs unpacked; see `probe`."""
+    with full_fp32(next(model.parameters()).device):
+        _probe_head(model, head, *_alone(model, _random_ids(model)))
+
+
 def _probe(model: Any, head: LMHead | ScalarHead, attention: Backend, autocast: Autocast | None, share: bool) -> None:
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    with _own_attention(model):
-        alone_TH = torch.cat([_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)])
-        own = torch.cat([model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)])
+    with _own_attention(model, family):
+        alone_TH, own = _alone(model, ids_T)
     packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
     error = _relative(packed_TH, alone_TH).max().item()
     if not error <= _TOLERANCE_FP32:
-        raise ConfigError(
+        raise NotPackableError(
             f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
-            "hidden states of single sequences. Its attention or positions are not supported."
+            "hidden states of single sequences."
         )
     if share:
         _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
-    error = _relative(_apply(head, alone_TH, own), own).max().item()
-    if not error <= _TOLERANCE_FP32:
-        raise ConfigError(
-            f"{family} is not supported: its outputs differ by {error:.1e} (relative) from its last layer applied to "
-            "its hidden states"
-        )
+    _probe_head(model, head, alone_TH, own)
     if autocast is None:
         return
     with autocast():
@@ -116,6 +120,22 @@ def probe_shared(model: Any, *, attention: Backend, autocast: Autocast | None) -
         raise ConfigError(
             f"{family} with attention={attention.value} cannot share prompts in bfloat16: hidden states differ by "
             f"{error:.1e} (relative) from fp32."
+        )
+
+
+def _alone(model: Any, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hidden states [T, H] and the outputs of the model's head, with a pass for each sequence."""
+    hidden = [_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)]
+    own = [model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)]
+    return torch.cat(hidden), torch.cat(own)
+
+
+def _probe_head(model: Any, head: LMHead | ScalarHead, alone_TH: Tensor, own: Tensor) -> None:
+    error = _relative(_apply(head, alone_TH, own), own).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ConfigError(
+            f"model family {model.config.model_type!r} is not supported: its outputs differ by {error:.1e} (relative) "
+            "from its last layer applied to its hidden states"
         )
 
 
@@ -170,12 +190,14 @@ def _random_ids(model: Any) -> Tensor:
 def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tensor:
     try:
         return _hidden(model, **layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), attention))
-    except TypeError as error:
-        raise ConfigError(f"{family} cannot run packed: {error}") from error
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a family does with inputs that it does not expect
+        raise NotPackableError(f"{family} cannot run packed: {describe(error)}.") from error
 
 
 def _hidden(model: Any, **inputs: Any) -> Tensor:
-    hidden: Tensor = model.base_model(**inputs).last_hidden_state
+    hidden: Tensor = read_body(model)(**inputs).last_hidden_state
     return hidden[0]
 
 
@@ -192,8 +214,14 @@ def _relative(got: Tensor, want: Tensor) -> Tensor:
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
-    """Use the model's original eager attention within the context."""
+def _own_attention(model: Any, family: str) -> Iterator[None]:
+    """Use the model's original eager attention within the context.
+
+    Raises:
+        NotPackableError: the model was not loaded with the attention of realign, since its family does not allow it.
+    """
+    if model.config._attn_implementation != ATTENTION:
+        raise NotPackableError(f"{family} cannot run packed: its attention classes cannot be replaced.")
     model.set_attn_implementation("eager")
     try:
         yield
