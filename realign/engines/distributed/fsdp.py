@@ -99,6 +99,11 @@ class ShardedNetwork(Network):
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
         super().__init__(name, module, dtype=dtype, **settings)
+        if self.unpacked is not None:
+            raise ConfigError(
+                f"models.{name}.sharding: requires a model that can run packed. {self.unpacked.reason.rstrip('.')}. "
+                "Use one process."
+            )
         layers = read_stack(module).layers
         self.grid = Grid.of(sharding, self.device)
         self.gathered = GatheredCopy(module, self.value_head)

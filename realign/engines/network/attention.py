@@ -43,6 +43,7 @@ __all__ = [
     "NotPackableError",
     "PackedContext",
     "packed_inputs",
+    "use_attention",
 ]
 
 ATTENTION = "realign"
@@ -222,6 +223,20 @@ def _joined(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
     return pieces[own] if before < 0 else torch.cat([pieces[before], pieces[own]], 2)
 
 
+def use_attention(model: Any, name: str) -> None:
+    """Switch a transformers model to another attention implementation.
+
+    `set_attn_implementation` only logs a warning for families with attention of their own (bloom). Their masks depend
+    on the config nevertheless.
+
+    Raises:
+        ValueError: the family lacks this implementation.
+    """
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        model.config._attn_implementation = name
+
+
 def _dispatch(
     module: nn.Module,
     query: Tensor,
@@ -262,7 +277,8 @@ def _check_arguments(module: nn.Module, mask: Tensor | None, window: int | None,
         raise NotPackableError(f"{_family(module)} cannot run packed: its attention is not causal")
     for name, x in others.items():
         if name not in _HARMLESS and x is not None and x is not False:
-            raise NotPackableError(f"{_family(module)} cannot run packed: it passes an unknown {name!r} to its attention")
+            what = f"{_family(module)} cannot run packed"
+            raise NotPackableError(f"{what}: it passes an unknown {name!r} to its attention")
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     kind = types[module.layer_idx] if types else None

@@ -158,6 +158,10 @@ class Value(_ScalarHead):
         return AutoModelForTokenClassification
 
 
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names of the soft cap of logits in configs; the last two are those of recurrent_gemma and xlstm."""
+
+
 def read_body(module: Any) -> Any:
     """Return a transformers model without its head; the model itself if no such part is found.
 
@@ -189,7 +193,8 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         raise ConfigError(f"model family {config.model_type!r} is not supported: it has no linear last layer")
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
-    return LMHead(last.weight, last.bias, scale, getattr(config, "final_logit_softcapping", None))
+    caps = (getattr(config, name, None) for name in _SOFT_CAPS)
+    return LMHead(last.weight, last.bias, scale, next((cap for cap in caps if cap), None))
 
 
 def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[str, str] | None:

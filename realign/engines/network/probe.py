@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import Lengths
-from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs
+from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
 from realign.engines.network.heads import read_body
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
 from realign.engines.network.unpacked import describe
 from realign.engines.precision import full_fp32
+from realign.engines.sampling.decoder import PackedDecoder
+from realign.engines.sampling.trunk import ModuleTrunk
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -30,6 +32,9 @@ GROUPS = ((9,), (1,), (14, 5))
 LENGTHS = tuple(n for group in GROUPS for n in group)
 PREFIX = 3
 """Length of the common prefix of the last group's sequences, in tokens."""
+
+STEPS = 3
+"""Number of tokens that the probe decodes one by one."""
 
 # Largest rounding error, relative to the largest absolute value. Incompatible families differ by percents.
 _TOLERANCE_FP32 = 2e-4
@@ -78,6 +83,8 @@ def _probe(model: Any, head: LMHead | ScalarHead, attention: Backend, autocast: 
             f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
             "hidden states of single sequences."
         )
+    if isinstance(head, LMHead):
+        _probe_decoding(model, ids_T, alone_TH, family)
     if share:
         _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
     _probe_head(model, head, alone_TH, own)
@@ -120,6 +127,29 @@ def probe_shared(model: Any, *, attention: Backend, autocast: Autocast | None) -
         raise ConfigError(
             f"{family} with attention={attention.value} cannot share prompts in bfloat16: hidden states differ by "
             f"{error:.1e} (relative) from fp32."
+        )
+
+
+def _probe_decoding(model: Any, ids_T: Tensor, alone_TH: Tensor, family: str) -> None:
+    """Check that prefill and decode steps of a rollout give the same results as one pass over the text."""
+    long = [s for s, n in enumerate(LENGTHS) if n > STEPS]
+    texts, want = ([x.split(LENGTHS)[s] for s in long] for x in (ids_T, alone_TH))
+    decoder = PackedDecoder(ModuleTrunk(model))
+    hidden, states = decoder.prefill([text[:-STEPS] for text in texts])
+    cache = decoder.new_cache(states[0], len(texts), max(LENGTHS))
+    for slot, state in enumerate(states):
+        cache.fill(slot, slot + 1, state)
+    rounds = [hidden]
+    for step in range(-STEPS, 0):
+        tokens_B = torch.stack([text[step] for text in texts])
+        positions_B = torch.tensor([len(text) + step for text in texts], device=ids_T.device)
+        rounds.append(decoder.step(cache, tokens_B, positions_B, max(LENGTHS) + step))
+    wanted = torch.stack([hidden_LH[-STEPS - 1 :] for hidden_LH in want], 1)
+    error = _relative(torch.stack(rounds), wanted).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise NotPackableError(
+            f"{family} cannot run packed: hidden states of decode steps differ by {error:.1e} (relative) from hidden "
+            "states of whole sequences."
         )
 
 
@@ -182,7 +212,7 @@ def _random_ids(model: Any) -> Tensor:
     words = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
     ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
-    ids_T[ids_T == (model.config.get_text_config().pad_token_id or 0)] = 1
+    ids_T[ids_T == (getattr(model.config.get_text_config(), "pad_token_id", None) or 0)] = 1
     ids_T[-LENGTHS[-1] :][:PREFIX] = ids_T[-sum(GROUPS[-1]) :][:PREFIX]
     return ids_T
 
@@ -222,8 +252,8 @@ def _own_attention(model: Any, family: str) -> Iterator[None]:
     """
     if model.config._attn_implementation != ATTENTION:
         raise NotPackableError(f"{family} cannot run packed: its attention classes cannot be replaced.")
-    model.set_attn_implementation("eager")
+    use_attention(model, "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(ATTENTION)
+        use_attention(model, ATTENTION)

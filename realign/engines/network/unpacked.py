@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import IntArray
-from realign.engines.network.attention import ATTENTION
+from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.cpu_lanes import rewrites_rope
 from realign.engines.network.heads import read_body
 from realign.engines.precision import full_fp32
@@ -72,12 +72,13 @@ class UnpackedModel:
         if self.module.config._attn_implementation != ATTENTION:
             return
         ids = self._text()
-        self.module.set_attn_implementation("eager")
-        want = self._run(ids)
-        with suppress(ValueError):  # the family lacks it
-            self.module.set_attn_implementation("sdpa")
-            if not _error(self._run(ids), want) <= TOLERANCE:
-                self.module.set_attn_implementation("eager")
+        use_attention(self.module, "eager")
+        want, error = self._run(ids), torch.inf
+        with suppress(Exception):  # families without it fail when it is chosen, or when they run
+            use_attention(self.module, "sdpa")
+            error = _error(self._run(ids), want)
+        if not error <= TOLERANCE:
+            use_attention(self.module, "eager")
 
     def _later_tokens(self) -> float:
         """Return the largest relative change of hidden states by tokens that follow."""

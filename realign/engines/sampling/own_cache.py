@@ -9,6 +9,7 @@ Shapes: B rows being decoded, M members of a group, L tokens of a text, H hidden
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,7 @@ class OwnCache:
     def __init__(self, module: Any) -> None:
         """Compare decoding with and without the cache of a model that runs unpacked."""
         self._module = module
+        self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
         self.cached = True
         try:
             self.cached = self._error() <= TOLERANCE
@@ -163,18 +165,19 @@ class OwnCache:
         hidden_BH: Tensor | None = None
         for group, slots in cache.groups(len(tokens_B)):
             index = torch.tensor(slots, device=tokens_B.device)
-            hidden_MH = self._append(group, tokens_B[index][:, None])
+            hidden_MH = self._append(group, tokens_B[index][:, None], positions_B[index][:, None])
             if hidden_BH is None:
                 hidden_BH = hidden_MH.new_empty(len(tokens_B), hidden_MH.shape[1])
             hidden_BH[index] = hidden_MH
         assert hidden_BH is not None
         return hidden_BH
 
-    def _append(self, group: _Group, tokens_M1: Tensor) -> Tensor:
+    def _append(self, group: _Group, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
         """Append a token to each member of a group, and return its hidden states [M, H]."""
         group.ids_ML = torch.cat([group.ids_ML, tokens_M1], 1)
         if group.past:
-            out = self._body(input_ids=tokens_M1, use_cache=True, **group.past)
+            placed = {"position_ids": positions_M1} if self._takes_positions else {}
+            out = self._body(input_ids=tokens_M1, use_cache=True, **group.past, **placed)
             group.past = _cache_of(out)
         else:
             out = self._body(input_ids=group.ids_ML, use_cache=False)

@@ -7,8 +7,8 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines.network.heads import read_head
 from realign.engines.sampling.continuous import Stream
 from realign.engines.sampling.counter_rng import response_keys
-from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.decoder import PackedDecoder
+from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk
 from tests.tiny import tiny_engine, tiny_model
 
@@ -23,7 +23,9 @@ def prompt(i, length=3):
 def stream_of(model, config=CONFIG, version=0, max_slots=None):
     head = read_head(model)
     stopping = Stopping(config, [EOS], None, len(head.weight_VH), torch.device("cpu"))
-    return Stream(PackedDecoder(ModuleTrunk(model)), head, config, stopping, reach=128, version=version, max_slots=max_slots)
+    return Stream(
+        PackedDecoder(ModuleTrunk(model)), head, config, stopping, reach=128, version=version, max_slots=max_slots
+    )
 
 
 def added(stream, ids, length=3):
