@@ -42,12 +42,11 @@ _OPTIONAL = frozenset(
 )
 """Settings that keep the value None."""
 _HYBRID = ["linear_attention", "full_attention"] * 2
-_SPARSE = {"num_key_value_heads": 4, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}
+_SPARSE = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}
 
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
-    "deepseek_v3": {"num_key_value_heads": 4},
     "deepseek_v32": _SPARSE,
     "dots1": {"n_shared_experts": 1, "head_dim": 16},
     "falcon": {"alibi": False, "head_dim": ...},
@@ -62,12 +61,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
-    "minicpm3": {"num_key_value_heads": 4},
     "ministral": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron": {"num_key_value_heads": 2},
     "rwkv": {"attention_hidden_size": 64},
     "xlstm": {"v_head_dim": ...},
-    "youtu": {"num_key_value_heads": 4},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -87,6 +84,8 @@ def family_config(family: str) -> PreTrainedConfig:
     for name, size in _SMALL.items():
         if hasattr(default, name) and not (name in _OPTIONAL and getattr(default, name) is None):
             small[name] = size
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = 4
     if "qk_rope_head_dim" in small:
         small["head_dim"] = small["qk_rope_head_dim"]
     for name in ("layer_types", "mlp_layer_types"):
@@ -95,7 +94,10 @@ def family_config(family: str) -> PreTrainedConfig:
             small[name] = [kinds[i % len(kinds)] for i in range(4)]
     own = _OWN.get(family, {})
     chosen = {k: v for k, v in (small | own).items() if not isinstance(v, EllipsisType)}
-    return AutoConfig.for_model(family, **chosen)
+    try:
+        return AutoConfig.for_model(family, **chosen)
+    except AttributeError:  # the family derives the kinds of its layers from other settings
+        return AutoConfig.for_model(family, **{k: v for k, v in chosen.items() if k != "layer_types"})
 
 
 def family_model(family: str, *, attention: str = ATTENTION) -> PreTrainedModel:

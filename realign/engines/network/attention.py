@@ -30,6 +30,7 @@ from realign.engines.network.kernels import (
     flash_attention,
     varlen_attention,
 )
+from realign.engines.network.recurrence import RowsForward, run_sequences
 from realign.engines.network.shared_prefix import Layout
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of, position_ids
@@ -177,6 +178,13 @@ class PackedContext:
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide).index_select(2, self._key_tokens).to(x.dtype)
 
+    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
+        """See `RecurrentContext.recur`. A sequence that continues another runs after a copy of it."""
+        pieces = hidden_TH.split(self._lengths)
+        texts = [x if b < 0 else torch.cat([pieces[b], x]) for x, b in zip(pieces, self._after, strict=True)]
+        out = run_sequences(forward, texts)
+        return torch.cat([x[len(x) - n :] for x, n in zip(out, self._lengths, strict=True)])
+
     def _loop(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         n = self._lengths
         queries, keys, values = q.split(n, 2), k.split(n, 2), v.split(n, 2)
@@ -283,7 +291,7 @@ def _check_arguments(module: nn.Module, mask: Tensor | None, window: int | None,
     types = getattr(config, "layer_types", None)
     kind = types[module.layer_idx] if types else None
     # A registered function receives no mask, so a family that implements its window only by the mask would lose it.
-    if kind not in (None, "full_attention", "attention", "sliding_attention") or (
+    if kind not in (None, "full_attention", "attention", "hybrid", "sliding_attention") or (
         kind == "sliding_attention" and window is None
     ):
         raise NotPackableError(f"{_family(module)} cannot run packed: its layers of type {kind!r} pass no window")

@@ -20,6 +20,7 @@ from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_body, read_head
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.probe import Autocast, probe, probe_branch, probe_head, probe_shared
+from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import Trained
 from realign.engines.network.unpacked import UnpackedModel, cost
@@ -71,6 +72,7 @@ class Network(nn.Module):
         self.eval()
         self.trains = trains
         self.device: torch.device = next(module.parameters()).device
+        segment_recurrent_layers(module)
         self._attention = attention
         self._vocabulary = vocabulary
         self._dropout = dropout
@@ -109,7 +111,8 @@ class Network(nn.Module):
             self.own_cache = OwnCache(self.module)
         self._shares = self._parallel = False
         self.fusion = None
-        logger.warning(cost(self.name, self.unpacked, self.own_cache and self.own_cache.describe()))
+        decoding = None if self.own_cache is None else self.own_cache.describe()
+        logger.warning(cost(self.name, self.unpacked, decoding))
 
     def _can_share(self, autocast: Autocast | None) -> bool:
         """Return whether the kernel of an accelerator computes shared prompts correctly; log the reason if not."""

@@ -9,7 +9,6 @@ Shapes: T packed tokens, S sequences, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,11 +20,9 @@ from realign.api.lengths import IntArray
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.cpu_lanes import rewrites_rope
 from realign.engines.network.heads import read_body
+from realign.engines.network.padding import SHORTEST, similar_lengths
 from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
-
-SHORTEST = 0.75
-"""Length of the shortest sequence of a batch, as a fraction of the longest."""
 
 TOLERANCE = 2e-4
 """Largest fp32 rounding error, relative to the largest absolute value."""
@@ -95,24 +92,12 @@ class UnpackedModel:
         starts = np.cumsum(lengths) - lengths
         parts: list[Tensor] = []
         order: list[int] = []
-        for rows in self._batches(lengths):
+        for rows in similar_lengths(lengths.tolist(), SHORTEST if self.similar else 1):
             texts = [ids_T[starts[i] : starts[i] + lengths[i]] for i in rows]
             hidden_BLH = self._run(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
             parts += [hidden_BLH[row, : lengths[i]] for row, i in enumerate(rows)]
             order += rows
         return torch.cat([parts[place] for place in np.argsort(order)])
-
-    def _batches(self, lengths: IntArray) -> Iterator[list[int]]:
-        """Yield the indices of the sequences of each batch; sequences without tokens are in none."""
-        batch: list[int] = []
-        for i in np.argsort(-lengths, kind="stable").tolist():
-            if batch and lengths[i] < lengths[batch[0]] * (SHORTEST if self.similar else 1):
-                yield batch
-                batch = []
-            if lengths[i]:
-                batch.append(i)
-        if batch:
-            yield batch
 
     def _run(self, ids_BL: Tensor) -> Tensor:
         hidden: Tensor = read_body(self.module)(input_ids=ids_BL, use_cache=False).last_hidden_state

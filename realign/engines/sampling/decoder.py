@@ -5,13 +5,14 @@ Shapes: B rows being decoded, H hidden size, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext, bytes_per_slot
+from realign.engines.network.recurrence import States
+from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
 from realign.engines.sampling.trunk import Trunk
 from realign.functional.packed import cu_seqlens_of, position_ids
 
@@ -19,8 +20,15 @@ from realign.functional.packed import cu_seqlens_of, position_ids
 class SlotCache(Protocol):
     """Cached states of the texts in `slots` slots of up to `length` tokens."""
 
-    slots: int
-    length: int
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Maximum number of tokens of a slot."""
+        ...
 
     def reach(self, length: int, slots: int | None = None) -> int:
         """See `KVCache.reach`."""
@@ -66,6 +74,66 @@ class Decoder(Protocol):
         ...
 
 
+class Text(NamedTuple):
+    """State of a text after prefill."""
+
+    kv: KeyValues
+    """Keys and values of attention layers."""
+    states: Mapping[int, States]
+    """States [1, ...] of recurrent layers."""
+
+
+class PackedCache:
+    """KV cache of attention layers, and the states of recurrent layers. Implements `SlotCache`.
+
+    Attributes:
+        kv: the KV cache.
+        states: for each recurrent layer, its states [slots, ...] by name.
+    """
+
+    def __init__(self, like: Text, slots: int, length: int) -> None:
+        self.kv = KVCache(like.kv, slots, length)
+        self.states = {
+            layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
+            for layer, states in like.states.items()
+        }
+
+    @property
+    def slots(self) -> int:
+        """See `SlotCache`."""
+        return self.kv.slots
+
+    @property
+    def length(self) -> int:
+        """See `SlotCache`."""
+        return self.kv.length
+
+    def reach(self, length: int, slots: int | None = None) -> int:
+        """See `SlotCache.reach`."""
+        return self.kv.reach(length, slots)
+
+    def fill(self, first: int, last: int, prompt: Text) -> None:
+        """See `SlotCache.fill`."""
+        self.kv.fill(first, last, prompt.kv)
+        for layer, states in prompt.states.items():
+            for name, x in states.items():
+                self.states[layer][name][first:last] = x
+
+    def resize(self, slots: int, length: int) -> None:
+        """See `SlotCache.resize`."""
+        self.kv.resize(slots, length)
+        for states in self.states.values():
+            for name, x in states.items():
+                states[name] = torch.cat([x, x.new_zeros(slots - len(x), *x.shape[1:])])
+
+    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
+        """See `SlotCache.move`."""
+        self.kv.move(source_M, target_M, length)
+        for states in self.states.values():
+            for x in states.values():
+                x[target_M] = x[source_M]
+
+
 class PackedDecoder:
     """Decoder of models that run packed. Implements `Decoder`."""
 
@@ -78,16 +146,19 @@ class PackedDecoder:
         cu_seqlens = cu_seqlens_of(lengths).to(texts[0].device)
         context = PrefillContext(cu_seqlens, lengths=lengths)
         hidden_TH = self.trunk(torch.cat(list(texts)), position_ids(cu_seqlens), context)
-        return hidden_TH[cu_seqlens[1:].long() - 1], list(context.per_sequence(lengths))
+        texts_kv = enumerate(context.per_sequence(lengths))
+        states = [Text(kv, {layer: found[i] for layer, found in context.states.items()}) for i, kv in texts_kv]
+        return hidden_TH[cu_seqlens[1:].long() - 1], states
 
-    def bytes_per_slot(self, like: Any, length: int) -> int:
+    def bytes_per_slot(self, like: Text, length: int) -> int:
         """See `Decoder.bytes_per_slot`."""
-        return bytes_per_slot(like, length)
+        states = sum(x.nbytes for states in like.states.values() for x in states.values())
+        return bytes_per_slot(like.kv, length) + states
 
-    def new_cache(self, like: Any, slots: int, length: int) -> KVCache:
+    def new_cache(self, like: Text, slots: int, length: int) -> PackedCache:
         """See `Decoder.new_cache`."""
-        return KVCache(like, slots, length)
+        return PackedCache(like, slots, length)
 
-    def step(self, cache: KVCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
+    def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """See `Decoder.step`."""
-        return self.trunk(tokens_B, positions_B, DecodeContext(cache, positions_B, longest))
+        return self.trunk(tokens_B, positions_B, DecodeContext(cache.kv, positions_B, longest, cache.states))

@@ -8,6 +8,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
+from realign.engines.network.padding import similar_lengths
 from realign.engines.network.unpacked import UnpackedModel
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.training.engine import TransformersEngine
@@ -145,10 +146,9 @@ def test_branches_require_a_packed_model():
 
 
 def test_batches_have_sequences_of_similar_length():
-    model = UnpackedModel(tiny_model("llama"), "a reason")
-    assert list(model._batches(np.array([3, 12, 0, 10, 9, 8]))) == [[1, 3, 4], [5], [0]]
-    model.similar = False
-    assert list(model._batches(np.array([3, 12, 0, 3]))) == [[1], [0, 3]]
+    assert list(similar_lengths([3, 12, 0, 10, 9, 8])) == [[1, 3, 4], [5], [0]]
+    assert list(similar_lengths([3, 12, 0, 3], 1)) == [[1], [0, 3]]
+    assert list(similar_lengths([0, 0])) == []
 
 
 def test_unpacked_hidden_states_equal_packed_ones():
