@@ -52,6 +52,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon": {"alibi": False, "head_dim": ...},
     "falcon_h1": {"lm_head_multiplier": 0.5},
     "glm_moe_dsa": _SPARSE,
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
+        "intermediate_size": 96,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": _HYBRID},
@@ -63,6 +70,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "ministral": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron": {"num_key_value_heads": 2},
+    "reformer": {"is_decoder": True},
     "rwkv": {"attention_hidden_size": 64},
     "xlstm": {"v_head_dim": ...},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
@@ -82,7 +90,7 @@ def family_config(family: str) -> PreTrainedConfig:
         raise ValueError(f"{family} has a text model that is a family of its own")
     small: dict[str, Any] = {}
     for name, size in _SMALL.items():
-        if hasattr(default, name) and not (name in _OPTIONAL and getattr(default, name) is None):
+        if _has(default, name) and not (name in _OPTIONAL and getattr(default, name) is None):
             small[name] = size
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = 4
@@ -98,6 +106,13 @@ def family_config(family: str) -> PreTrainedConfig:
         return AutoConfig.for_model(family, **chosen)
     except AttributeError:  # the family derives the kinds of its layers from other settings
         return AutoConfig.for_model(family, **{k: v for k, v in chosen.items() if k != "layer_types"})
+
+
+def _has(config: PreTrainedConfig, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except RuntimeError:  # gemma4_text: the setting differs between layers
+        return False
 
 
 def family_model(family: str, *, attention: str = ATTENTION) -> PreTrainedModel:
