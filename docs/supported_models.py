@@ -31,10 +31,10 @@ realign check experiment=grpo models.actor.path=MODEL data.path=prompts.jsonl in
 When a model is loaded, a probe compares packed sequences, shared prompts and decode steps with each sequence alone.
 The probe selects one of these modes:
 
-- **Packed.** All sequences of a micro-batch run in one pass without padding. Rollouts use a static cache with continuous
-  batching. In hybrid families, attention layers run packed. Recurrent layers (state-space models, gated delta rule,
-  short convolutions) run on right-padded rows with one sequence each, through the code and kernels of transformers. A
-  rollout keeps their states next to the KV cache.
+- **Packed.** All sequences of a micro-batch run in one pass without padding. Rollouts use a static cache with
+  continuous batching. In hybrid families, attention layers run packed. Recurrent layers (state-space models, gated
+  delta rule, short convolutions) run on right-padded rows with one sequence each, through the code and kernels of
+  transformers. A rollout keeps their states next to the KV cache.
 - **Unpacked.** The probe found a difference, so the model runs on batches of right-padded sequences of similar length
   with its own attention. A warning names the reason. Rollouts use the cache of transformers, with one batch for the
   responses of each prompt. If this cache is not exact, each token recomputes the whole text. The results are as exact
@@ -43,10 +43,10 @@ The probe selects one of these modes:
 - **Not supported.** The model is not causal, or its head is not a linear layer over the last hidden states. Loading
   raises an error.
 
-`tests/engines/network/test_families.py` builds a tiny random model of each family in the table. It compares greedy tokens
-with `generate` of transformers, and log-probs of rollouts with scoring. The families that are not verified have no tiny
-config in the tests; the probe decides when such a model is loaded. A family with images or audio is trained on text
-only.
+`tests/engines/network/test_families.py` builds a tiny random model of each verified family, with transformers 5.23 on
+CPU. It compares greedy tokens with `generate` of transformers, and log-probs of rollouts with scoring. For `moshi` and
+`xlstm`, it compares only log-probs. Families that are not verified have no tiny config in the tests. The probe decides
+when such a model is loaded. Families with images or audio train on text only.
 
 `python docs/supported_models.py` writes this page from `docs/supported-models.yaml`.
 
