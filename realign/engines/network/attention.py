@@ -234,7 +234,7 @@ def _joined(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
 def use_attention(model: Any, name: str) -> None:
     """Switch a transformers model to another attention implementation.
 
-    `set_attn_implementation` only logs a warning for families with attention of their own (bloom). Their masks depend
+    `set_attn_implementation` only logs a warning for families with separate attention code (bloom). Their masks depend
     on the config nevertheless.
 
     Raises:
