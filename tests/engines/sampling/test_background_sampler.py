@@ -123,6 +123,7 @@ def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
     monkeypatch.setattr(PackedDecoder, "prefill", noting)
     monkeypatch.setattr(Stream, "advance", waiting)
     engine = StreamingEngine("actor", tiny_engine(dtype=torch.bfloat16, fused_rollout=False))
+    reads.clear()  # those of the load probe
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(
             engine.generate, prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
