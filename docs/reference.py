@@ -64,8 +64,8 @@ def _index() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "Every key of a config: type, default, valid values and meaning. `realign help KEY` prints the same text, and the",
-        "value in your experiment:",
+        "Every key of a config: type, default, valid values and meaning. `realign help KEY` prints the same text, and",
+        "the value in your experiment:",
         "",
         "```bash",
         "realign help interfaces.actor.kl experiment=grpo",

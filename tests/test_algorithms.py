@@ -39,8 +39,16 @@ INHERENT = {
 
 
 def template(group: str, name: str) -> dict[str, Any]:
-    """Return a shipped file as plain values."""
-    return yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    """Return a shipped file as plain values, merged over the files that its defaults name."""
+    own = yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != "_self_"]
+    return reduce(merged, [*(template(group, base) for base in bases), own])
+
+
+def merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Return nested mappings with the values of `upper` over those of `lower`."""
+    both = {k: merged(lower[k], v) for k, v in upper.items() if isinstance(v, dict) and isinstance(lower.get(k), dict)}
+    return {**lower, **upper, **both}
 
 
 @cache
@@ -102,6 +110,7 @@ def is_within(key: str, places: list[str]) -> bool:
 def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_other():
     other = {"dpo", "kto", "online_dpo", "raft", "reward_model", "reward_sentiment"}
     other |= {"sft", "sft_arithmetic", "sft_sentiment"}
+    other |= {f"lm_human_preferences_reward{task}" for task in ("", "_cnndm", "_tldr")}
     assert {*rl_experiments()} == {*list_experiments()} - other
     without_agents = [pair for pair in PAIRS if pair[0] != "grpo_environment"]
     assert len(without_agents) >= 210
