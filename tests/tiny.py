@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Config values of supported families: sliding windows, soft caps, shared heads, odd head sizes and experts."""
 
-REFUSED: dict[str, dict[str, Any]] = {
+UNPACKED: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4},
     "falcon": {
         "vocab_size": VOCAB,
@@ -63,7 +63,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "alibi": False,
     },
 }
-"""Families whose own attention ignores the registered function."""
+"""Families whose own attention ignores the registered function, so that they run unpacked."""
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_LLAMA, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
@@ -82,7 +82,7 @@ CLASSES = {
 
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """Return the config of a tiny model with a vocabulary of `VOCAB` tokens and 128 positions."""
-    return AutoConfig.for_model(family, **{**FAMILIES, **OTHERS, **REFUSED}[family] | overrides)
+    return AutoConfig.for_model(family, **{**FAMILIES, **OTHERS, **UNPACKED}[family] | overrides)
 
 
 def tiny_model(
@@ -91,7 +91,7 @@ def tiny_model(
     """Return a tiny model in eval mode and fp32. Its random weights are large enough that attention matters.
 
     Args:
-        family: key of `FAMILIES`, `OTHERS` or `REFUSED`.
+        family: key of `FAMILIES`, `OTHERS` or `UNPACKED`.
         head: causal | score | value.
         seed: seed of the weights.
         attention: name of transformers' attention implementation.

@@ -15,7 +15,7 @@ from realign.engines.files.inspection import no_trained_head
 from realign.engines.files.pretrained import quiet_transformers, readable
 from realign.engines.network.heads import Head, head_mapping
 from realign.engines.network.lora import merge_adapter
-from realign.errors import ConfigError, DataError
+from realign.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class ModuleReader:
 
         labels = {"num_labels": 1} if self.head.is_scalar else {}
 
-        def load(**more: Any) -> tuple[Any, dict[str, Any]]:
+        def load(attention: str | None = ATTENTION, **more: Any) -> tuple[Any, dict[str, Any]]:
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
                 return self.head.auto_class().from_pretrained(
                     path,
                     dtype=torch.float32,
-                    attn_implementation=ATTENTION,
+                    attn_implementation=attention,
                     trust_remote_code=self.trust_remote_code,
                     use_safetensors=True,  # the alternative format is a pickle
                     output_loading_info=True,
@@ -87,14 +87,16 @@ class ModuleReader:
                     **more,
                 )
 
+        attention: str | None = ATTENTION
         try:
             module, info = load()
-            if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
-                module, info = load(key_mapping=mapping)
         except KeyError as error:
             if error.args != (ATTENTION,):
                 raise
-            raise ConfigError("packed attention is not supported by its attention classes") from error
+            attention = None  # the family selects its attention class itself, so the model will run unpacked
+            module, info = load(attention)
+        if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
+            module, info = load(attention, key_mapping=mapping)
         return module, info
 
     def _check_complete(self, body: str, missing: Sequence[str]) -> None:

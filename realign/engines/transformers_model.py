@@ -33,6 +33,7 @@ from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.lora import load_adapters, require_peft_for
+from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.trains import All, Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
@@ -397,6 +398,7 @@ class TransformersModel(Settings, ModelSpec):
             return None
         what = f"models.{name}.head.value_head"
         head: Any = read_head(module)
+        segment_recurrent_layers(module)  # before the branch copies layers
         network = ValueNetwork(
             spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
         )

@@ -38,7 +38,7 @@ from realign.engines.network.attention import PackedContext
 from realign.engines.network.heads import read_head
 from realign.errors import ConfigError, DataError, RunError, SettingsError, TransientError
 from realign.functional import LMHead
-from tests.tiny import FAMILIES, OTHERS, REFUSED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, OTHERS, UNPACKED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
 
 CLASSES = {
     Causal: AutoModelForCausalLM,
@@ -77,13 +77,16 @@ def test_every_family_passes_its_probe(family):
     torch.testing.assert_close(logprobs(engine, data)[1:6], want[torch.arange(5), ids[1:6]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_families_with_attention_of_their_own_are_refused_by_name(tmp_path, family):
+@pytest.mark.parametrize("family", UNPACKED)
+def test_families_with_attention_of_their_own_run_unpacked_and_say_so(tmp_path, family, caplog):
     save_tiny(tmp_path / family, family)
-    with pytest.raises(
-        ConfigError, match=f"models.actor: model family '{family}'.*(cannot run packed|packed attention is not)"
-    ):
-        load(tmp_path / family)
+    engine = load(tmp_path / family).machine
+    assert engine.network.unpacked is not None
+    assert f"models.actor: model family '{family}' cannot run packed" in caplog.text
+    data = random_sample([[6]])
+    ids = data["input_ids"]
+    want = tiny_model(family, attention="eager")(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    torch.testing.assert_close(logprobs(engine, data)[1:], want[torch.arange(5), ids[1:]], atol=1e-5, rtol=1e-5)
 
 
 def test_probe_refuses_logits_that_the_config_does_not_explain():
@@ -93,23 +96,23 @@ def test_probe_refuses_logits_that_the_config_does_not_explain():
         tiny_engine_of(module)
 
 
-def test_probe_refuses_positions_that_do_not_restart():
+def test_a_model_whose_positions_do_not_restart_runs_unpacked():
     module = tiny_model("gpt2")
     module.transformer.register_forward_pre_hook(
         lambda layer, args, kw: (args, {k: v for k, v in kw.items() if k != "position_ids"}), with_kwargs=True
     )
-    with pytest.raises(ConfigError, match=r"'gpt2' cannot run packed: hidden states .* differ"):
-        tiny_engine_of(module)
+    unpacked = tiny_engine_of(module).network.unpacked
+    assert unpacked is not None
+    assert "'gpt2' cannot run packed: hidden states of packed sequences differ" in unpacked.reason
 
 
-def test_a_window_that_is_lost_on_the_way_is_refused():
+def test_a_model_that_passes_no_window_to_its_attention_runs_unpacked():
     module = tiny_model("qwen2")
     for layer in module.model.layers:
         layer.self_attn.sliding_window = None
-    with pytest.raises(
-        ConfigError, match="'qwen2' cannot run packed: its layers of type 'sliding_attention' pass no window"
-    ):
-        tiny_engine_of(module)
+    unpacked = tiny_engine_of(module).network.unpacked
+    assert unpacked is not None
+    assert "'qwen2' cannot run packed: its layers of type 'sliding_attention' pass no window" in unpacked.reason
 
 
 def tiny_engine_of(module):

@@ -22,6 +22,7 @@ from realign.engines.distributed.shards import from_slice
 from realign.engines.distributed.spec import Sharding
 from realign.engines.distributed.tensor_parallel import split_layers
 from realign.engines.network.branches import read_stack
+from realign.engines.network.heads import read_body
 from realign.engines.network.network import Network
 from realign.engines.network.shared_prefix import Layout
 from realign.engines.sampling.weight_fusion import Fusion
@@ -98,6 +99,11 @@ class ShardedNetwork(Network):
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
         super().__init__(name, module, dtype=dtype, **settings)
+        if self.unpacked is not None:
+            raise ConfigError(
+                f"models.{name}.sharding: requires a model that can run packed. {self.unpacked.reason.rstrip('.')}. "
+                "Use one process."
+            )
         layers = read_stack(module).layers
         self.grid = Grid.of(sharding, self.device)
         self.gathered = GatheredCopy(module, self.value_head)
@@ -110,7 +116,7 @@ class ShardedNetwork(Network):
         self._shard(layers, sharding, dtype)
         self.sharded: dict[str, Any] = dict(self.named_parameters())
         """The slices by name, as `DTensor`s."""
-        trunk = {id(p) for p in module.base_model.parameters()}
+        trunk = {id(p) for p in read_body(module).parameters()}
         self._heads = [name for name, p in self.sharded.items() if id(p) not in trunk and p.requires_grad]
         self._reached: set[str] = set()
         self._summed = summed

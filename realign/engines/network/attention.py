@@ -30,17 +30,32 @@ from realign.engines.network.kernels import (
     flash_attention,
     varlen_attention,
 )
+from realign.engines.network.recurrence import RowsForward, run_sequences
 from realign.engines.network.shared_prefix import Layout
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of, position_ids
 
-__all__ = ["ATTENTION", "CONTEXT", "AttentionArgs", "AttentionContext", "Backend", "PackedContext", "packed_inputs"]
+__all__ = [
+    "ATTENTION",
+    "CONTEXT",
+    "AttentionArgs",
+    "AttentionContext",
+    "Backend",
+    "NotPackableError",
+    "PackedContext",
+    "packed_inputs",
+    "use_attention",
+]
 
 ATTENTION = "realign"
 CONTEXT = "realign_context"
 
 # Keywords of a model call that reach the attention function and do not change its result.
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep", "return_dict"})
+
+
+class NotPackableError(ConfigError):
+    """A model family that gives other results packed than alone. Its models can run unpacked."""
 
 
 class AttentionContext(Protocol):
@@ -163,6 +178,13 @@ class PackedContext:
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide).index_select(2, self._key_tokens).to(x.dtype)
 
+    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
+        """See `RecurrentContext.recur`. A sequence that continues another runs after a copy of it."""
+        pieces = hidden_TH.split(self._lengths)
+        texts = [x if b < 0 else torch.cat([pieces[b], x]) for x, b in zip(pieces, self._after, strict=True)]
+        out = run_sequences(forward, texts)
+        return torch.cat([x[len(x) - n :] for x, n in zip(out, self._lengths, strict=True)])
+
     def _loop(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         n = self._lengths
         queries, keys, values = q.split(n, 2), k.split(n, 2), v.split(n, 2)
@@ -209,6 +231,20 @@ def _joined(pieces: Sequence[Tensor], before: int, own: int) -> Tensor:
     return pieces[own] if before < 0 else torch.cat([pieces[before], pieces[own]], 2)
 
 
+def use_attention(model: Any, name: str) -> None:
+    """Switch a transformers model to another attention implementation.
+
+    `set_attn_implementation` only logs a warning for families with separate attention code (bloom). Their masks depend
+    on the config nevertheless.
+
+    Raises:
+        ValueError: the family lacks this implementation.
+    """
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        model.config._attn_implementation = name
+
+
 def _dispatch(
     module: nn.Module,
     query: Tensor,
@@ -236,28 +272,29 @@ def _dispatch(
     args = AttentionArgs(float(scale), float(dropout), sliding_window, softcap, s_aux)
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
-        raise ConfigError(f"{_family(module)} cannot run packed: its attention layers have no layer_idx")
+        raise NotPackableError(f"{_family(module)} cannot run packed: its attention layers have no layer_idx")
     return realign_context.attend(int(layer), module, query, key, value, args), None
 
 
 def _check_arguments(module: nn.Module, mask: Tensor | None, window: int | None, others: dict[str, Any]) -> None:
     if mask is not None:
-        raise ConfigError(
+        raise NotPackableError(
             f"{_family(module)} cannot run packed: it passes a mask of shape {list(mask.shape)} to its attention"
         )
     if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
-        raise ConfigError(f"{_family(module)} cannot run packed: its attention is not causal")
+        raise NotPackableError(f"{_family(module)} cannot run packed: its attention is not causal")
     for name, x in others.items():
         if name not in _HARMLESS and x is not None and x is not False:
-            raise ConfigError(f"{_family(module)} cannot run packed: it passes an unknown {name!r} to its attention")
+            what = f"{_family(module)} cannot run packed"
+            raise NotPackableError(f"{what}: it passes an unknown {name!r} to its attention")
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     kind = types[module.layer_idx] if types else None
     # A registered function receives no mask, so a family that implements its window only by the mask would lose it.
-    if kind not in (None, "full_attention", "attention", "sliding_attention") or (
+    if kind not in (None, "full_attention", "attention", "hybrid", "sliding_attention") or (
         kind == "sliding_attention" and window is None
     ):
-        raise ConfigError(f"{_family(module)} cannot run packed: its layers of type {kind!r} pass no window")
+        raise NotPackableError(f"{_family(module)} cannot run packed: its layers of type {kind!r} pass no window")
 
 
 def _family(module: nn.Module) -> str:

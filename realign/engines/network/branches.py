@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from realign.engines.network.heads import read_head
+from realign.engines.network.heads import read_body, read_head
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -43,7 +43,7 @@ def read_stack(module: Any) -> Stack:
     Raises:
         ConfigError: the layers are not found. The message names the model family.
     """
-    base = getattr(module.base_model, "decoder", module.base_model)  # opt nests its layers one level deeper
+    base = getattr(body := read_body(module), "decoder", body)  # opt nests its layers one level deeper
     layers = next((x for name in _LAYERS if isinstance(x := getattr(base, name, None), nn.ModuleList)), None)
     after = tuple(x for name in _AFTER if isinstance(x := getattr(base, name, None), nn.Module))
     if layers is None or not after:

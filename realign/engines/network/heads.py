@@ -158,6 +158,20 @@ class Value(_ScalarHead):
         return AutoModelForTokenClassification
 
 
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names of the soft cap of logits in configs; the last two are those of recurrent_gemma and xlstm."""
+
+
+def read_body(module: Any) -> Any:
+    """Return a transformers model without its head; the model itself if no such part is found.
+
+    Some families (llama4_text) declare a prefix that belongs to another class, and keep this part in `model`.
+    """
+    body = module.base_model
+    inner = getattr(module, "model", None)
+    return inner if body is module and isinstance(inner, nn.Module) else body
+
+
 def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
     """Return the last layer of a transformers model as a head that shares its parameters.
 
@@ -175,10 +189,12 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         rate = before.p if dropout and isinstance(before, nn.Dropout) else 0.0
         return ScalarHead(scalar.weight, scalar.bias, rate)
     last: Any = module.get_output_embeddings()
-    if not isinstance(last, nn.Linear) or module.base_model is module:
+    if not isinstance(last, nn.Linear) or read_body(module) is module:
         raise ConfigError(f"model family {config.model_type!r} is not supported: it has no linear last layer")
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return LMHead(last.weight, last.bias, scale, getattr(config, "final_logit_softcapping", None))
+    scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
+    caps = (getattr(config, name, None) for name in _SOFT_CAPS)
+    return LMHead(last.weight, last.bias, scale, next((cap for cap in caps if cap), None))
 
 
 def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[str, str] | None:

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
-from realign.engines.network.attention import Backend, layout_inputs
+from realign.engines.network.attention import Backend, NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
-from realign.engines.network.heads import read_head
+from realign.engines.network.heads import read_body, read_head
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
-from realign.engines.network.probe import Autocast, probe, probe_branch, probe_shared
+from realign.engines.network.probe import Autocast, probe, probe_branch, probe_head, probe_shared
+from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import Trained
+from realign.engines.network.unpacked import UnpackedModel, cost
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError, RunError
 from realign.functional.logprobs import LMHead
@@ -35,7 +38,12 @@ and the layout of its rows."""
 
 
 class Network(nn.Module):
-    """A transformers model in eval mode, with an optional value head."""
+    """A transformers model in eval mode, with an optional value head.
+
+    Attributes:
+        unpacked: runs a model whose family cannot run packed; None if it runs packed.
+        own_cache: samples from such a model; None if it runs packed, or has a scalar head.
+    """
 
     def __init__(
         self,
@@ -55,7 +63,7 @@ class Network(nn.Module):
         """Probe the model; see `TransformersEngine` for the arguments.
 
         Raises:
-            ConfigError: the model family cannot run packed.
+            ConfigError: the model family is not supported.
         """
         super().__init__()
         self.name = name
@@ -66,6 +74,7 @@ class Network(nn.Module):
         self.heads: Mapping[str, LMHead] = {}
         """Language-model heads of other roles, for losses over the whole vocabulary."""
         self.device: torch.device = next(module.parameters()).device
+        segment_recurrent_layers(module)
         self._attention = attention
         self._vocabulary = vocabulary
         self._dropout = dropout
@@ -79,13 +88,33 @@ class Network(nn.Module):
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )
         half = self.autocast if dtype == torch.bfloat16 else None
+        self.unpacked: UnpackedModel | None = None
+        self.own_cache: OwnCache | None = None
         try:
             share = self._shares and self.device.type == "cpu"
             probe(module, self.head, attention=attention, autocast=half, share=share)
+        except NotPackableError as error:
+            self._unpack(str(error))
         except ConfigError as error:
             raise ConfigError(f"models.{name}: {error}") from error
         if self._shares and self.device.type != "cpu":
             self._shares = self._can_share(half)
+
+    def _unpack(self, reason: str) -> None:
+        """Run the model without packing, and log what that costs."""
+        try:
+            if self.value_head is not None and self.value_head.branch is not None:
+                raise ConfigError(f"{reason} Set head.value_head.layers=0.")
+            self.unpacked = UnpackedModel(self.module, reason)
+            probe_head(self.module, self.head)
+        except ConfigError as error:
+            raise ConfigError(f"models.{self.name}: {error}") from error
+        if isinstance(self.head, LMHead):
+            self.own_cache = OwnCache(self.module)
+        self._shares = self._parallel = False
+        self.fusion = None
+        decoding = None if self.own_cache is None else self.own_cache.describe()
+        logger.warning(cost(self.name, self.unpacked, decoding))
 
     def _can_share(self, autocast: Autocast | None) -> bool:
         """Return whether the kernel of an accelerator computes shared prompts correctly; log the reason if not."""
@@ -107,7 +136,7 @@ class Network(nn.Module):
 
     def forward(self, **inputs: Any) -> Tensor:
         """Return the last hidden states [1, R, H], given the keywords of `layout_inputs`."""
-        hidden: Tensor = self.module.base_model(**inputs).last_hidden_state
+        hidden: Tensor = read_body(self.module)(**inputs).last_hidden_state
         return hidden
 
     def passes(
@@ -173,6 +202,8 @@ class Network(nn.Module):
         """
         if not isinstance(self.head, LMHead):
             raise ConfigError(f"branch=reference requires a language model, but models.{self.name} has a scalar head")
+        if self.unpacked is not None and not self.trains.only_adds:
+            raise ConfigError(f"branch=reference requires a model that can run packed. {self.unpacked.reason}")
         if self.trains.only_adds:
             if layers is not None:
                 raise ConfigError(f"layers={layers}: with LoRA, the reference is the base model. Remove layers.")
@@ -226,6 +257,8 @@ class Network(nn.Module):
             weight = head.weight_VH if isinstance(head, LMHead) else head.weight_1H
             return weight.new_zeros(0, weight.shape[1])
         with self.autocast():
+            if self.unpacked is not None:
+                return self.unpacked.hidden(moved[TOKENS], layout.pieces)
             hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention))
         return hidden[0]
 

@@ -2,7 +2,7 @@
 
 A model family can ignore the registered attention function without an error, as bloom does, which adds alibi biases
 in its own attention. A family can also change its logits in a way that its config does not contain. The probe detects
-both by comparing results, and raises an error.
+both by comparing results, and raises an error. A model that cannot run packed can run as an `UnpackedModel`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import Lengths
-from realign.engines.network.attention import ATTENTION, Backend, layout_inputs
+from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
+from realign.engines.network.heads import read_body
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
+from realign.engines.network.unpacked import describe
 from realign.engines.precision import full_fp32
+from realign.engines.sampling.decoder import PackedDecoder
+from realign.engines.sampling.trunk import ModuleTrunk
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -28,6 +32,9 @@ GROUPS = ((9,), (1,), (14, 5))
 LENGTHS = tuple(n for group in GROUPS for n in group)
 PREFIX = 3
 """Length of the common prefix of the last group's sequences, in tokens."""
+
+STEPS = 3
+"""Number of tokens that the probe decodes one by one."""
 
 # Largest rounding error, relative to the largest absolute value. Incompatible families differ by percents.
 _TOLERANCE_FP32 = 2e-4
@@ -50,33 +57,37 @@ def probe(
         share: whether to also check passes that compute a common prefix once.
 
     Raises:
+        NotPackableError: the family cannot run packed.
         ConfigError: the results differ. The message names the family and what differs.
     """
     with torch.no_grad(), full_fp32(next(model.parameters()).device):
         _probe(model, head, attention, autocast, share)
 
 
+@torch.no_grad()
+def probe_head(model: Any, head: LMHead | ScalarHead) -> None:
+    """Check the head of a model that runs unpacked; see `probe`."""
+    with full_fp32(next(model.parameters()).device):
+        _probe_head(model, head, *_alone(model, _random_ids(model)))
+
+
 def _probe(model: Any, head: LMHead | ScalarHead, attention: Backend, autocast: Autocast | None, share: bool) -> None:
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    with _own_attention(model):
-        alone_TH = torch.cat([_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)])
-        own = torch.cat([model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)])
+    with _own_attention(model, family):
+        alone_TH, own = _alone(model, ids_T)
     packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
     error = _relative(packed_TH, alone_TH).max().item()
     if not error <= _TOLERANCE_FP32:
-        raise ConfigError(
+        raise NotPackableError(
             f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
-            "hidden states of single sequences. Its attention or positions are not supported."
+            "hidden states of single sequences."
         )
+    if isinstance(head, LMHead):
+        _probe_decoding(model, ids_T, alone_TH, family)
     if share:
         _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
-    error = _relative(_apply(head, alone_TH, own), own).max().item()
-    if not error <= _TOLERANCE_FP32:
-        raise ConfigError(
-            f"{family} is not supported: its outputs differ by {error:.1e} (relative) from its last layer applied to "
-            "its hidden states"
-        )
+    _probe_head(model, head, alone_TH, own)
     if autocast is None:
         return
     with autocast():
@@ -116,6 +127,45 @@ def probe_shared(model: Any, *, attention: Backend, autocast: Autocast | None) -
         raise ConfigError(
             f"{family} with attention={attention.value} cannot share prompts in bfloat16: hidden states differ by "
             f"{error:.1e} (relative) from fp32."
+        )
+
+
+def _probe_decoding(model: Any, ids_T: Tensor, alone_TH: Tensor, family: str) -> None:
+    """Check that prefill and decode steps of a rollout give the same results as one pass over the text."""
+    long = [s for s, n in enumerate(LENGTHS) if n > STEPS]
+    texts, want = ([x.split(LENGTHS)[s] for s in long] for x in (ids_T, alone_TH))
+    decoder = PackedDecoder(ModuleTrunk(model))
+    hidden, states = decoder.prefill([text[:-STEPS] for text in texts])
+    cache = decoder.new_cache(states[0], len(texts), max(LENGTHS))
+    for slot, state in enumerate(states):
+        cache.fill(slot, slot + 1, state)
+    rounds = [hidden]
+    for step in range(-STEPS, 0):
+        tokens_B = torch.stack([text[step] for text in texts])
+        positions_B = torch.tensor([len(text) + step for text in texts], device=ids_T.device)
+        rounds.append(decoder.step(cache, tokens_B, positions_B, max(LENGTHS) + step))
+    wanted = torch.stack([hidden_LH[-STEPS - 1 :] for hidden_LH in want], 1)
+    error = _relative(torch.stack(rounds), wanted).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise NotPackableError(
+            f"{family} cannot run packed: hidden states of decode steps differ by {error:.1e} (relative) from hidden "
+            "states of whole sequences."
+        )
+
+
+def _alone(model: Any, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hidden states [T, H] and the outputs of the model's head, with a pass for each sequence."""
+    hidden = [_hidden(model, input_ids=x[None], use_cache=False) for x in ids_T.split(LENGTHS)]
+    own = [model(input_ids=x[None], use_cache=False).logits.flatten(0, -2) for x in ids_T.split(LENGTHS)]
+    return torch.cat(hidden), torch.cat(own)
+
+
+def _probe_head(model: Any, head: LMHead | ScalarHead, alone_TH: Tensor, own: Tensor) -> None:
+    error = _relative(_apply(head, alone_TH, own), own).max().item()
+    if not error <= _TOLERANCE_FP32:
+        raise ConfigError(
+            f"model family {model.config.model_type!r} is not supported: its outputs differ by {error:.1e} (relative) "
+            "from its last layer applied to its hidden states"
         )
 
 
@@ -162,7 +212,7 @@ def _random_ids(model: Any) -> Tensor:
     words = model.get_input_embeddings().weight.shape[0]
     device = next(model.parameters()).device
     ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
-    ids_T[ids_T == (model.config.get_text_config().pad_token_id or 0)] = 1
+    ids_T[ids_T == (getattr(model.config.get_text_config(), "pad_token_id", None) or 0)] = 1
     ids_T[-LENGTHS[-1] :][:PREFIX] = ids_T[-sum(GROUPS[-1]) :][:PREFIX]
     return ids_T
 
@@ -170,12 +220,14 @@ def _random_ids(model: Any) -> Tensor:
 def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tensor:
     try:
         return _hidden(model, **layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), attention))
-    except TypeError as error:
-        raise ConfigError(f"{family} cannot run packed: {error}") from error
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a family does with inputs that it does not expect
+        raise NotPackableError(f"{family} cannot run packed: {describe(error)}.") from error
 
 
 def _hidden(model: Any, **inputs: Any) -> Tensor:
-    hidden: Tensor = model.base_model(**inputs).last_hidden_state
+    hidden: Tensor = read_body(model)(**inputs).last_hidden_state
     return hidden[0]
 
 
@@ -192,10 +244,16 @@ def _relative(got: Tensor, want: Tensor) -> Tensor:
 
 
 @contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
-    """Use the model's original eager attention within the context."""
-    model.set_attn_implementation("eager")
+def _own_attention(model: Any, family: str) -> Iterator[None]:
+    """Use the model's original eager attention within the context.
+
+    Raises:
+        NotPackableError: the model was not loaded with the attention of realign, since its family does not allow it.
+    """
+    if model.config._attn_implementation != ATTENTION:
+        raise NotPackableError(f"{family} cannot run packed: its attention classes cannot be replaced.")
+    use_attention(model, "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(ATTENTION)
+        use_attention(model, ATTENTION)

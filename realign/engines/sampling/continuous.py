@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
-from realign.engines.sampling.kv_cache import KVCache
+from realign.engines.sampling.decoder import Decoder
 from realign.engines.sampling.responses import Responses
 from realign.engines.sampling.slots import CACHE_FRACTION, PREFILL_TOKENS, Rollout
 from realign.engines.sampling.stopping import Stopping
-from realign.engines.sampling.trunk import Trunk
 from realign.functional.logprobs import LMHead
 
 
@@ -24,7 +23,7 @@ class Stream(Rollout):
 
     def __init__(
         self,
-        trunk: Trunk,
+        decoder: Decoder,
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
@@ -37,18 +36,18 @@ class Stream(Rollout):
         """Start without sequences.
 
         Args:
-            trunk: layers of the model, see `Rollout`.
+            decoder: layers of the model, see `Rollout`.
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
-            reach: positions that the trunk supports.
+            reach: positions that the decoder supports.
             version: policy version of the weights.
             max_slots: maximum number of sequences decoded concurrently; None: see `Rollout`.
             cache_fraction: see `Rollout`.
         """
-        super().__init__(trunk, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
+        super().__init__(decoder, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
         self.reach = reach
-        """Positions that the trunk supports."""
+        """Positions that the decoder supports."""
         self.version = version
         """Policy version of the weights."""
         self.versions = torch.zeros(0, config.max_new_tokens, dtype=torch.int32, device=self.device)
@@ -129,17 +128,17 @@ class Stream(Rollout):
         if self.active:
             self._read_again()
 
-    def update(self, trunk: Trunk, head: LMHead, version: int, *, recompute: bool) -> None:
-        """Continue with new weights, those of `trunk` and `head`.
+    def update(self, decoder: Decoder, head: LMHead, version: int, *, recompute: bool) -> None:
+        """Continue with new weights, those of `decoder` and `head`.
 
         Args:
-            trunk: new layers, for the same number of positions.
+            decoder: new layers, for the same number of positions.
             head: new last layer, for the same vocabulary.
             version: policy version of the new weights.
             recompute: whether to recompute the KV cache under the new weights; if False, old keys and values are
                 kept. Ignored while the cache is freed, since `fill_cache` recomputes everything.
         """
-        self.trunk, self.head, self.version = trunk, head, version
+        self.decoder, self.head, self.version = decoder, head, version
         for prompt in self.waiting:
             prompt.read = None
         if not self.active:
@@ -166,9 +165,9 @@ class Stream(Rollout):
             while last < len(texts) and total + len(texts[last]) <= PREFILL_TOKENS:
                 total += len(texts[last])
                 last += 1
-            _, context, lengths = self._read(texts[first:last])
-            for row, kv in enumerate(context.per_sequence(lengths), first):
+            _, states = self.decoder.prefill(texts[first:last])
+            for row, state in enumerate(states, first):
                 if self.cache is None:
-                    self.cache = KVCache(kv, *self._freed)
-                self.cache.fill(row, row + 1, kv)
+                    self.cache = self.decoder.new_cache(state, *self._freed)
+                self.cache.fill(row, row + 1, state)
             first = last

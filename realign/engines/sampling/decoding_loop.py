@@ -19,10 +19,11 @@ from realign.api.generation import GenerationConfig
 from realign.engines.network.heads import read_head
 from realign.engines.sampling.calls import Call, SharedRollout
 from realign.engines.sampling.continuous import Stream
+from realign.engines.sampling.decoder import Decoder
 from realign.engines.sampling.rollout import prepared
 from realign.engines.sampling.samplable import Samplable
 from realign.engines.sampling.stopping import Stopping
-from realign.engines.sampling.trunk import Cores, Trunk
+from realign.engines.sampling.trunk import Cores
 from realign.functional.logprobs import LMHead
 
 T = TypeVar("T")
@@ -85,9 +86,9 @@ class DecodingLoop:
             self._engine.load_weights(weights)
             self.version = version
             for stream in self.streams:
-                trunk, head = self._prepared(stream.reach)
+                decoder, head = self._prepared(stream.reach)
                 with self._engine.network.autocast():  # recompute under the same autocast as the first prefill
-                    stream.update(trunk, head, version, recompute=self._recompute)
+                    stream.update(decoder, head, version, recompute=self._recompute)
 
         self.between_steps(load)
 
@@ -246,15 +247,15 @@ class DecodingLoop:
             self._running.append(running)
         elif longest > running.stream.reach:
             running.stream.reach = max(longest, 2 * running.stream.reach)
-            running.stream.trunk, running.stream.head = self._prepared(running.stream.reach)
+            running.stream.decoder, running.stream.head = self._prepared(running.stream.reach)
         running.add(call)
 
     def _stream(self, config: GenerationConfig, reach: int) -> Stream:
-        trunk, head = self._prepared(reach)
+        decoder, head = self._prepared(reach)
         weight, engine = head.weight_VH, self._engine
         stopping = Stopping(config, engine.eos_token_ids, engine.tokenizer, len(weight), weight.device)
         return Stream(
-            trunk,
+            decoder,
             head,
             config,
             stopping,
@@ -264,10 +265,16 @@ class DecodingLoop:
             cache_fraction=engine.cache_fraction,
         )
 
-    def _prepared(self, length: int) -> tuple[Trunk, LMHead]:
+    def _prepared(self, length: int) -> tuple[Decoder, LMHead]:
         network = self._engine.network
         head = read_head(self._engine.module)
         assert isinstance(head, LMHead)
         with network.autocast():
-            trunk, head = prepared(self._engine.module, network.limited(head), network.fusion, length)
-        return self._cores.saved_by(trunk), head
+            return prepared(
+                self._engine.module,
+                network.limited(head),
+                network.fusion,
+                length,
+                cores=self._cores,
+                own_cache=network.own_cache,
+            )

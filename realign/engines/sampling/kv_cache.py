@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realign.engines.network.attention import ATTENTION, AttentionArgs, PackedContext
+from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
 
 KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
 """Keys [Hk, P, D] and values [Hk, P, Dv] of one prompt, by layer."""
@@ -25,14 +26,24 @@ BUCKET = 32
 
 @dataclass(eq=False)
 class PrefillContext(PackedContext):
-    """Packed attention that stores each layer's keys and values."""
+    """Packed attention that stores each layer's keys and values, and the states of recurrent layers.
 
+    Attributes:
+        states: for each recurrent layer, the states after each sequence.
+    """
+
+    states: dict[int, list[States]] = field(default_factory=dict, init=False, repr=False)
     _seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """See `AttentionContext.attend`."""
         self._seen[layer] = (k[0], v[0])
         return super().attend(layer, module, q, k, v, args)
+
+    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
+        """See `RecurrentContext.recur`."""
+        out, self.states[layer] = run_prompts(layer, forward, hidden_TH.split(self._lengths))
+        return torch.cat(out)
 
     def per_sequence(self, lengths: Sequence[int]) -> Iterator[KeyValues]:
         """Yield the stored keys and values of each packed sequence.
@@ -42,7 +53,7 @@ class PrefillContext(PackedContext):
         Raises:
             ValueError: the model did not use this context.
         """
-        if not self._seen:
+        if not self._seen and not self.states:
             raise ValueError(f"generation requires a model loaded with attn_implementation={ATTENTION!r}")
         parts = {layer: (k.split(lengths, 1), v.split(lengths, 1)) for layer, (k, v) in self._seen.items()}
         for i in range(len(lengths)):
@@ -140,8 +151,14 @@ class DecodeContext:
     with the same number of heads and the same window.
     """
 
-    def __init__(self, cache: KVCache, positions_B: Tensor, longest: int) -> None:
-        """Set the positions of the B new tokens. Passing the largest one as `longest` avoids a device sync."""
+    def __init__(
+        self, cache: KVCache, positions_B: Tensor, longest: int, states: Mapping[int, States] | None = None
+    ) -> None:
+        """Set the positions of the B new tokens. Passing the largest one as `longest` avoids a device sync.
+
+        `states` are those of the recurrent layers, for at least B rows; the step updates them.
+        """
+        self._states = states or {}
         self._cache = cache
         self._positions_B = positions_B
         self._length = cache.reach(longest + 1)
@@ -152,6 +169,11 @@ class DecodeContext:
         """Attend with q [1, Hq, B, D] and the new k, v [1, Hk, B, D] of a layer; return [1, B, Hq, Dv]."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self.attend_rows(layer, q, k, v, args)[None]
+
+    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
+        """See `RecurrentContext.recur`; hidden_TH are the B new tokens."""
+        rows = {name: x[: len(hidden_TH)] for name, x in self._states[layer].items()}
+        return run_step(layer, forward, hidden_TH, rows)
 
     def attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Attend with q [B, Hq, D] and the new k, v [B, Hk, D] of a layer; return [B, Hq, Dv]."""

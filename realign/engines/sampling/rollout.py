@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.sample import SequenceSample
 from realign.engines.sampling.counter_rng import response_keys
+from realign.engines.sampling.decoder import Decoder, PackedDecoder
 from realign.engines.sampling.fused_layers import for_few_rows
+from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.responses import Responses
 from realign.engines.sampling.slots import CACHE_FRACTION, Rollout
 from realign.engines.sampling.stopping import Stopping
-from realign.engines.sampling.trunk import ModuleTrunk, Trunk, one_core_for_small_products, positions_of
+from realign.engines.sampling.trunk import Cores, ModuleTrunk, one_core_for_small_products, positions_of
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import DataError, RunError
 from realign.functional.logprobs import LMHead
@@ -44,6 +46,7 @@ def generate(
     eos_token_ids: Sequence[int],
     tokenizer: Any,
     fusion: Fusion | None = None,
+    own_cache: OwnCache | None = None,
     max_slots: int | None = None,
     cache_fraction: float = CACHE_FRACTION,
 ) -> SequenceSample:
@@ -62,6 +65,7 @@ def generate(
         eos_token_ids: the model's end tokens, used if `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise unused.
         fusion: runs the layers with fewer operators where possible; None runs the modules.
+        own_cache: decodes with a model that cannot run packed; None runs packed.
         max_slots: maximum number of sequences decoded concurrently.
         cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
 
@@ -82,34 +86,42 @@ def generate(
     """
     prompts = checked_prompts(model, data, config)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
-    with _evaluating(model):
-        trunk, head = prepared(model, head, fusion, length)
+    with ExitStack() as stack:
+        stack.enter_context(_evaluating(model))
+        cores = stack.enter_context(one_core_for_small_products(model))
+        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache)
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
-        with one_core_for_small_products(trunk, model) as trunk:
-            rollout = Rollout(trunk, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
-            rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
-            responses = rollout.run()
+        rollout = Rollout(decoder, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
+        rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
+        responses = rollout.run()
     return packed(data, responses, config.n)
 
 
-def prepared(model: Any, head: LMHead, fusion: Fusion | None, length: int) -> tuple[Trunk, LMHead]:
-    """Build the trunk and head of a rollout from the current weights, which are cast and joined once for all steps.
+def prepared(
+    model: Any, head: LMHead, fusion: Fusion | None, length: int, *, cores: Cores, own_cache: OwnCache | None = None
+) -> tuple[Decoder, LMHead]:
+    """Build the decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
     Args:
         model: see `generate`.
         head: its last layer.
         fusion: runs the layers with fewer operators where possible; None runs the modules.
         length: number of positions to support.
+        cores: limits small products to one core.
+        own_cache: see `generate`.
     """
     device = next(model.parameters()).device
     dtype = torch.float32
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         head = dataclasses.replace(head, weight_VH=head.weight_VH.to(dtype))
+    if own_cache is not None:
+        return own_cache, head
     if fusion is None:
-        return ModuleTrunk(model), head
-    return fusion.trunk(length, dtype), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
+        return PackedDecoder(cores.saved_by(ModuleTrunk(model))), head
+    trunk = cores.saved_by(fusion.trunk(length, dtype))
+    return PackedDecoder(trunk), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
 
 
 def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:

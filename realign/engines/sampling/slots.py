@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,11 @@ from torch import Tensor
 from realign.api.generation import GenerationConfig
 from realign.engines.device_memory import free_bytes
 from realign.engines.sampling.counter_rng import uniforms
+from realign.engines.sampling.decoder import Decoder, SlotCache
 from realign.engines.sampling.draw import sample
-from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
 from realign.engines.sampling.responses import Responses, empty_responses
 from realign.engines.sampling.stopping import Stopping
-from realign.engines.sampling.trunk import Trunk
 from realign.functional.logprobs import LMHead
-from realign.functional.packed import cu_seqlens_of, position_ids
 
 CACHE_BYTES = 2**30
 """Memory for the KV cache on a CPU, in bytes, if the number of slots is not given."""
@@ -61,7 +59,8 @@ def cache_bytes(device: torch.device, fraction: float, free: int | None = None) 
 class _Prefilled(NamedTuple):
     """Prefill result of a prompt."""
 
-    kv: KeyValues
+    state: Any
+    """State of the prompt, see `Decoder.prefill`."""
     hidden_H: Tensor
     """Hidden state of the last prompt token, from which the first response tokens are sampled."""
 
@@ -86,7 +85,7 @@ class Rollout:
 
     def __init__(
         self,
-        trunk: Trunk,
+        decoder: Decoder,
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
@@ -97,14 +96,14 @@ class Rollout:
         """Start without sequences.
 
         Args:
-            trunk: layers of the model.
+            decoder: layers of the model.
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
             max_slots: maximum number of sequences decoded concurrently; None: as many as fit `cache_bytes`.
             cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
         """
-        self.trunk = trunk
+        self.decoder = decoder
         self.head = head
         self.config = config
         self.stopping = stopping
@@ -120,7 +119,7 @@ class Rollout:
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
         """Finished sequences, as rows of `responses`."""
-        self.cache: KVCache | None = None
+        self.cache: SlotCache | None = None
         self.longest = 0
         # Column b describes row b: sequence, newest token, its position, number of sampled tokens, index of the next
         # token in the flattened `responses`, key of the random numbers, then random numbers (fp64 bits).
@@ -187,7 +186,7 @@ class Rollout:
         while self.active < self.slots and self.waiting and (read := self.waiting[0].read) is not None:
             prompt = self.waiting[0]
             count, length = min(self.slots - self.active, len(prompt.keys)), len(prompt.ids)
-            cache.fill(self.active, self.active + count, read.kv)
+            cache.fill(self.active, self.active + count, read.state)
             self.rows[2, self.active : self.active + count] = length - 1
             self.longest = max(self.longest, length)
             hidden.append(read.hidden_H.expand(count, -1))
@@ -226,31 +225,23 @@ class Rollout:
             new.append(prompt)
         if not new:
             return
-        hidden_TH, context, lengths = self._read([prompt.ids for prompt in new])
-        last_hidden = hidden_TH[context.cu_seqlens[1:].long() - 1]
-        for prompt, kv, hidden_H in zip(new, context.per_sequence(lengths), last_hidden, strict=True):
-            prompt.read = _Prefilled(kv, hidden_H)
+        last_hidden, states = self.decoder.prefill([prompt.ids for prompt in new])
+        for prompt, state, hidden_H in zip(new, states, last_hidden, strict=True):
+            prompt.read = _Prefilled(state, hidden_H)
 
-    def _read(self, texts: list[Tensor]) -> tuple[Tensor, PrefillContext, list[int]]:
-        """Run one packed pass over texts; return hidden states [T, H], the context, and the lengths."""
-        lengths = [len(ids) for ids in texts]
-        cu_seqlens = cu_seqlens_of(lengths).to(self.device)
-        context = PrefillContext(cu_seqlens, lengths=lengths)
-        return self.trunk(torch.cat(texts), position_ids(cu_seqlens), context), context, lengths
-
-    def _cache(self) -> KVCache:
+    def _cache(self) -> SlotCache:
         """Return the KV cache; allocate it after the first prefill, and grow it when needed.
 
         If `max_slots` is None, `cache_bytes` limits the number of slots.
         """
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
-            like = next(prompt.read.kv for prompt in self.waiting if prompt.read is not None)
+            like = next(prompt.read.state for prompt in self.waiting if prompt.read is not None)
             if self.max_slots is None:
                 limit = cache_bytes(self.device, self.cache_fraction)
-                self.most_slots = max(1, limit // bytes_per_slot(like, length))
+                self.most_slots = max(1, limit // self.decoder.bytes_per_slot(like, length))
                 self.slots = min(self.slots, self.most_slots)
-            self.cache = KVCache(like, self.slots, length)
+            self.cache = self.decoder.new_cache(like, self.slots, length)
         elif length > self.cache.length or self.slots > self.cache.slots:
             self.cache.resize(max(self.slots, self.cache.slots), max(length, self.cache.length))
         if self.slots > self.rows.shape[1]:
@@ -262,7 +253,7 @@ class Rollout:
         assert self.cache is not None
         tokens_B, positions_B = self.rows[1, : self.active], self.rows[2, : self.active]
         self.cache.reach(self.longest + 1, None if self.n_waiting else self.active)
-        hidden_BH = self.trunk(tokens_B, positions_B, DecodeContext(self.cache, positions_B, self.longest))
+        hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
         self.longest += 1
         self._record(hidden_BH, 0)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from realign.engines.network.attention import CONTEXT, AttentionContext
+from realign.engines.network.heads import read_body
 
 SMALL_PRODUCT = 2**23
 """Multiply-adds up to which one core computes a matrix product as fast as two (measured on 2 cores with MKL)."""
@@ -36,7 +37,7 @@ class ModuleTrunk:
     """Trunk that runs the original modules of a transformers model."""
 
     def __init__(self, model: Any) -> None:
-        self._base = model.base_model
+        self._base = read_body(model)
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """See `Trunk`."""
@@ -81,10 +82,10 @@ class Cores:
 
 
 @contextmanager
-def one_core_for_small_products(trunk: Trunk, module: nn.Module) -> Iterator[Trunk]:
-    """Wrap the trunk of a model for the duration of a rollout, see `Cores`."""
+def one_core_for_small_products(module: nn.Module) -> Iterator[Cores]:
+    """Return the `Cores` of a rollout, and restore the number of cores on exit."""
     cores = Cores(module)
     try:
-        yield cores.saved_by(trunk)
+        yield cores
     finally:
         cores.give_back()

@@ -89,7 +89,7 @@ class TransformersEngine(InferenceEngine):
             cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
 
         Raises:
-            ConfigError: the model family cannot run packed.
+            ConfigError: the model family is not supported.
         """
         network = self._network(
             name,
@@ -121,8 +121,9 @@ class TransformersEngine(InferenceEngine):
         return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())
 
     def describe(self) -> str:
-        """Return the number of parameters, without those of a value head, and the device."""
-        return f"{_magnitude(sum(p.numel() for p in self.network.module.parameters()))} parameters on {self.device}"
+        """Return the number of parameters, without those of a value head, the device, and whether it runs unpacked."""
+        size = _magnitude(sum(p.numel() for p in self.network.module.parameters()))
+        return f"{size} parameters on {self.device}" + (", unpacked" if self.network.unpacked is not None else "")
 
     @property
     def trainable(self) -> bool:

@@ -163,6 +163,7 @@ class InferenceEngine(PipelinableEngine):
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=self.tokenizer,
                 fusion=fusion,
+                own_cache=self.network.own_cache,
                 max_slots=self.max_slots,
                 cache_fraction=self.cache_fraction,
             )

@@ -235,7 +235,8 @@ def test_a_rollout_takes_one_core_for_small_products(monkeypatch):
     def trunk(ids_N, positions_N, context):
         seen.append((len(ids_N), torch.get_num_threads()))
 
-    with trunks.one_core_for_small_products(trunk, engine.module) as thrifty:
+    with trunks.one_core_for_small_products(engine.module) as cores:
+        thrifty = cores.saved_by(trunk)
         for rows in (1, 100_000, 5):
             thrifty(torch.zeros(rows), torch.zeros(rows), None)
         monkeypatch.setattr(trunks, "SMALL_PRODUCT", 0)

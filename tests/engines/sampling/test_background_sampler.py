@@ -10,6 +10,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.api.sampler import requests_of
 from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.engines.sampling.continuous import Stream
+from realign.engines.sampling.decoder import PackedDecoder
 from realign.engines.sampling.slots import Rollout
 from realign.errors import ConfigError, DataError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
@@ -107,21 +108,22 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
 
 def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
     reads, began, go_on = [], threading.Event(), threading.Event()
-    read, advance = Stream._read, Stream.advance
+    read, advance = PackedDecoder.prefill, Stream.advance
 
     def noting(self, texts):
-        hidden, *rest = read(self, texts)
+        hidden, states = read(self, texts)
         reads.append((hidden.dtype, torch.is_autocast_enabled("cpu")))
-        return hidden, *rest
+        return hidden, states
 
     def waiting(self):
         advance(self)
         began.set()
         go_on.wait(0.5)
 
-    monkeypatch.setattr(Stream, "_read", noting)
+    monkeypatch.setattr(PackedDecoder, "prefill", noting)
     monkeypatch.setattr(Stream, "advance", waiting)
     engine = StreamingEngine("actor", tiny_engine(dtype=torch.bfloat16, fused_rollout=False))
+    reads.clear()  # those of the load probe
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(
             engine.generate, prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
@@ -134,6 +136,24 @@ def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
     assert len(reads) == 2
     assert len(set(reads)) == 1
     assert reads[0][1]
+
+
+def test_weights_can_change_while_a_model_that_runs_unpacked_samples():
+    engine = tiny_engine("bloom")
+    sampler = StreamingEngine("actor", engine)
+    config = GenerationConfig(n=3, max_new_tokens=8, fixed_length=True)
+    try:
+        got = sampler.generate(prompts(range(3)), config, seed=2)
+        want = engine.generate(prompts(range(3)), config, seed=2)
+        assert got["input_ids"].tolist() == want["input_ids"].tolist()
+        sampler.pause()
+        sampler.sleep()
+        sampler.wake()
+        sampler.update(engine, 1)
+        sampler.resume()
+        assert set(sampler.generate(prompts(range(3)), config, seed=2)["versions"].tolist()) == {-1, 1}
+    finally:
+        sampler.close()
 
 
 def test_scoring_waits_for_its_turn_between_two_steps(open_engine):

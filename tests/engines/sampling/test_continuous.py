@@ -7,6 +7,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines.network.heads import read_head
 from realign.engines.sampling.continuous import Stream
 from realign.engines.sampling.counter_rng import response_keys
+from realign.engines.sampling.decoder import PackedDecoder
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk
 from tests.tiny import tiny_engine, tiny_model
@@ -22,7 +23,9 @@ def prompt(i, length=3):
 def stream_of(model, config=CONFIG, version=0, max_slots=None):
     head = read_head(model)
     stopping = Stopping(config, [EOS], None, len(head.weight_VH), torch.device("cpu"))
-    return Stream(ModuleTrunk(model), head, config, stopping, reach=128, version=version, max_slots=max_slots)
+    return Stream(
+        PackedDecoder(ModuleTrunk(model)), head, config, stopping, reach=128, version=version, max_slots=max_slots
+    )
 
 
 def added(stream, ids, length=3):
@@ -95,7 +98,7 @@ def test_new_weights_take_effect_at_the_next_token(models, slots):
     sequences_S = added(stream, range(6))
     for _ in range(8):
         stream.advance()
-    stream.update(ModuleTrunk(models[1]), read_head(models[1]), 4, recompute=True)
+    stream.update(PackedDecoder(ModuleTrunk(models[1])), read_head(models[1]), 4, recompute=True)
     stream.run()
     begun = 0
     for k, (tokens, logprobs, versions) in enumerate(responses_of(stream, sequences_S)):
@@ -117,7 +120,7 @@ def test_kept_keys_and_values_are_those_of_the_old_weights(models):
         sequences_S = added(stream, range(3))
         for _ in range(8):
             stream.advance()
-        stream.update(ModuleTrunk(models[1]), read_head(models[1]), 1, recompute=recompute)
+        stream.update(PackedDecoder(ModuleTrunk(models[1])), read_head(models[1]), 1, recompute=recompute)
         stream.run()
         found[recompute] = responses_of(stream, sequences_S)
     again, kept = found[True][0], found[False][0]
@@ -134,7 +137,7 @@ def test_the_same_weights_under_a_new_version_change_no_token(models):
     added(other, range(6))
     for _ in range(5):
         stream.advance()
-    stream.update(ModuleTrunk(models[0]), read_head(models[0]), 1, recompute=True)
+    stream.update(PackedDecoder(ModuleTrunk(models[0])), read_head(models[0]), 1, recompute=True)
     stream.run()
     other.run()
     want = responses_of(other, sequences_S)

@@ -8,6 +8,7 @@ from transformers import GenerationConfig as TransformersGenerationConfig
 from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.heads import read_head
+from realign.engines.sampling import decoder
 from realign.engines.sampling import slots as decoding
 from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.sampling.rollout import generate
@@ -144,7 +145,7 @@ def test_cache_is_cut_to_a_memory_budget(monkeypatch):
             seen.append(slots)
             super().__init__(like, slots, length)
 
-    monkeypatch.setattr(decoding, "KVCache", Counted)
+    monkeypatch.setattr(decoder, "KVCache", Counted)
     out = rollout(tiny_model("llama"), n=3)
     assert seen == [5]
     assert out.n_sequences == 12

@@ -1,0 +1,164 @@
+"""Model interface of a rollout: prefill of prompts, and decode steps over cached states in slots.
+
+Shapes: B rows being decoded, H hidden size, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from realign.engines.network.recurrence import States
+from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
+from realign.engines.sampling.trunk import Trunk
+from realign.functional.packed import cu_seqlens_of, position_ids
+
+
+class SlotCache(Protocol):
+    """Cached states of the texts in `slots` slots of up to `length` tokens."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Maximum number of tokens of a slot."""
+        ...
+
+    def reach(self, length: int, slots: int | None = None) -> int:
+        """See `KVCache.reach`."""
+        ...
+
+    def fill(self, first: int, last: int, prompt: Any) -> None:
+        """Copy the state of a prompt to the slots `first` (inclusive) to `last` (exclusive)."""
+        ...
+
+    def resize(self, slots: int, length: int) -> None:
+        """Grow to more slots or longer slots, keeping their contents."""
+        ...
+
+    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
+        """Copy the states of up to `length` tokens in the slots `source_M` to the slots `target_M`."""
+        ...
+
+
+class Decoder(Protocol):
+    """Runs a model without its last layer. The state of a text is opaque to rollouts."""
+
+    def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
+        """Return the hidden state [len(texts), H] of the last token of each text, and the state of each text."""
+        ...
+
+    def bytes_per_slot(self, like: Any, length: int) -> int:
+        """Return the memory of a slot of `length` tokens for states such as `like`, in bytes."""
+        ...
+
+    def new_cache(self, like: Any, slots: int, length: int) -> SlotCache:
+        """Allocate a cache for states such as `like`."""
+        ...
+
+    def step(self, cache: Any, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
+        """Append a token to the text in each of the first B slots, and return its hidden states [B, H].
+
+        Args:
+            cache: a cache from `new_cache`.
+            tokens_B: the tokens.
+            positions_B: their positions.
+            longest: the largest position.
+        """
+        ...
+
+
+class Text(NamedTuple):
+    """State of a text after prefill."""
+
+    kv: KeyValues
+    """Keys and values of attention layers."""
+    states: Mapping[int, States]
+    """States [1, ...] of recurrent layers."""
+
+
+class PackedCache:
+    """KV cache of attention layers, and the states of recurrent layers. Implements `SlotCache`.
+
+    Attributes:
+        kv: the KV cache.
+        states: for each recurrent layer, its states [slots, ...] by name.
+    """
+
+    def __init__(self, like: Text, slots: int, length: int) -> None:
+        self.kv = KVCache(like.kv, slots, length)
+        self.states = {
+            layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
+            for layer, states in like.states.items()
+        }
+
+    @property
+    def slots(self) -> int:
+        """See `SlotCache`."""
+        return self.kv.slots
+
+    @property
+    def length(self) -> int:
+        """See `SlotCache`."""
+        return self.kv.length
+
+    def reach(self, length: int, slots: int | None = None) -> int:
+        """See `SlotCache.reach`."""
+        return self.kv.reach(length, slots)
+
+    def fill(self, first: int, last: int, prompt: Text) -> None:
+        """See `SlotCache.fill`."""
+        self.kv.fill(first, last, prompt.kv)
+        for layer, states in prompt.states.items():
+            for name, x in states.items():
+                self.states[layer][name][first:last] = x
+
+    def resize(self, slots: int, length: int) -> None:
+        """See `SlotCache.resize`."""
+        self.kv.resize(slots, length)
+        for states in self.states.values():
+            for name, x in states.items():
+                states[name] = torch.cat([x, x.new_zeros(slots - len(x), *x.shape[1:])])
+
+    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
+        """See `SlotCache.move`."""
+        self.kv.move(source_M, target_M, length)
+        for states in self.states.values():
+            for x in states.values():
+                x[target_M] = x[source_M]
+
+
+class PackedDecoder:
+    """Decoder of models that run packed. Implements `Decoder`."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self.trunk = trunk
+
+    def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
+        """See `Decoder.prefill`. One packed pass reads all texts."""
+        lengths = [len(ids) for ids in texts]
+        cu_seqlens = cu_seqlens_of(lengths).to(texts[0].device)
+        context = PrefillContext(cu_seqlens, lengths=lengths)
+        hidden_TH = self.trunk(torch.cat(list(texts)), position_ids(cu_seqlens), context)
+        texts_kv = enumerate(context.per_sequence(lengths))
+        states = [Text(kv, {layer: found[i] for layer, found in context.states.items()}) for i, kv in texts_kv]
+        return hidden_TH[cu_seqlens[1:].long() - 1], states
+
+    def bytes_per_slot(self, like: Text, length: int) -> int:
+        """See `Decoder.bytes_per_slot`."""
+        states = sum(x.nbytes for states in like.states.values() for x in states.values())
+        return bytes_per_slot(like.kv, length) + states
+
+    def new_cache(self, like: Text, slots: int, length: int) -> PackedCache:
+        """See `Decoder.new_cache`."""
+        return PackedCache(like, slots, length)
+
+    def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
+        """See `Decoder.step`."""
+        return self.trunk(tokens_B, positions_B, DecodeContext(cache.kv, positions_B, longest, cache.states))
