@@ -1,7 +1,7 @@
 """Fake of an inference server for tests: the HTTP interfaces of vLLM and SGLang over a table of logits, with faults.
 
-The paths, fields and answers are those of vLLM 0.32 and SGLang 0.5.23. The next token depends on the last one. Token 0
-is the end token of the tests.
+The paths, fields and answers are those of vLLM 0.32 and SGLang 0.5.23; `test_schema` compares them. The next token
+depends on the last one. Token 0 is the end token of the tests.
 """
 
 import itertools
@@ -13,6 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -95,6 +96,17 @@ class _Job:
         self.done.set()
 
 
+class Exchange(NamedTuple):
+    """A request and its answer."""
+
+    method: str
+    path: str
+    query: dict
+    body: dict
+    status: int
+    answer: object
+
+
 class FakeServer:
     """A server on loopback. `kind` is vllm or sglang."""
 
@@ -102,6 +114,7 @@ class FakeServer:
         self.kind, self.start_table, self.token_s = kind, table, token_s
         self.changed = threading.Condition()
         self.requests, self.jobs, self.paused, self.closed = [], [], False, False
+        self.exchanges = []
         self.tokens_by_label = {}
         self.faults = {}  # path -> list of functions, which get the handler and answer in place of the server
         self.set_weights(table.logits_VV, DEFAULT)
@@ -214,10 +227,13 @@ class FakeServer:
         if self.faults.get(parts.path):
             self.faults[parts.path].pop(0)(handler)
             return
-        found = getattr(self, f"_{self.kind}")(parts.path, body, parse_qs(parts.query))
+        query = parse_qs(parts.query)
+        found = getattr(self, f"_{self.kind}")(parts.path, body, query)
         if found is None:
             handler.close_connection = True
             return
+        single = {name: values[0] for name, values in query.items()}
+        self.exchanges.append(Exchange(handler.command, parts.path, single, body, *found))
         send(handler, *found)
 
     def _vllm(self, path, body, query):
@@ -249,7 +265,7 @@ class FakeServer:
             return 400, {"error": {"message": "unexpected parameters"}}
         if body.get("prompt_logprobs") is not None:
             rows = [{str(token): {"logprob": logprob}} for token, logprob in self.score(body["prompt"])]
-            return 200, {"choices": [{"prompt_logprobs": [None, *rows]}]}
+            return 200, completion({"finish_reason": "length", "prompt_logprobs": [None, *rows]})
         job = _Job(
             body["prompt"],
             body["max_tokens"],
@@ -260,8 +276,8 @@ class FakeServer:
         )
         if not self.run(job):
             return None
-        choice = {"index": 0, "text": "", "finish_reason": job.reason, "stop_reason": None, "token_ids": job.ids}
-        return 200, {"choices": [choice | {"logprobs": {"token_logprobs": job.logprobs}}]}
+        choice = {"finish_reason": job.reason, "stop_reason": None, "token_ids": job.ids}
+        return 200, completion(choice | {"logprobs": {"token_logprobs": job.logprobs}})
 
     def _sglang(self, path, body, query):
         if path == "/health":
@@ -301,6 +317,11 @@ class FakeServer:
         pairs = [[logprob, token, None] for logprob, token in zip(job.logprobs, job.ids, strict=True)]
         facts = {"finish_reason": {"type": job.reason}, "output_token_logprobs": pairs, "weight_version": label}
         return 200, {"text": "", "output_ids": job.ids, "meta_info": facts}
+
+
+def completion(choice):
+    """Return an answer of vLLM with one response."""
+    return {"model": "model", "usage": {}, "choices": [{"index": 0, "text": ""} | choice]}
 
 
 def send(handler, status, body):
