@@ -25,7 +25,6 @@ Schema = dict[str, Any]
 VLLM_PATHS = (
     "/collective_rpc",
     "/health",
-    "/is_sleeping",
     "/pause",
     "/reset_prefix_cache",
     "/resume",
@@ -41,7 +40,6 @@ SGLANG_PATHS = (
     "/continue_generation",
     "/flush_cache",
     "/generate",
-    "/health",
     "/load_lora_adapter",
     "/model_info",
     "/pause_generation",

@@ -28,10 +28,18 @@ def request_faults(kind, method, path, query, body):
     if found is None or found["method"] != method:
         return [f"{method} {path}: unknown"]
     known = {"type": "object", "properties": found["query"]}
-    faults = _faults(query, known, f"{path}?")
+    faults = _faults({name: _parsed(value) for name, value in query.items()}, known, f"{path}?")
     if found["body"] is None:
         return faults + ([f"{path}: takes no body"] if body else [])
     return faults + _faults(body, found["body"], path)
+
+
+def _parsed(value):
+    """Return the number or boolean in a parameter of a URL, or its text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def answer_faults(kind, path, answer):

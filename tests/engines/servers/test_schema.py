@@ -10,17 +10,11 @@ import pytest
 
 from realign.api import GenerationConfig
 from tests.engines.servers import schema
-from tests.engines.servers.fake_server import FakeServer, Scoring, random_table
+from tests.engines.servers.fake_server import Adapted, FakeServer, random_table
 from tests.engines.servers.test_sampler import KINDS, prompts
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "record_server_schemas.py"
-USED = {
-    "vllm": {"/health", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"}
-    | {"/weight_info", "/v1/completions"},
-    "sglang": {"/health", "/pause_generation", "/continue_generation", "/update_weights_from_disk", "/model_info"}
-    | {"/generate"},
-}
 
 
 class Words:
@@ -30,23 +24,33 @@ class Words:
         return 12
 
 
+def weights(seed):
+    return Adapted(random_table(5).logits_VV, random_table(seed).logits_VV)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_each_request_and_each_answer_of_the_fake_has_the_recorded_fields(kind):
     server = FakeServer(kind, random_table(0))
-    sampler = KINDS[kind](urls=[server.url]).open("actor", Scoring(random_table(0).logits_VV), Words())
     try:
-        sampler.generate(prompts(), GenerationConfig(n=2, max_new_tokens=9, temperature=0.7, top_p=0.9), seed=1)
-        sampler.generate(prompts(), GenerationConfig(max_new_tokens=3, greedy=True, stop_strings=["end"]), seed=1)
-        sampler.update(Scoring(random_table(1).logits_VV), 1)
+        for lora in ("merged", "adapter"):
+            spec = KINDS[kind](urls=[server.url], lora=lora, sleep_level=2)
+            sampler = spec.open("actor", weights(0), Words())
+            sampler.generate(prompts(), GenerationConfig(n=2, max_new_tokens=9, temperature=0.7, top_p=0.9), seed=1)
+            sampler.generate(prompts(), GenerationConfig(max_new_tokens=3, greedy=True, stop_strings=["end"]), seed=1)
+            sampler.update(weights(1), 1)
+            sampler.sleep()
+            sampler.wake()
+            sampler.close()
     finally:
-        sampler.close()
         server.close()
-    assert {exchange.path for exchange in server.exchanges} == USED[kind]
+    assert {exchange.path for exchange in server.exchanges} == set(schema.recorded(kind)["paths"])
     faults = []
     for exchange in server.exchanges:
         faults += schema.request_faults(kind, exchange.method, exchange.path, exchange.query, exchange.body)
-        assert exchange.status == 200
-        faults += schema.answer_faults(kind, exchange.path, exchange.answer)
+        if exchange.status == 200:
+            faults += schema.answer_faults(kind, exchange.path, exchange.answer)
+        else:
+            assert exchange.path.endswith("unload_lora_adapter")
     assert faults == []
 
 
@@ -63,9 +67,9 @@ def test_a_wrong_request_is_found(body, fault):
 
 
 def test_a_wrong_answer_is_found():
-    assert schema.answer_faults("vllm", "/is_sleeping", {"sleeping": True}) == [
-        "/is_sleeping.is_sleeping: missing",
-        "/is_sleeping.sleeping: unknown",
+    assert schema.answer_faults("vllm", "/weight_info", {"version": "a"}) == [
+        "/weight_info.weight_version: missing",
+        "/weight_info.version: unknown",
     ]
     assert schema.request_faults("vllm", "GET", "/pause", {}, {}) == ["GET /pause: unknown"]
 
