@@ -158,8 +158,10 @@ class ShardedEngine(TransformersEngine):
         idle = self._idle_rounds(passes)
         losses: list[Tensor] = []
         metrics: list[Any] = []
+        rounds = len(passes.batches) + len(idle)
         with self._training():
             for here, layout in passes:
+                self._reduce_after(len(losses) + 1, rounds)
                 moved = here.to(self.device)
                 output = self.network.run(here, moved, layout, training=True)
                 loss, stats = loss_fn(output, moved)
@@ -167,11 +169,16 @@ class ShardedEngine(TransformersEngine):
                 self.network.differentiate(output.hidden_RH, loss / weight)
                 losses.append(loss.detach().float())
                 metrics.append(keep_traces(stats, moved, mb_spec))
-            for _ in idle:
+            for number in idle:
+                self._reduce_after(len(losses) + number + 1, rounds)
                 self.network.differentiate(self.network.idle(training=True), None)
         self.network.take_gradients()
         self._accumulated = Accumulated(passes, losses, loss_fn)
         return merge_stats(metrics) | self._counts(part, passes)
+
+    def _reduce_after(self, number: int, rounds: int) -> None:
+        """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
+        self.network.reduce_gradients(not self.sharding.reduce_once or number == rounds)
 
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
         """See `TransformersEngine.apply`."""
