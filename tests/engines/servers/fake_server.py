@@ -68,11 +68,19 @@ class Adapted(Scoring):
 
 
 def logits_of(folder):
-    """Read the logits that `Table` or `BigramEngine` wrote."""
+    """Read the logits that `Table` or `BigramEngine` wrote, or compute some from the weights of a real model."""
     bigram = Path(folder) / "bigram.npz"
     if bigram.exists():
         return torch.from_numpy(np.load(bigram)["logits"])
-    return load_file(Path(folder) / "model.safetensors")["logits"]
+    if (adapter := Path(folder) / "adapter_model.safetensors").exists():
+        return torch.stack([x.sum() for x in load_file(adapter).values()]).sum()
+    weights = load_file(Path(folder) / "model.safetensors")
+    return weights["logits"] if "logits" in weights else logits_from(weights)
+
+
+def logits_from(weights):
+    """Return logits that change with the embeddings of a real model."""
+    return weights["model.embed_tokens.weight"] @ weights["lm_head.weight"].T
 
 
 def random_table(seed, words=12):
