@@ -179,8 +179,8 @@ class ShardedNetwork(Network):
     def differentiate(self, hidden_RH: Tensor, loss: Tensor | None) -> None:
         """Add the gradient of `loss`, summed over the ranks, to the gradient of this rank's slices.
 
-        See `Sharding.reduce_once` for when the sum over the ranks is computed. If `loss` is None or does not reach the layers, this rank contributes a
-        zero gradient.
+        See `Sharding.reduce_once` for when the sum over the ranks is computed. If `loss` is None or does not reach the
+        layers, this rank contributes a zero gradient.
         """
         hooks = [self._listen(name) for name in self._heads]
         try:

@@ -125,7 +125,14 @@ class ServerSettings(SamplerSpec):
 
     def capabilities(self) -> Capabilities:
         """See `SamplerSpec`. Tokens depend on the requests that a server decodes together."""
-        return Capabilities(bitwise=False, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)
+        return Capabilities(
+            bitwise=False,
+            logprobs_at_temperature=True,
+            stop_strings=True,
+            lora=True,
+            abort=False,
+            frees_memory=self.sleep_level > 0,
+        )
 
     def command_line(self, where: str, model: Path, port: int, rank: int | None = None) -> list[str]:
         """Return the command that starts a server.
