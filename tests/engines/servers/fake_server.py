@@ -418,7 +418,7 @@ def completion(choice):
 
 
 class Text(str):
-    """An answer that is no JSON."""
+    """A plain text as answer."""
 
 
 def send(handler, status, body):

@@ -4,7 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-FOLDER = Path(__file__).with_name("schemas")
+FOLDER = Path(__file__).parent
 TYPES = {
     "string": str,
     "integer": int,
@@ -19,7 +19,7 @@ TYPES = {
 @cache
 def recorded(kind):
     """Return the definitions of a server."""
-    return json.loads((FOLDER / f"{kind}.json").read_text(encoding="utf-8"))
+    return json.loads((FOLDER / f"recorded_{kind}.json").read_text(encoding="utf-8"))
 
 
 def request_faults(kind, method, path, query, body):
