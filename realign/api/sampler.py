@@ -41,6 +41,9 @@ class Capabilities:
     abort: bool
     """`Handle.cancel` frees the resources of a response that is being decoded, and `Handle.tokens` returns its tokens
     while it is being decoded."""
+    frees_memory: bool = False
+    """`sleep` frees memory that training can use. With synchronous rollout, the sampler then sleeps in each training
+    call."""
 
 
 class WeightSource(Protocol):

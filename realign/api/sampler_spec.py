@@ -20,6 +20,9 @@ class SamplerSpec(Settings):
     external: ClassVar[bool] = True
     """Whether `open` returns a sampler. If False, the role's engine samples."""
 
+    torchrun: ClassVar[bool] = False
+    """Whether the external sampler works under torchrun, where all ranks call `open` and the methods of the sampler."""
+
     def check(self, where: str) -> None:
         """Check the configuration before any weights are loaded.
 

@@ -101,13 +101,13 @@ def open_sampler(spec: ModelSpec, model: Model) -> None:
     """Open the external sampler that a model's spec configures, if any.
 
     Raises:
-        ConfigError: the run has several processes under torchrun.
+        ConfigError: the run has several processes under torchrun, which the sampler does not support.
     """
     if not isinstance(spec, ConfiguresSampler) or not spec.sampler.external:
         return
-    if current().size > 1:
+    if current().size > 1 and not spec.sampler.torchrun:
         raise ConfigError(
-            f"models.{model.name}.sampler={type(spec.sampler).__name__}: external samplers do not work under torchrun. "
+            f"models.{model.name}.sampler={type(spec.sampler).__name__}: this sampler does not work under torchrun. "
             "Start one process, or set runtime=ray."
         )
     model.external_sampler = spec.sampler.open(model.name, model.machine, model.tokenizer)

@@ -43,6 +43,7 @@ from realign.runtime.rollout.background import background_sampler, sampled_roles
 from realign.runtime.rollout.dynamic_sampling import Draw
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
+from realign.runtime.sleeping import SleepingSamplers
 from realign.runtime.weight_sync import WeightSync
 
 REWARD_MEMORY = 0.9
@@ -93,6 +94,11 @@ class LocalRuntime:
     def _background_sampler(self, rollout: Async, role: str) -> Sampler:
         """Return the sampler for asynchronous rollout: the external sampler, or one with a copy of the model."""
         return self.models[role].external_sampler or background_sampler(self.experiment, rollout, role)
+
+    @cached_property
+    def _samplers(self) -> SleepingSamplers:
+        """The external samplers that sleep while models train; none if they sample concurrently."""
+        return SleepingSamplers([] if self.ahead is not None else self._external_samplers())
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Execute an RPC ahead of its step; can be called from any thread."""
@@ -196,6 +202,10 @@ class LocalRuntime:
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> Made:
         """Execute one RPC on `batch`; see `_calls` for `draw`."""
         started = time.perf_counter()
+        if rpc.method == "train_step":
+            self._samplers.sleep()
+        else:
+            self._samplers.wake()
         model = self.models[rpc.model]
         if draw:
             model = replace(model, seed=derive_seed(model.seed, "draw", draw))
@@ -232,6 +242,7 @@ class LocalRuntime:
         values: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
         started = time.perf_counter()
+        self._samplers.wake()
         for where, evaluation in self.experiment.all_evaluations.items():
             if due is not None and where not in due:
                 continue
@@ -249,6 +260,7 @@ class LocalRuntime:
         if calibration is None or not calibration.due(when):
             return {}
         started = time.perf_counter()
+        self._samplers.wake()
         interface = self.interfaces[calibration.role]
         prompts = self.datasets.calibration
         assert isinstance(interface, Calibratable)  # `Experiment` has checked it

@@ -6,7 +6,7 @@ single-process result. `accumulate` and the methods whose names end in `_part` r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from realign.engines.files.folders import AVERAGED, save_folder
 from realign.engines.files.tokenizers import save_tokenizer
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import ParallelPasses
+from realign.engines.network.lora import save_adapters
 from realign.engines.network.network import Network, check_finite, write_network
 from realign.engines.network.shared_prefix import Passes
 from realign.engines.sampling.rollout import PROMPTS
@@ -167,8 +168,10 @@ class ShardedEngine(TransformersEngine):
         idle = self._idle_rounds(passes)
         losses: list[Tensor] = []
         metrics: list[Any] = []
+        rounds = len(passes.batches) + len(idle)
         with self._training():
             for here, layout in passes:
+                self._reduce_after(len(losses) + 1, rounds)
                 moved = here.to(self.device)
                 output = self.network.run(here, moved, layout, training=True)
                 loss, stats = loss_fn(output, moved)
@@ -176,11 +179,16 @@ class ShardedEngine(TransformersEngine):
                 self.network.differentiate(output.hidden_RH, loss / weight)
                 losses.append(loss.detach().float())
                 metrics.append(keep_traces(stats, moved, mb_spec))
-            for _ in idle:
+            for number in idle:
+                self._reduce_after(len(losses) + number + 1, rounds)
                 self.network.differentiate(self.network.idle(training=True), None)
         self.network.take_gradients()
         self._accumulated = Accumulated(passes, losses, loss_fn)
         return merge_stats(metrics) | self._counts(part, passes)
+
+    def _reduce_after(self, number: int, rounds: int) -> None:
+        """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
+        self.network.reduce_gradients(not self.sharding.reduce_once or number == rounds)
 
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
         """See `TransformersEngine.apply`."""
@@ -266,19 +274,23 @@ class ShardedEngine(TransformersEngine):
             with self._average.in_place():
                 self._save(path.with_name(f"{path.name}{AVERAGED}"))
 
-    def _save(self, path: Path) -> None:
+    def save_adapter(self, path: Path) -> None:
+        """See `TransformersEngine.save_adapter`; all ranks call it, and rank 0 writes."""
+        self._save_as(path, save_adapters, with_value_head=False)
+
+    def _save_as(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
         gathered = self.network.gather(torch.device("cpu") if self._ranks.leader else None)
 
         def fill(folder: Path) -> None:
-            write_network(folder, gathered.module, gathered.value_head, self.network.trains)
+            write_network(folder, gathered.module, gathered.value_head if with_value_head else None, write)
             save_tokenizer(self.tokenizer, folder, path)
 
-        def write() -> None:
+        def save() -> None:
             check_finite(self.name, gathered.module, gathered.value_head)
             save_folder(path, fill)
 
         try:
-            self._ranks.lead(write)
+            self._ranks.lead(save)
         finally:
             self.network.gathered.empty()
 

@@ -119,6 +119,7 @@ class ShardedNetwork(Network):
         trunk = {id(p) for p in read_body(module).parameters()}
         self._heads = [name for name, p in self.sharded.items() if id(p) not in trunk and p.requires_grad]
         self._reached: set[str] = set()
+        self._reduces, self._unreduced = True, False
         self._summed = summed
         """Weights that ranks of a tensor-parallel group apply to different heads; gradients are partial sums."""
         self._owned = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
@@ -175,12 +176,17 @@ class ShardedNetwork(Network):
         root: Any = self
         root.reshard()
 
+    def reduce_gradients(self, wanted: bool) -> None:
+        """Set whether `differentiate` sums gradients over the ranks, or keeps them for a later call."""
+        root: Any = self
+        root.set_requires_gradient_sync(wanted)
+        self._reduces = wanted
+
     def differentiate(self, hidden_RH: Tensor, loss: Tensor | None) -> None:
         """Add the gradient of `loss`, summed over the ranks, to the gradient of this rank's slices.
 
-        The ranks reduce gradients after every micro-batch. Keeping them unreduced until the last micro-batch would
-        take as much memory as the weights. If `loss` is None or does not reach the layers, this rank contributes a
-        zero gradient.
+        See `Sharding.reduce_once` for when the sum over the ranks is computed. If `loss` is None or does not reach the
+        layers, this rank contributes a zero gradient.
         """
         hooks = [self._listen(name) for name in self._heads]
         try:
@@ -191,13 +197,21 @@ class ShardedNetwork(Network):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._unreduced = not self._reduces
 
     def _listen(self, name: str) -> Any:
         """Register a hook that records whether the gradient reaches a head's weight. The weight must be gathered."""
         return self.get_parameter(name).register_post_accumulate_grad_hook(lambda _: self._reached.add(name))
 
     def forget_gradients(self) -> None:
-        """Discard all gradients."""
+        """Discard all gradients.
+
+        Raises:
+            RuntimeError: an earlier call failed between its first and its last micro-batch, and FSDP keeps its
+                gradients.
+        """
+        if self._unreduced:
+            raise RuntimeError(f"models.{self.name}: gradients of a training step that failed are left. Load it again.")
         self._reached.clear()
         for p, own in zip(self.sharded.values(), self._owned, strict=True):
             p.grad = own.grad = None

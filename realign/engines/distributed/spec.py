@@ -18,6 +18,9 @@ class Sharding(Settings):
         offload: keep weights, gradients and optimizer moments in host memory between uses (CUDA only).
         reshard: free the gathered weights of a layer after its forward pass, and gather them again for its backward
             pass. false keeps them between the passes, which is faster but needs memory for all layers.
+        reduce_once: sum gradients over the ranks once in each training step, after its last micro-batch, instead of
+            after every micro-batch. Faster with many micro-batches and slow links, but each rank then keeps the
+            gradients of all its weights in fp32: 4 bytes for each weight, in addition to its part of the gradients.
         keep_rollout: keep the full copy of the weights, from which responses are sampled, in memory between rollouts.
             false frees it after each rollout.
     """
@@ -25,4 +28,5 @@ class Sharding(Settings):
     tensor_parallel: Count = 1
     offload: bool = False
     reshard: bool = True
+    reduce_once: bool = False
     keep_rollout: bool = True

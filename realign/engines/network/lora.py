@@ -92,18 +92,33 @@ def adapters_off(module: Any) -> Iterator[None]:
 @torch.no_grad()
 def merged_state(module: Any) -> dict[str, Tensor]:
     """Return the state dict of an equivalent model with merged adapters; the module is not changed."""
-    own: set[int] = set()
     deltas: dict[int, Tensor] = {}
     for layer in _adapted(module).values():
-        own |= {id(p) for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
         base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # experts have other names
         deltas[id(base)] = layer.get_delta_weight(ADAPTER)
-    state = module.state_dict(keep_vars=True)
     return {
-        key.replace(".base_layer", ""): x.detach() + deltas[id(x)] if id(x) in deltas else x.detach()
-        for key, x in state.items()
-        if id(x) not in own
+        key: x.detach() + deltas[id(x)] if id(x) in deltas else x.detach()
+        for key, x in _without_adapters(module).items()
     }
+
+
+@torch.no_grad()
+def base_state(module: Any) -> dict[str, Tensor]:
+    """Return the state dict of the model without its adapters; the module is not changed."""
+    return {key: x.detach() for key, x in _without_adapters(module).items()}
+
+
+def _without_adapters(module: Any) -> dict[str, Tensor]:
+    """Return the weights of the base model, under the names that they have without adapters."""
+    layers = _adapted(module).values()
+    own = {id(p) for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
+    state = module.state_dict(keep_vars=True)
+    return {key.replace(".base_layer", ""): x for key, x in state.items() if id(x) not in own}
+
+
+def save_base(module: Any, folder: Path) -> None:
+    """Write the model without its adapters to a folder."""
+    module.save_pretrained(folder, state_dict=base_state(module))
 
 
 def save_adapters(module: Any, folder: Path) -> None:

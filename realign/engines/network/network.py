@@ -299,10 +299,6 @@ class Network(nn.Module):
         """Return the name of a non-finite weight, or None."""
         return nonfinite_weight(self.module, self.value_head)
 
-    def save(self, folder: Path) -> None:
-        """See `write_network`."""
-        write_network(folder, self.module, self.value_head, self.trains)
-
 
 def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | None:
     """Return the name of a non-finite weight of a model or its value head, or None."""
@@ -319,8 +315,10 @@ def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> 
         raise RunError(f"models.{role} was not saved: weight {name!r} is not finite")
 
 
-def write_network(folder: Path, module: Any, value_head: ValueNetwork | None, trains: Trained) -> None:
-    """Write a model folder (see `Trained.save`), including the value head."""
-    trains.save(module, folder)
+def write_network(
+    folder: Path, module: Any, value_head: ValueNetwork | None, write: Callable[[Any, Path], None]
+) -> None:
+    """Write a model folder, including the value head; `write` writes the module, see `Trained.save`."""
+    write(module, folder)
     if value_head is not None:
         value_head.save(folder)

@@ -60,6 +60,11 @@ class Trained(Settings, ABC):
         """Whether training changes no loaded weight and only adds new weights."""
         return False
 
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the LoRA adapters that train; None if there are none."""
+        return None
+
     def without(self, module: Any) -> AbstractContextManager[None]:
         """Return a context in which `module` runs without the weights that `prepare` added."""
         return nullcontext()
@@ -157,6 +162,11 @@ class Lora(Trained):
     def only_adds(self) -> bool:
         """See `Trained.only_adds`."""
         return True
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """See `Trained.adapter_rank`."""
+        return self.rank
 
     def without(self, module: Any) -> AbstractContextManager[None]:
         """See `Trained.without`."""

@@ -2,7 +2,10 @@
 
 - `vllm`, `sglang`: the HTTP interfaces, and the config nodes `models.ROLE.sampler`.
 - `settings`, `spec`: the settings that both share.
-- `sampler`: the sampler, which routes requests to servers and survives their failures.
+- `sampler`: the sampler, which turns responses into requests.
+- `ranked`: the sampler of a run with several ranks.
+- `pool`: routes requests to servers, and survives their failures.
+- `delivery`: which weights servers must have, and how they get them.
 - `server`: one server: its connection and its state.
 - `probe`: compares the weights of servers and trainer.
 - `weights`: model folders that servers load.

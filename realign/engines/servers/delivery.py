@@ -12,12 +12,15 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from realign.engines.servers.probe import Probe
-from realign.engines.servers.protocol import Part, Refused, ServerProtocol, Unavailable
+from realign.engines.servers.protocol import Part, Refused, Unavailable
 from realign.engines.servers.server import Server
+from realign.engines.servers.settings import ServerSettings
 from realign.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,20 +28,34 @@ logger = logging.getLogger(__name__)
 _PREFIX = "realign-"
 
 
+@dataclass(frozen=True)
+class BaseModel:
+    """The base model of LoRA adapters."""
+
+    folder: Path
+    """Model folder."""
+    rank: int
+    """Rank of the adapters."""
+
+
 class Delivery:
     """Sends the current weights to servers. All methods but `replace` are called in the event loop of the sampler."""
 
-    def __init__(self, name: str, protocol: ServerProtocol, probe: Probe, timeout_s: float, folder: Path) -> None:
+    def __init__(
+        self, name: str, settings: ServerSettings, probe: Probe, folder: Path, base: BaseModel | None = None
+    ) -> None:
         """Use the weights of `folder` as version 0.
 
         Args:
             name: the setting of the sampler, for messages.
-            protocol: calls of the servers.
+            settings: settings of the sampler.
             probe: compares log-probs of servers and trainer.
-            timeout_s: seconds that a call other than sampling may take.
-            folder: the weights.
+            folder: the weights; with a base model, the folders of all updates contain LoRA adapters only.
+            base: the base model of the adapters.
         """
-        self._name, self._protocol, self._probe, self._timeout_s = name, protocol, probe, timeout_s
+        self._name, self._protocol, self._probe = name, settings.protocol(), probe
+        self._timeout_s, self._sleep_level = settings.update_timeout_s, settings.sleep_level
+        self._base = base
         self._run = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
         self._updates = 0
         self.version = 0
@@ -48,6 +65,21 @@ class Delivery:
     def label(self) -> str:
         """The label of the current weights. Two updates with the same version have different labels."""
         return f"{self._run}-{self._updates}"
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the current LoRA adapter; None if servers get the weights of the whole model."""
+        return None if self._base is None else self.label
+
+    @property
+    def start_folder(self) -> Path:
+        """Model folder that a server can be started with."""
+        return self.folder if self._base is None else self._base.folder
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the LoRA adapters; None if servers get the weights of the whole model."""
+        return None if self._base is None else self._base.rank
 
     def replace(self, folder: Path, version: int, probed: list[float]) -> None:
         """Use other weights from now on.
@@ -70,8 +102,7 @@ class Delivery:
         """
         await self._call("loading weights", self._load(server))
         server.checked_at = time.monotonic()
-        if self._probe.active:
-            await self._call("comparing weights", self._score(server))
+        await self._compare_scores(server)
 
     async def check(self, server: Server, part: Part) -> None:
         """Check that a server sampled with the current weights.
@@ -89,6 +120,45 @@ class Delivery:
                 began = time.monotonic()
                 self._compare(server, await server.call(self._protocol.label(server.http)))
                 server.checked_at = began
+
+    async def check_rejection(self, server: Server) -> None:
+        """Check that a server that rejected a request has the current weights.
+
+        Raises:
+            Unavailable: it was restarted, so that it rejects the name of the adapter.
+        """
+        self._compare(server, await server.call(self._protocol.label(server.http)))
+
+    async def sleep(self, server: Server) -> None:
+        """Let a server that is stopped free its memory, if the settings say so.
+
+        Raises:
+            Unavailable: the server failed.
+        """
+        if self._sleep_level and not server.asleep:
+            server.asleep = True  # also if the call fails
+            await self._call("freeing memory", server.call(self._protocol.sleep(server.http, self._sleep_level)))
+
+    async def wake(self, server: Server) -> None:
+        """Let a server that is asleep allocate its memory; it is then stopped, and has the current weights.
+
+        Raises:
+            Unavailable: the server failed.
+            ConfigError: see `send`.
+        """
+        if not server.asleep:
+            return
+        label = await server.call(self._protocol.label(server.http))
+        server.asleep = False
+        kept = self._sleep_level in self._protocol.keeps_weights
+        if self._is_own(label):  # otherwise it was restarted, and is awake
+            await self._call("allocating memory", server.call(self._protocol.wake(server.http)))
+            await self.stop(server)
+        if kept and label == self.label:
+            await self._compare_scores(server)
+            return
+        server.has_base &= kept
+        await self.send(server)
 
     async def stop(self, server: Server) -> None:
         """Let a server return the tokens of its requests, and hold later requests.
@@ -115,23 +185,48 @@ class Delivery:
 
     async def _load(self, server: Server) -> None:
         """Let a server load the current weights."""
-        await server.call(self._protocol.load(server.http, self.folder, self.label))
+        if self._base is None:
+            await server.call(self._protocol.load(server.http, self.folder, self.label))
+        else:
+            await self._load_adapter(server, self._base)
         self._compare(server, await server.call(self._protocol.label(server.http)))
+
+    async def _load_adapter(self, server: Server, base: BaseModel) -> None:
+        """Let a server load the current adapter, after the base model if it does not have it."""
+        if not self._is_own(await server.call(self._protocol.label(server.http))):  # it was restarted, or is new
+            server.has_base &= server.launched
+        if not server.has_base:
+            await server.call(self._protocol.load(server.http, base.folder, f"{self._run}-base"))
+            server.has_base, server.adapter = True, None
+        await server.call(self._protocol.load_adapter(server.http, self.folder, self.label))
+        if server.adapter not in (None, self.label):
+            with suppress(Refused):  # the server has removed it by itself
+                await server.call(self._protocol.unload_adapter(server.http, server.adapter))
+        server.adapter = self.label
+
+    def _is_own(self, label: str | None) -> bool:
+        """Whether a server has the label of any weights of this run."""
+        return label is not None and label.startswith(self._run)
 
     def _compare(self, server: Server, label: str | None) -> None:
         """Compare the label of a server with that of the current weights."""
         if label == self.label:
             return
-        if label is not None and label.startswith(_PREFIX) and not label.startswith(self._run):
+        if label is not None and label.startswith(_PREFIX) and not self._is_own(label):
             raise ConfigError(
                 f"{self._name}: the server at {server.url} got weights from another run. Give each run its own servers."
             )
         raise Unavailable(f"it has other weights ({label!r}), so it was restarted")
 
+    async def _compare_scores(self, server: Server) -> None:
+        """Compare log-probs, if there is a text for it."""
+        if self._probe.active:
+            await self._call("comparing weights", self._score(server))
+
     async def _score(self, server: Server) -> None:
         """Compare the log-probs of a server that is stopped with those of the trainer."""
         await server.call(self._protocol.start(server.http))
-        found = await server.call(self._protocol.score(server.http, self._probe.ids))
+        found = await server.call(self._protocol.score(server.http, self._probe.ids, self.adapter))
         await server.call(self._protocol.stop(server.http))
         where = f"{self._name}: the server at {server.url}"
         gap = self._probe.check(found, first=not self._updates, where=where)

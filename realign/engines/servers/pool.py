@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ _HEALTH_S = 5.0
 _UNHEALTHY = 3
 """Number of failed checks after which a server is taken out of use."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_ASLEEP = "asleep"
 _DRAIN_S = 3.0
 """Seconds that the servers may take to return the tokens of their requests when they are stopped."""
 
@@ -66,6 +67,7 @@ class ServerPool:
         self._lost: set[Server] = set()  # servers that are not started again
         self._groups: dict[Any, _Group] = {}
         self._halted: set[str] = set()  # reasons for not sampling
+        self._asleep = False  # servers have freed their memory
         self._go = asyncio.Event()  # set if there are none
         self._go.set()
         self._active = 0  # requests that servers are working on
@@ -143,7 +145,8 @@ class ServerPool:
         try:
             async with self._weights_lock:
                 self._delivery.replace(folder, version, probed)
-                await self._each_up(self._delivery.send)
+                if not self._asleep:  # otherwise they get the weights when they wake
+                    await self._each_up(self._delivery.send)
             await self._any_up()
         except Exception as error:  # no token may be sampled with wrong weights
             await self._give_up(error)
@@ -155,7 +158,8 @@ class ServerPool:
         self._halted.add(reason)
         self._go.clear()
         async with self._weights_lock:
-            await self._each_up(self._delivery.stop)
+            if not self._asleep:
+                await self._each_up(self._delivery.stop)
             try:
                 await asyncio.wait_for(self._idle.wait(), _DRAIN_S)
             except TimeoutError:  # requests that reached the server after it was stopped wait until it continues
@@ -174,6 +178,22 @@ class ServerPool:
             await self._each_up(self._delivery.start)
             self._go.set()
 
+    async def sleep(self) -> None:
+        """Stop sampling, and let the servers free their memory if the settings say so."""
+        await self.halt(_ASLEEP)
+        async with self._weights_lock:
+            self._asleep = self._settings.sleep_level > 0
+            if self._asleep:
+                await self._each_up(self._delivery.sleep)
+
+    async def wake(self) -> None:
+        """End `sleep`: the servers get the current weights unless they have them."""
+        async with self._weights_lock:
+            if self._asleep:
+                self._asleep = False
+                await self._each_up(self._delivery.wake)
+        await self.proceed(_ASLEEP)
+
     async def _each_up(self, call: Callable[[Server], Any]) -> None:
         """Make a call of each server in use. Those that fail are taken out of use."""
 
@@ -187,7 +207,12 @@ class ServerPool:
 
     async def _ask(self, server: Server, ask: Ask) -> Part:
         """Send one request, and check that the server used the current weights."""
-        part = await server.call(self._protocol.sample(server.http, ask))
+        ask = replace(ask, adapter=self._delivery.adapter)
+        try:
+            part = await server.call(self._protocol.sample(server.http, ask))
+        except Refused:
+            await self._delivery.check_rejection(server)
+            raise
         if part.end is End.aborted and self._go.is_set():
             raise Unavailable("it aborted a request although it was not stopped")
         await self._delivery.check(server, part)
@@ -257,13 +282,18 @@ class ServerPool:
 
     async def _recover(self, server: Server) -> None:
         """Make one attempt to bring a server into use."""
-        server.start(self._delivery.folder)
+        server.start(self._delivery.start_folder, self._delivery.rank)
         server.connect()
         try:
             await asyncio.wait_for(self._protocol.check_health(server.http), _LONGEST_PAUSE_S)
             async with self._weights_lock:
-                await self._delivery.stop(server)
-                await self._delivery.send(server)
+                if server.asleep:
+                    await self._delivery.wake(server)
+                else:
+                    await self._delivery.stop(server)
+                    await self._delivery.send(server)
+                if self._asleep:
+                    await self._delivery.sleep(server)
                 if not self._halted:
                     await self._delivery.start(server)
                 server.use()

@@ -64,6 +64,8 @@ class Ask:
     """Tokens that end the response."""
     seed: int
     """Seed of this request, 63 bits."""
+    adapter: str | None = None
+    """Name of the LoRA adapter to sample with; None: the weights of the model."""
 
 
 ENDS = MappingProxyType({"stop": End.stop, "length": End.length, "abort": End.aborted})
@@ -96,6 +98,8 @@ class ServerProtocol(ABC):
 
     title: ClassVar[str]
     """Name of the server, for messages."""
+    keeps_weights: ClassVar[frozenset[int]] = frozenset()
+    """Levels of `sleep` that keep the weights in the memory of the host."""
 
     @abstractmethod
     async def sample(self, http: AsyncClient, ask: Ask) -> Part:
@@ -122,12 +126,43 @@ class ServerProtocol(ABC):
         """
 
     @abstractmethod
+    async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
+        """Load the LoRA adapter of a folder of peft as an adapter called `label`.
+
+        Call it between `stop` and `start`. If it fails, `label` returns another label than the given one.
+        """
+
+    @abstractmethod
+    async def unload_adapter(self, http: AsyncClient, name: str) -> None:
+        """Remove an adapter.
+
+        Raises:
+            Refused: the server does not have it.
+        """
+
+    @abstractmethod
+    async def sleep(self, http: AsyncClient, level: int) -> None:
+        """Free the memory of the KV cache and the weights, of which `keeps_weights` says whether they are kept.
+
+        Call it after `stop`. The server has to be started for it; see `ServerSettings.sleep_level`.
+        """
+
+    @abstractmethod
+    async def wake(self, http: AsyncClient) -> None:
+        """Allocate the memory that `sleep` freed. The server may then be started or stopped."""
+
+    @abstractmethod
     async def label(self, http: AsyncClient) -> str | None:
         """Return the label of the weights; None or an arbitrary text before the first `load`."""
 
     @abstractmethod
-    async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
+    async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """Return the log-probs of all tokens of a text but the first, at temperature 1.
+
+        Args:
+            http: the server.
+            ids: the text.
+            adapter: see `Ask.adapter`.
 
         Raises:
             Unavailable: the server did not answer, or failed.
@@ -142,6 +177,12 @@ class ServerProtocol(ABC):
 async def post(http: AsyncClient, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
     """Send a POST request and return the JSON answer; None if the answer is empty.
 
+    Args:
+        http: the server.
+        path: path of the URL.
+        body: JSON body.
+        options: further arguments of the HTTP client; `text=True` returns the answer as text.
+
     Raises:
         Unavailable: the server did not answer, or failed.
         Refused: the server rejects the request.
@@ -154,7 +195,7 @@ async def get(http: AsyncClient, path: str) -> Any:
     return await _answer(http, "GET", path)
 
 
-async def _answer(http: AsyncClient, method: str, path: str, **options: Any) -> Any:
+async def _answer(http: AsyncClient, method: str, path: str, *, text: bool = False, **options: Any) -> Any:
     from httpx2 import HTTPError, InvalidURL
 
     try:
@@ -166,6 +207,8 @@ async def _answer(http: AsyncClient, method: str, path: str, **options: Any) -> 
         raise Unavailable(f"{what}: {_text(answer)}")
     if answer.status_code >= 300:  # redirects are not followed
         raise Refused(f"{what}: {_text(answer)}")
+    if text:
+        return answer.text
     if not answer.content:
         return None
     try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +22,12 @@ from realign.api.requests import Completion, FutureHandle, Request
 from realign.api.sample import SequenceSample
 from realign.api.sampler import Capabilities, WeightSource, generate_by_requests
 from realign.api.seeds import derive_seed
-from realign.engines.servers.delivery import Delivery
+from realign.engines.servers.delivery import BaseModel, Delivery
 from realign.engines.servers.pool import ServerPool
 from realign.engines.servers.probe import Probe
 from realign.engines.servers.protocol import Ask, End, Part
-from realign.engines.servers.settings import ServerSettings
-from realign.engines.servers.weights import WeightFolders
+from realign.engines.servers.settings import LoraTransport, ServerSettings
+from realign.engines.servers.weights import HasAdapter, WeightFolders
 from realign.errors import ConfigError
 
 _CLOSE_S = 30.0
@@ -79,9 +80,12 @@ class ServerSampler:
         self._probe = Probe(probe_ids, settings.probe_tolerance)
         self._probe.expect(self._probe.measure(source))
         self._updates = 0
-        folder = self._folders.write(source, 0)
-        timeout_s = settings.update_timeout_s
-        self._delivery = Delivery(self._setting, settings.protocol(), self._probe, timeout_s, folder)
+        base = None
+        if (rank := check_adapter(self._setting, settings, source)) is not None:
+            assert isinstance(source, HasAdapter)
+            base = BaseModel(self._folders.write_base(source), rank)
+        folder = self._write(source)
+        self._delivery = Delivery(self._setting, settings, self._probe, folder, base)
         self._pool = ServerPool(self._setting, settings, self._delivery, self._folders.root, self._end)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -126,7 +130,7 @@ class ServerSampler:
         with self._lock:
             self._check_open()
         self._updates += 1
-        folder = self._folders.write(source, self._updates)
+        folder = self._write(source)
         self._wait(self._pool.update(folder, version, self._probe.measure(source)))
         self._folders.keep_only(folder)
 
@@ -139,12 +143,12 @@ class ServerSampler:
         self._wait(self._pool.proceed("paused"))
 
     def sleep(self) -> None:
-        """See `Sampler.sleep`. The servers keep their memory."""
-        self._wait(self._pool.halt("asleep"))
+        """See `Sampler.sleep`. `ServerSettings.sleep_level` tells which memory the servers free."""
+        self._wait(self._pool.sleep())
 
     def wake(self) -> None:
         """See `Sampler.wake`."""
-        self._wait(self._pool.proceed("asleep"))
+        self._wait(self._pool.wake())
 
     def close(self) -> None:
         """See `Sampler.close`; ends the servers that the run started."""
@@ -163,6 +167,13 @@ class ServerSampler:
             if not self._thread.is_alive():
                 self._loop.close()
             self._folders.remove()
+
+    def _write(self, source: WeightSource) -> Path:
+        """Write what the servers get in an update."""
+        if self._settings.lora is LoraTransport.adapter:
+            assert isinstance(source, HasAdapter)
+            return self._folders.write_adapter(source, self._updates)
+        return self._folders.write(source, self._updates)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop and wait for it."""
@@ -255,6 +266,36 @@ class ServerSampler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._pool.close()
+
+
+def check_adapter(where: str, settings: ServerSettings, source: WeightSource) -> int | None:
+    """Return the rank of the LoRA adapters that servers get alone; None if they get the weights of the whole model.
+
+    Raises:
+        ConfigError: the source has no adapters.
+    """
+    if settings.lora is LoraTransport.merged:
+        return None
+    if not isinstance(source, HasAdapter) or source.adapter_rank is None:
+        raise ConfigError(
+            f"{where}.lora=adapter: the engine has no LoRA adapters that it can save alone. Set trains=lora, or "
+            "lora=merged. With runtime=ray, only merged is possible."
+        )
+    return source.adapter_rank
+
+
+def saved(settings: ServerSettings, source: WeightSource, *, first: bool) -> list[Callable[[Path], None]]:
+    """Return the methods of a source by which a sampler saves its weights, in the order in which it calls them.
+
+    Args:
+        settings: settings of the sampler.
+        source: the weights.
+        first: whether these are the first weights.
+    """
+    if settings.lora is LoraTransport.merged:
+        return [source.save]
+    assert isinstance(source, HasAdapter)
+    return [source.save_base, source.save_adapter] if first else [source.save_adapter]
 
 
 def check_config(config: GenerationConfig) -> None:

@@ -53,6 +53,12 @@ class Server:
         self.checked_at = 0.0
         """Time at which the last successful check of its weights began."""
         self.check_lock = asyncio.Lock()
+        self.adapter: str | None = None
+        """Name of the LoRA adapter that was loaded last."""
+        self.has_base = False
+        """Whether the server has the base model of the run's LoRA adapters."""
+        self.asleep = False
+        """Whether the server has freed its memory."""
         self._process: LaunchedServer | None = None
         self._starts = 0
         self._calls: set[asyncio.Task[Any]] = set()
@@ -73,11 +79,12 @@ class Server:
         """Whether the run may begin without this server: it is running elsewhere, and did not answer."""
         return self.tried and not self.launched
 
-    def start(self, model: Path) -> None:
+    def start(self, model: Path, rank: int | None) -> None:
         """Start the process, if the run starts this server and it is not running.
 
         Args:
             model: folder of the weights.
+            rank: rank of the LoRA adapters that the server gets; None if it gets none.
 
         Raises:
             TransientError: the server ended too often.
@@ -90,16 +97,12 @@ class Server:
             lines = "" if self._process is None else self._process.last_lines()
             raise TransientError(f"the server ended {self._starts} times. Its last output ({self._log}):\n{lines}")
         port = free_port()
-        command = self._settings.command_line("launch", model, port)
-        environment = {
-            **self._settings.variables,
-            "REALIGN_SERVER_INDEX": str(self._index),
-            **self._settings.environment,
-        }
+        command = self._settings.command_line("launch", model, port, rank)
         self.url = f"http://127.0.0.1:{port}"
-        self._process = LaunchedServer(command, environment, self._log)
+        self._process = LaunchedServer(command, self._settings.server_variables(self._index), self._log)
         self._starts += 1
         self.http = None
+        self.adapter, self.has_base, self.asleep = None, rank is not None, False
 
     def connect(self) -> None:
         """Create the client, unless it exists."""

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
 from realign.api.sampler import Capabilities
 from realign.api.sampler_spec import SamplerSpec
 from realign.engines.servers.protocol import ServerProtocol
 from realign.errors import ConfigError
-from realign.settings import Count, NonNegativeInt, Positive
+from realign.settings import Count, NonNegativeInt, Positive, Range
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Hosts of this machine."""
+
+
+class LoraTransport(StrEnum):
+    """How servers get a policy with LoRA adapters (models.ROLE.trains=lora)."""
+
+    merged = "merged"
+    """As weights of the whole model, with the adapters added. Works with every model."""
+    adapter = "adapter"
+    """The base model once, and only the adapter in each update. The server must support LoRA for the model."""
 
 
 @dataclass
@@ -36,9 +46,17 @@ class ServerSettings(SamplerSpec):
     """Further environment variables of the servers that the run starts."""
     servers: Count = 1
     """Number of servers to start. Server i gets the environment variable `REALIGN_SERVER_INDEX=i`."""
+    devices: list[str] = field(default_factory=list)
+    """`CUDA_VISIBLE_DEVICES` of each server that the run starts, such as `["0,1", "2,3"]` for two servers with two
+    GPUs each. Empty: the value of the run."""
     weights_dir: str | None = None
     """Folder in which weights are written for the servers, which must be able to read it. Null: shared memory, or the
     temporary folder. Required if a server runs on another machine."""
+    lora: LoraTransport = LoraTransport.merged
+    """How servers get a policy with LoRA adapters: merged | adapter. See `LoraTransport`."""
+    sleep_level: Annotated[int, Range(ge=0, le=2)] = 0
+    """Memory that servers free while the role sleeps, which it does while models train if rollout is synchronous. 0:
+    none. 1: KV cache, and weights, which vLLM keeps in the memory of the host. 2: KV cache and weights."""
     untie: bool = False
     """Send tied output embeddings as separate weights. Servers of vLLM that compute on a CPU need this: they do not
     update tied output embeddings."""
@@ -62,6 +80,15 @@ class ServerSettings(SamplerSpec):
     package: ClassVar[str]
     command: ClassVar[str]
     variables: ClassVar[dict[str, str]]
+    sleep_arguments: ClassVar[str]
+
+    def lora_arguments(self, rank: int) -> str:
+        """Return the arguments of the usual command for adapters of a rank.
+
+        Raises:
+            ConfigError: the server does not support the rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement lora_arguments")
 
     def check(self, where: str) -> None:
         """See `SamplerSpec`.
@@ -72,7 +99,7 @@ class ServerSettings(SamplerSpec):
         for url in self.urls:
             _check_url(f"{where}.urls", url)
         if self.urls:
-            for name in ("launch", "python", "arguments", "environment"):
+            for name in ("launch", "python", "arguments", "environment", "devices"):
                 if getattr(self, name):
                     raise ConfigError(f"{where}.{name}: it applies to servers that the run starts, but urls are set.")
             remote = next((url for url in self.urls if urlsplit(url).hostname not in LOCAL), None)
@@ -89,14 +116,32 @@ class ServerSettings(SamplerSpec):
             )
         if self.python is not None and not Path(self.python).expanduser().exists():
             raise ConfigError(f"{where}.python={self.python!r}: no such file")
+        if self.devices and len(self.devices) != self.servers:
+            raise ConfigError(
+                f"{where}.devices={self.devices}: has {len(self.devices)} values, but {where}.servers={self.servers}. "
+                "Give one text for each server."
+            )
         self.command_line(f"{where}.launch", Path("model"), 0)
 
     def capabilities(self) -> Capabilities:
         """See `SamplerSpec`. Tokens depend on the requests that a server decodes together."""
-        return Capabilities(bitwise=False, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)
+        return Capabilities(
+            bitwise=False,
+            logprobs_at_temperature=True,
+            stop_strings=True,
+            lora=True,
+            abort=False,
+            frees_memory=self.sleep_level > 0,
+        )
 
-    def command_line(self, where: str, model: Path, port: int) -> list[str]:
+    def command_line(self, where: str, model: Path, port: int, rank: int | None = None) -> list[str]:
         """Return the command that starts a server.
+
+        Args:
+            where: key of the command, for messages.
+            model: folder of the weights.
+            port: port on which it listens.
+            rank: rank of the LoRA adapters that it gets; None if it gets none.
 
         Raises:
             ConfigError: the command has an unknown placeholder, or quotes that are not closed.
@@ -104,7 +149,7 @@ class ServerSettings(SamplerSpec):
         import shlex
 
         values = {"model": str(model), "port": str(port), "python": self.python or sys.executable}
-        words = f"{self.launch or self.command} {self.arguments}"
+        words = f"{self.launch or self._usual_command(rank)} {self.arguments}"
         try:
             return [word.format(**values) for word in shlex.split(words)]
         except (ValueError, LookupError) as error:
@@ -112,6 +157,20 @@ class ServerSettings(SamplerSpec):
                 f"{where}: {words!r} is no valid command ({error}). Valid placeholders: {{model}}, {{port}} and "
                 "{python}."
             ) from error
+
+    def _usual_command(self, rank: int | None) -> str:
+        """Return the usual command, with the arguments that settings require."""
+        words = [self.command]
+        if rank is not None:
+            words.append(self.lora_arguments(rank))
+        if self.sleep_level:
+            words.append(self.sleep_arguments)
+        return " ".join(words)
+
+    def server_variables(self, index: int) -> dict[str, str]:
+        """Return the environment variables of a server that the run starts."""
+        device = {"CUDA_VISIBLE_DEVICES": self.devices[index]} if self.devices else {}
+        return {**self.variables, "REALIGN_SERVER_INDEX": str(index), **device, **self.environment}
 
 
 def _check_url(where: str, url: str) -> None:

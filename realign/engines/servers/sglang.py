@@ -6,6 +6,7 @@ Interface: https://docs.sglang.io (native API: `/generate`, `/update_weights_fro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +30,7 @@ from realign.engines.servers.spec import Servers
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
+_LOADING = "loading"
 _ALL = -1
 """Value of `top_k` for the whole vocabulary."""
 
@@ -48,9 +50,9 @@ class SglangProtocol(ServerProtocol):
         ids = [item(pair, 1) for pair in pairs]
         return checked_part(ids, logprobs, reason, ask, None if label is None else str(label))
 
-    async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
+    async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """See `ServerProtocol`."""
-        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0)
+        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter)
         body = generate_request(ask) | {"logprob_start_len": 0}
         found = item(await post(http, "/generate", body), "meta_info", "input_token_logprobs")
         return checked_scores([item(pair, 0) for pair in found[1:]], ids)
@@ -76,9 +78,45 @@ class SglangProtocol(ServerProtocol):
         if not item(done, "success"):
             raise Refused(f"POST /update_weights_from_disk: {done.get('message')}")
 
+    async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
+        """See `ServerProtocol`."""
+        await _set_label(http, _LOADING)
+        with suppress(Refused):  # it exists if an earlier attempt failed afterwards
+            await self.unload_adapter(http, label)
+        done = await post(http, "/load_lora_adapter", {"lora_name": label, "lora_path": str(folder.absolute())})
+        if not item(done, "success"):
+            raise Refused(f"POST /load_lora_adapter: {done.get('error_message')}")
+        await post(http, "/flush_cache", text=True)
+        await _set_label(http, label)
+
+    async def unload_adapter(self, http: AsyncClient, name: str) -> None:
+        """See `ServerProtocol`."""
+        done = await post(http, "/unload_lora_adapter", {"lora_name": name})
+        if not item(done, "success"):
+            raise Refused(f"POST /unload_lora_adapter: {done.get('error_message')}")
+
+    async def sleep(self, http: AsyncClient, level: int) -> None:
+        """See `ServerProtocol`. SGLang has one level, which does not keep the weights."""
+        await post(http, "/release_memory_occupation", {})
+
+    async def wake(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/resume_memory_occupation", {})
+
+    async def check_health(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`. `/health` samples a token, which a stopped server does not."""
+        await get(http, "/model_info")
+
     async def label(self, http: AsyncClient) -> str | None:
         """See `ServerProtocol`."""
         return str(item(await get(http, "/model_info"), "weight_version"))
+
+
+async def _set_label(http: AsyncClient, label: str) -> None:
+    """Set the label of the weights."""
+    done = await post(http, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
+    if not item(done, "success"):
+        raise Refused(f"POST /update_weight_version: {done.get('message')}")
 
 
 def generate_request(ask: Ask) -> dict[str, Any]:
@@ -90,7 +128,8 @@ def generate_request(ask: Ask) -> dict[str, Any]:
         "sampling_seed": ask.seed,
         "no_stop_trim": True,
     }
-    return {
+    adapter = {} if ask.adapter is None else {"lora_path": ask.adapter}
+    return adapter | {
         "input_ids": list(ask.ids),
         "sampling_params": sampling,
         "return_logprob": True,
@@ -110,3 +149,8 @@ class Sglang(Servers):
         "--sampling-backend pytorch"
     )
     variables: ClassVar[dict[str, str]] = {}
+    sleep_arguments: ClassVar[str] = "--enable-memory-saver"
+
+    def lora_arguments(self, rank: int) -> str:
+        """See `ServerSettings`. During an update, the server has two adapters."""
+        return f"--enable-lora --max-lora-rank {rank} --lora-target-modules all --max-loaded-loras 2"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from realign.api.sampler import Sampler, WeightSource
-from realign.engines.servers.sampler import ServerSampler
+from realign.engines.distributed.ranks import current
+from realign.engines.servers.probe import Probe
+from realign.engines.servers.ranked import RankedSampler
+from realign.engines.servers.sampler import ServerSampler, check_adapter
 from realign.engines.servers.settings import ServerSettings
 from realign.errors import ConfigError
 
@@ -28,9 +32,20 @@ class HasEndTokens(Protocol):
 class Servers(ServerSettings):
     """Samples with inference servers over HTTP. Each request goes to the server with the fewest requests."""
 
+    torchrun: ClassVar[bool] = True
+
     def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
-        """See `SamplerSpec`: starts servers if no `urls` are set, and sends the weights to all servers."""
-        return ServerSampler(name, self, source, end_tokens(name, source, tokenizer), probe_ids(tokenizer))
+        """See `SamplerSpec`: starts servers if no `urls` are set, and sends the weights to all servers.
+
+        Under torchrun, rank 0 does.
+        """
+        ids, stop_ids = probe_ids(tokenizer), end_tokens(name, source, tokenizer)
+        check_adapter(f"models.{name}.sampler", self, source)
+        open_own = partial(ServerSampler, name, self, source, stop_ids, ids)
+        ranks = current()
+        if ranks.size == 1:
+            return open_own()
+        return RankedSampler(ranks, self, source, Probe(ids, self.probe_tolerance), open_own)
 
 
 def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ...]:

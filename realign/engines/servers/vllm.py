@@ -26,17 +26,21 @@ from realign.engines.servers.protocol import (
     sampling_settings,
 )
 from realign.engines.servers.spec import Servers
+from realign.errors import ConfigError
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
 _LOADING = "loading"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of `--max-lora-rank`."""
 
 
 class VllmProtocol(ServerProtocol):
     """The HTTP interface of vLLM, tested with version 0.32."""
 
     title = "vLLM"
+    keeps_weights = frozenset({1})
 
     async def sample(self, http: AsyncClient, ask: Ask) -> Part:
         """See `ServerProtocol`."""
@@ -46,9 +50,9 @@ class VllmProtocol(ServerProtocol):
         logprobs = item(choice, "logprobs", "token_logprobs") if ids else []
         return checked_part(ids, logprobs, item(choice, "finish_reason"), ask)
 
-    async def score(self, http: AsyncClient, ids: Sequence[int]) -> list[float]:
+    async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """See `ServerProtocol`."""
-        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0)
+        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter)
         body = completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
         found = item(await post(http, "/v1/completions", body), "choices", 0, "prompt_logprobs")
         rows = zip(ids, found or [], strict=False)
@@ -68,6 +72,31 @@ class VllmProtocol(ServerProtocol):
         await post(
             http, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         )
+        await self._finish_loading(http, label)
+
+    async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/update_weight_version", {"new_version": _LOADING})
+        body = {"lora_name": label, "lora_path": str(folder.absolute()), "load_inplace": True}
+        await post(http, "/v1/load_lora_adapter", body, text=True)
+        await self._finish_loading(http, label)
+
+    async def unload_adapter(self, http: AsyncClient, name: str) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/v1/unload_lora_adapter", {"lora_name": name}, text=True)
+
+    async def sleep(self, http: AsyncClient, level: int) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/sleep", params={"level": level, "mode": "abort"})
+
+    async def wake(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`. vLLM then continues sampling."""
+        done = await post(http, "/wake_up")
+        if item(done, "status") != "awake":
+            raise Refused("POST /wake_up: the server is still asleep")
+
+    async def _finish_loading(self, http: AsyncClient, label: str) -> None:
+        """Forget what was computed with earlier weights, and set the label."""
         done = await post(http, "/reset_prefix_cache")
         if not item(done, "success"):
             raise Refused("POST /reset_prefix_cache: the prefix cache of earlier weights was not removed")
@@ -79,17 +108,22 @@ class VllmProtocol(ServerProtocol):
 
 
 def completion_request(ask: Ask) -> dict[str, Any]:
-    """Return the body of a completion request."""
-    return sampling_settings(ask.config, ask.stop_ids) | {
-        "prompt": list(ask.ids),
-        "max_tokens": ask.config.max_new_tokens,
-        "min_tokens": least_tokens(ask.config),
-        "top_k": ask.config.top_k,
-        "seed": ask.seed,
-        "include_stop_str_in_output": True,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
+    """Return the body of a completion request. vLLM selects an adapter by the name of the model."""
+    model = {} if ask.adapter is None else {"model": ask.adapter}
+    return (
+        sampling_settings(ask.config, ask.stop_ids)
+        | model
+        | {
+            "prompt": list(ask.ids),
+            "max_tokens": ask.config.max_new_tokens,
+            "min_tokens": least_tokens(ask.config),
+            "top_k": ask.config.top_k,
+            "seed": ask.seed,
+            "include_stop_str_in_output": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+    )
 
 
 @dataclass
@@ -102,4 +136,12 @@ class Vllm(Servers):
         "{python} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port} "
         "--logprobs-mode processed_logprobs"
     )
-    variables: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
+    variables: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    sleep_arguments: ClassVar[str] = "--enable-sleep-mode"
+
+    def lora_arguments(self, rank: int) -> str:
+        """See `ServerSettings`. During an update, the server has two adapters."""
+        largest = next((size for size in _RANKS if size >= rank), None)
+        if largest is None:
+            raise ConfigError(f"trains.rank={rank}: vLLM supports at most {_RANKS[-1]}. Set sampler.lora=merged.")
+        return f"--enable-lora --max-loras 1 --max-cpu-loras 2 --max-lora-rank {largest}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +17,24 @@ from realign.errors import ConfigError, TransientError
 _SHARED_MEMORY = Path("/dev/shm")
 _AVERAGED = "_ema"
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@runtime_checkable
+class HasAdapter(Protocol):
+    """A source of weights that can save its LoRA adapters alone."""
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the adapters; None if the model has none."""
+        ...
+
+    def save_adapter(self, path: Path) -> None:
+        """Write an adapter folder of peft."""
+        ...
+
+    def save_base(self, path: Path) -> None:
+        """Write a model folder with the weights of the base model."""
+        ...
 
 
 class WeightFolders:
@@ -46,13 +66,35 @@ class WeightFolders:
         Raises:
             TransientError: there is not enough space.
         """
-        folder = self.root / f"update_{number}"
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
+
+        def save(folder: Path) -> None:
             source.save(folder)
             shutil.rmtree(folder.with_name(f"{folder.name}{_AVERAGED}"), ignore_errors=True)
-            if self._untie:
-                untie(folder)
+            self._prepare(folder)
+
+        return self._write(self.root / f"update_{number}", save)
+
+    def write_adapter(self, source: HasAdapter, number: int) -> Path:
+        """Write the LoRA adapter of an update alone; see `write`."""
+        return self._write(self.root / f"update_{number}", source.save_adapter)
+
+    def write_base(self, source: HasAdapter) -> Path:
+        """Write the base model of LoRA adapters; see `write`."""
+
+        def save(folder: Path) -> None:
+            source.save_base(folder)
+            self._prepare(folder)
+
+        return self._write(self.root / "base", save)
+
+    def _prepare(self, folder: Path) -> None:
+        if self._untie:
+            untie(folder)
+
+    def _write(self, folder: Path, save: Callable[[Path], None]) -> Path:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            save(folder)
         except OSError as error:
             raise TransientError(
                 f"{folder}: the weights for the servers were not written: {error}. Set weights_dir to a folder with "

@@ -6,7 +6,7 @@ returns sums, and the accumulated gradient is divided once, by the weight of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from realign.engines.files.folders import AVERAGED, save_folder
 from realign.engines.files.tokenizers import save_tokenizer
 from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
 from realign.engines.network.kernels import Backend
-from realign.engines.network.network import Network, check_finite
+from realign.engines.network.lora import save_adapters, save_base
+from realign.engines.network.network import Network, check_finite, write_network
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.value_head import ValueNetwork
@@ -267,11 +268,30 @@ class TransformersEngine(InferenceEngine):
                 self._save(path.with_name(f"{path.name}{AVERAGED}"))
 
     def _save(self, path: Path) -> None:
-        save_folder(path, lambda folder: self._write(folder, path))
+        self._save_as(path, self.network.trains.save, with_value_head=True)
 
-    def _write(self, folder: Path, final: Path) -> None:
-        self.network.save(folder)
-        save_tokenizer(self.tokenizer, folder, final)
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the LoRA adapters; None if the model has none."""
+        return self.network.trains.adapter_rank
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the LoRA adapters alone, as a folder of peft; see `save` for the errors."""
+        check_finite(self.name, self.module, self.value_head)
+        self._save_as(path, save_adapters, with_value_head=False)
+
+    def save_base(self, path: Path) -> None:
+        """Write the model without its LoRA adapters; see `save` for the errors."""
+        self._save_as(path, save_base, with_value_head=False)
+
+    def _save_as(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
+        """Write a folder atomically; `write` writes the module, and the tokenizer is added."""
+
+        def fill(folder: Path) -> None:
+            write_network(folder, self.module, self.value_head if with_value_head else None, write)
+            save_tokenizer(self.tokenizer, folder, path)
+
+        save_folder(path, fill)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that training changes: weights, optimizer moments and step counts.

@@ -91,10 +91,10 @@ def sft(folder: Path) -> dict[str, Any]:
     return train(load(folder, "gpt2"), SFTInterface(n_minibatches=2), [batch(step) for step in range(4)])
 
 
-def grpo(folder: Path) -> dict[str, Any]:
+def grpo(folder: Path, **settings: Any) -> dict[str, Any]:
     drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
     batches = [data.select(data.keys - set(drop)) for data in map(batch, range(4))]
-    return train(load(folder), GRPOActorInterface(n_minibatches=2), batches)
+    return train(load(folder, **settings), GRPOActorInterface(n_minibatches=2), batches)
 
 
 def early_stop(folder: Path) -> dict[str, Any]:
@@ -195,11 +195,17 @@ def settings(folder: Path) -> dict[str, Any]:
     return {kind: steps(load(folder, **given), loss) for kind, (given, loss) in KINDS.items()}
 
 
-def uneven(folder: Path) -> dict[str, Any]:
+def reduced_once(folder: Path) -> dict[str, Any]:
+    """Train `grpo` and uneven shards, summing gradients over the ranks after the last micro-batch only."""
+    once = Sharding(reduce_once=True)
+    return {"grpo": grpo(folder, sharding=once), "uneven": uneven(folder, sharding=once)}
+
+
+def uneven(folder: Path, **settings: Any) -> dict[str, Any]:
     """Trap D9: the first rank has five long texts, the second has five short ones, and the third has none."""
     long, short = random_sample([(60,)] * 5), random_sample([(5,)] * 5, seed=1)
     short = SequenceSample(tuple(f"s{i}" for i in short.ids), short.data, short.lengths)
-    whole, spec, machine = SequenceSample.gather([long, short]), MicroBatchSpec(100), load(folder).machine
+    whole, spec, machine = SequenceSample.gather([long, short]), MicroBatchSpec(100), load(folder, **settings).machine
     rank, size = current().rank, current().size
     part = whole if size == 1 else [long, short, whole.take([])][rank]
     counts = stat_values(machine.accumulate(part, spec, plain_loss, weight(whole)))
@@ -384,6 +390,7 @@ def of_a_group(folder: Path) -> dict[str, Any]:
     others = {path.name: path for path in folder.glob("of *") if path != own}
     more = {"low": low(folder), "kept": kept(folder, own, others), "mistakes": mistakes(folder)}
     more["faults of one rank"] = faults_of_one_rank(folder)
+    more["reduced once"] = reduced_once(folder)
     if current().size == 2:
         more["divided"] = divided(folder)
     return {**scenarios(folder), **more, "dropout": load(folder, dropout=True).machine.dropout_seed()}

@@ -89,6 +89,15 @@ def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
     assert one["few"][2]["zero_weight_steps"] == 1
 
 
+def test_gradients_that_are_summed_once_in_a_step_are_those_of_one_process(
+    ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    for found in ranks:
+        assert_same(found["reduced once"]["grpo"], alone["grpo"])
+        uneven = {key: x for key, x in found["reduced once"]["uneven"].items() if key != "n"}
+        assert_same(uneven, {key: x for key, x in alone["uneven"].items() if key != "n"})
+
+
 @pytest.mark.parametrize("kind", scenarios.KINDS)
 def test_every_kind_of_network_trains_as_in_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str

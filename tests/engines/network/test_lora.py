@@ -208,3 +208,27 @@ def test_bad_adapters_are_refused(tmp_path, monkeypatch):
         ConfigError, match=r"models\.actor\.trains=lora: peft is not installed. Run pip install 'realign-rl\[peft\]'"
     ):
         load(folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_base_model_and_adapter_that_are_saved_apart_are_the_trained_model(tmp_path, tied):
+    """Also with merge_on_save, for servers that get adapters alone."""
+    folder = save_tiny(tmp_path / "m", "llama", tie_word_embeddings=tied)
+    engine, data = load(folder, Lora(rank=3, merge_on_save=True)), random_sample(LENGTHS)
+    train(engine, data)
+    assert engine.adapter_rank == 3
+    engine.save_base(tmp_path / "base")
+    engine.save_adapter(tmp_path / "adapter")
+    base, info = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    start = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(x, start.state_dict()[name]) for name, x in base.state_dict().items())
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(plain_logprobs(adapted, data), logprobs(engine, data), atol=1e-5, rtol=1e-5)
+    assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+
+def test_an_engine_without_adapters_has_no_adapter_rank(tmp_path):
+    spec = TransformersModel(str(save_tiny(tmp_path)), device="cpu", optimizer=STEP)
+    assert spec.load("actor", seed=0).machine.adapter_rank is None

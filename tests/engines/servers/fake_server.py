@@ -1,7 +1,7 @@
 """Fake of an inference server for tests: the HTTP interfaces of vLLM and SGLang over a table of logits, with faults.
 
-The paths, fields and answers are those of vLLM 0.32 and SGLang 0.5.23. The next token depends on the last one. Token 0
-is the end token of the tests.
+The paths, fields and answers are those of vLLM 0.32 and SGLang 0.5.23; `test_schema` compares them. The next token
+depends on the last one. Token 0 is the end token of the tests.
 """
 
 import itertools
@@ -13,6 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -50,12 +51,36 @@ class Scoring(Table):
         return post_hook(SimpleNamespace(logprobs=lambda temperature, where_T: logprobs_T), data)
 
 
+class Adapted(Scoring):
+    """Weights with an adapter: logits of a base model, and what the adapter adds to them."""
+
+    adapter_rank = 3
+
+    def __init__(self, base_VV, added_VV):
+        super().__init__(base_VV + added_VV)
+        self.base_VV, self.added_VV = base_VV, added_VV
+
+    def save_adapter(self, path):
+        Table(self.added_VV).save(path)
+
+    def save_base(self, path):
+        Table(self.base_VV).save(path)
+
+
 def logits_of(folder):
-    """Read the logits that `Table` or `BigramEngine` wrote."""
+    """Read the logits that `Table` or `BigramEngine` wrote, or compute some from the weights of a real model."""
     bigram = Path(folder) / "bigram.npz"
     if bigram.exists():
         return torch.from_numpy(np.load(bigram)["logits"])
-    return load_file(Path(folder) / "model.safetensors")["logits"]
+    if (adapter := Path(folder) / "adapter_model.safetensors").exists():
+        return torch.stack([x.sum() for x in load_file(adapter).values()]).sum()
+    weights = load_file(Path(folder) / "model.safetensors")
+    return weights["logits"] if "logits" in weights else logits_from(weights)
+
+
+def logits_from(weights):
+    """Return logits that change with the embeddings of a real model."""
+    return weights["model.embed_tokens.weight"] @ weights["lm_head.weight"].T
 
 
 def random_table(seed, words=12):
@@ -66,7 +91,8 @@ def random_table(seed, words=12):
 class _Job:
     """A request that is being decoded."""
 
-    def __init__(self, ids, most, least, stop_ids, temperature, seed):
+    def __init__(self, ids, most, least, stop_ids, temperature, seed, adapter=None):
+        self.adapter = adapter
         self.prompt, self.ids, self.logprobs, self.reason = ids, [], [], None
         self.most, self.least, self.stop_ids, self.temperature = most, least, stop_ids, temperature
         self.generator = torch.Generator().manual_seed(seed or 0)
@@ -95,6 +121,17 @@ class _Job:
         self.done.set()
 
 
+class Exchange(NamedTuple):
+    """A request and its answer."""
+
+    method: str
+    path: str
+    query: dict
+    body: dict
+    status: int
+    answer: object
+
+
 class FakeServer:
     """A server on loopback. `kind` is vllm or sglang."""
 
@@ -102,8 +139,10 @@ class FakeServer:
         self.kind, self.start_table, self.token_s = kind, table, token_s
         self.changed = threading.Condition()
         self.requests, self.jobs, self.paused, self.closed = [], [], False, False
+        self.exchanges = []
         self.tokens_by_label = {}
         self.faults = {}  # path -> list of functions, which get the handler and answer in place of the server
+        self.adapters, self.asleep, self.sleeps = {}, False, 0
         self.set_weights(table.logits_VV, DEFAULT)
         fake = self
 
@@ -139,11 +178,15 @@ class FakeServer:
     def set_weights(self, logits_VV, label):
         self.logits_VV, self.label = logits_VV, label
 
+    def logits(self, adapter):
+        return self.logits_VV + (0 if adapter is None else self.adapters[adapter])
+
     def restart(self):
         """Lose the weights of clients and all running requests, like a process that was started again."""
         with self.changed:
             self.set_weights(self.start_table.logits_VV, DEFAULT)
-            self.paused = False
+            self.adapters.clear()
+            self.paused = self.asleep = False
             for job in self.jobs:
                 job.end("lost")
             self.jobs.clear()
@@ -166,7 +209,7 @@ class FakeServer:
                 if self.closed:
                     return
                 for job in list(self.jobs):
-                    job.step(self.logits_VV)
+                    job.step(self.logits(job.adapter))
                     self.tokens_by_label[self.label] = self.tokens_by_label.get(self.label, 0) + 1
                 self.jobs = [job for job in self.jobs if not job.done.is_set()]
             time.sleep(self.token_s)
@@ -193,16 +236,39 @@ class FakeServer:
             self.paused = False
             self.changed.notify_all()
 
-    def score(self, ids):
+    def score(self, ids, adapter):
         """Return tokens and log-probs of a text but its first token; waits while the server is paused."""
         with self.changed:
             self.changed.wait_for(lambda: self.closed or not self.paused)
-            rows = self.logits_VV.log_softmax(-1)
+            rows = self.logits(adapter).log_softmax(-1)
         return [(after, float(rows[before, after])) for before, after in itertools.pairwise(ids)]
 
     def load(self, folder):
+        assert not self.asleep
         with self.changed:
             self.logits_VV = logits_of(folder)
+
+    def load_adapter(self, name, folder):
+        assert not self.asleep
+        with self.changed:
+            self.adapters[name] = logits_of(folder)
+
+    def sleep(self, keeps_weights):
+        """Free the memory; only an idle server can."""
+        assert self.paused
+        assert not self.asleep
+        assert not self.jobs
+        with self.changed:
+            self.asleep = True
+            self.sleeps += 1
+            if not keeps_weights:
+                self.logits_VV = torch.full_like(self.logits_VV, torch.nan)
+                self.adapters.clear()
+
+    def wake(self):
+        assert self.asleep
+        with self.changed:
+            self.asleep = False
 
     def answer(self, handler, body):
         """Answer a request, or play the next fault of its path."""
@@ -214,10 +280,13 @@ class FakeServer:
         if self.faults.get(parts.path):
             self.faults[parts.path].pop(0)(handler)
             return
-        found = getattr(self, f"_{self.kind}")(parts.path, body, parse_qs(parts.query))
+        query = parse_qs(parts.query)
+        found = getattr(self, f"_{self.kind}")(parts.path, body, query)
         if found is None:
             handler.close_connection = True
             return
+        single = {name: values[0] for name, values in query.items()}
+        self.exchanges.append(Exchange(handler.command, parts.path, single, body, *found))
         send(handler, *found)
 
     def _vllm(self, path, body, query):
@@ -230,6 +299,22 @@ class FakeServer:
         if path == "/resume":
             self.resume()
             return 200, {"status": "resumed"}
+        if path == "/sleep":
+            self.sleep(query["level"] == ["1"])
+            return 200, {"status": "sleeping", "level": int(query["level"][0])}
+        if path == "/wake_up":
+            self.wake()
+            self.resume()
+            return 200, {"status": "awake", "tags": None}
+        if path == "/v1/load_lora_adapter":
+            if body["lora_name"] in self.adapters and not body["load_inplace"]:
+                return 400, {"error": {"message": "has already been loaded"}}
+            self.load_adapter(body["lora_name"], body["lora_path"])
+            return 200, Text(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+        if path == "/v1/unload_lora_adapter":
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return 404, {"error": {"message": "cannot be found"}}
+            return 200, Text(f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights"
             self.load(body["kwargs"]["weights_path"])
@@ -243,13 +328,15 @@ class FakeServer:
             return 200, {"weight_version": self.label}
         if path != "/v1/completions":
             return 404, {"detail": "Not Found"}
+        if (adapter := body.get("model")) is not None and adapter not in self.adapters:
+            return 404, {"error": {"message": f"The model `{adapter}` does not exist.", "type": "NotFoundError"}}
         if max(body["prompt"]) >= len(self.logits_VV):
             return 400, {"error": {"message": "Token id is out of vocabulary", "type": "BadRequestError"}}
         if body["temperature"] < 0 or not body["return_token_ids"] or not body["ignore_eos"]:
             return 400, {"error": {"message": "unexpected parameters"}}
         if body.get("prompt_logprobs") is not None:
-            rows = [{str(token): {"logprob": logprob}} for token, logprob in self.score(body["prompt"])]
-            return 200, {"choices": [{"prompt_logprobs": [None, *rows]}]}
+            rows = [{str(token): {"logprob": logprob}} for token, logprob in self.score(body["prompt"], adapter)]
+            return 200, completion({"finish_reason": "length", "prompt_logprobs": [None, *rows]})
         job = _Job(
             body["prompt"],
             body["max_tokens"],
@@ -257,15 +344,14 @@ class FakeServer:
             body["stop_token_ids"],
             body["temperature"],
             body["seed"],
+            adapter,
         )
         if not self.run(job):
             return None
-        choice = {"index": 0, "text": "", "finish_reason": job.reason, "stop_reason": None, "token_ids": job.ids}
-        return 200, {"choices": [choice | {"logprobs": {"token_logprobs": job.logprobs}}]}
+        choice = {"finish_reason": job.reason, "stop_reason": None, "token_ids": job.ids}
+        return 200, completion(choice | {"logprobs": {"token_logprobs": job.logprobs}})
 
     def _sglang(self, path, body, query):
-        if path == "/health":
-            return 200, None
         if path == "/pause_generation":
             assert body == {"mode": "abort"}
             self.pause()
@@ -273,6 +359,26 @@ class FakeServer:
         if path == "/continue_generation":
             self.resume()
             return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        if path == "/release_memory_occupation":
+            self.sleep(keeps_weights=False)
+            return 200, None
+        if path == "/resume_memory_occupation":
+            self.wake()
+            return 200, None
+        if path == "/load_lora_adapter":
+            if body["lora_name"] in self.adapters:
+                return 400, {"success": False, "error_message": "already loaded"}
+            self.load_adapter(body["lora_name"], body["lora_path"])
+            return 200, {"success": True, "error_message": None, "loaded_adapters": {}}
+        if path == "/unload_lora_adapter":
+            if self.adapters.pop(body["lora_name"], None) is None:
+                return 400, {"success": False, "error_message": "not loaded"}
+            return 200, {"success": True, "error_message": None, "loaded_adapters": {}}
+        if path == "/flush_cache":
+            return 200, Text("Cache flushed.")
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+            return 200, {"success": True, "message": "Weight version updated", "new_version": self.label}
         if path == "/update_weights_from_disk":
             self.load(body["model_path"])
             self.label = body["weight_version"]
@@ -282,10 +388,12 @@ class FakeServer:
         if path != "/generate":
             return 404, {"detail": "Not Found"}
         sampling = body["sampling_params"]
+        if (adapter := body.get("lora_path")) is not None and adapter not in self.adapters:
+            return 400, {"error": {"message": f"The adapter {adapter} has not been loaded"}}
         if max(body["input_ids"]) >= len(self.logits_VV):
             return 400, {"error": {"message": "The input contains token ids outside of the vocabulary"}}
         if body["logprob_start_len"] == 0:
-            pairs = [[logprob, token, None] for token, logprob in self.score(body["input_ids"])]
+            pairs = [[logprob, token, None] for token, logprob in self.score(body["input_ids"], adapter)]
             return 200, {"meta_info": {"input_token_logprobs": [[None, body["input_ids"][0], None], *pairs]}}
         job = _Job(
             body["input_ids"],
@@ -294,6 +402,7 @@ class FakeServer:
             sampling["stop_token_ids"],
             sampling["temperature"],
             sampling["sampling_seed"],
+            adapter,
         )
         label = self.label
         if not self.run(job):
@@ -303,9 +412,18 @@ class FakeServer:
         return 200, {"text": "", "output_ids": job.ids, "meta_info": facts}
 
 
+def completion(choice):
+    """Return an answer of vLLM with one response."""
+    return {"model": "model", "usage": {}, "choices": [{"index": 0, "text": ""} | choice]}
+
+
+class Text(str):
+    """A plain text as answer."""
+
+
 def send(handler, status, body):
     """Send a JSON answer; an empty one for None."""
-    data = b"" if body is None else json.dumps(body).encode()
+    data = b"" if body is None else body.encode() if isinstance(body, Text) else json.dumps(body).encode()
     handler.send_response(status)
     handler.send_header("Content-Type", "application/json")
     handler.send_header("Content-Length", str(len(data)))

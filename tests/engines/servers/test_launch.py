@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, Request
+from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError, TransientError
 from tests.engines.servers import fake_server
@@ -94,6 +95,36 @@ def test_servers_end_when_the_run_is_killed(tmp_path):
     run.stdout.close()
 
 
+def test_each_server_gets_its_devices(tmp_path):
+    write = f"import os; open('{tmp_path}/' + os.environ['REALIGN_SERVER_INDEX'], 'w')"
+    launch = f"{{python}} -c \"{write}.write(os.environ['CUDA_VISIBLE_DEVICES'])\""
+    spec = Vllm(launch=launch, servers=2, devices=["0,1", "2,3"], restarts=0, weights_dir=str(tmp_path / "weights"))
+    with pytest.raises(TransientError, match="the server ended 1 times"):
+        spec.open("actor", START, None)
+    assert [(tmp_path / name).read_text() for name in ("0", "1")] == ["0,1", "2,3"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "rank", "words"),
+    [
+        (Vllm, {}, None, []),
+        (Vllm, {"sleep_level": 1}, None, ["--enable-sleep-mode"]),
+        (Vllm, {}, 5, ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", "8"]),
+        (Sglang, {"sleep_level": 2}, None, ["--enable-memory-saver"]),
+        (Sglang, {"launch": "serve {model}", "sleep_level": 2}, 5, []),
+    ],
+)
+def test_the_usual_command_has_the_arguments_that_settings_need(kind, settings, rank, words):
+    plain = kind(**{name: x for name, x in settings.items() if name == "launch"})
+    found = kind(**settings).command_line("where", Path("m"), 1, rank)
+    assert found == [*plain.command_line("where", Path("m"), 1), *words]
+
+
+def test_an_adapter_with_a_larger_rank_than_the_server_supports_is_an_error():
+    with pytest.raises(ConfigError, match=r"trains.rank=600: vLLM supports at most 512. Set sampler.lora=merged"):
+        Vllm(lora="adapter").command_line("where", Path("m"), 1, 600)
+
+
 def test_a_server_that_does_not_start_ends_the_run_with_its_output(tmp_path):
     spec = Vllm(launch="{python} -c \"print('no-such-model')\"", restarts=1, weights_dir=str(tmp_path))
     with pytest.raises(TransientError, match=r"(?s)models\.actor\.sampler: the server ended 2 times.*no-such-model"):
@@ -120,6 +151,8 @@ def test_a_command_that_does_not_exist_ends_the_run(tmp_path):
         ({"python": "/no/python"}, "where.python='/no/python': no such file"),
         ({"launch": "serve {model} {prot}"}, "no valid command .'prot'.. Valid placeholders: {model}, {port}"),
         ({"launch": "serve 'x"}, "No closing quotation"),
+        ({"launch": "x", "devices": ["0"], "servers": 2}, "where.devices=.*has 1 values, but where.servers=2"),
+        ({"urls": ["http://127.0.0.1:1"], "devices": ["0"]}, "where.devices: it applies to servers that the run"),
     ],
 )
 def test_wrong_settings_are_rejected_before_weights_are_read(settings, message):

@@ -51,8 +51,8 @@ def server():
     found.close()
 
 
-def experiment(tmp_path, server, patience_s=30.0, **changes):
-    models = {"actor": Served(Vllm(urls=[server.url], patience_s=patience_s))}
+def experiment(tmp_path, server, patience_s=30.0, sleep_level=0, **changes):
+    models = {"actor": Served(Vllm(urls=[server.url], patience_s=patience_s, sleep_level=sleep_level))}
     return toy(tmp_path, **({"models": models, "steps": 4} | changes))
 
 
@@ -64,6 +64,12 @@ def test_a_run_trains_on_the_samples_of_a_server(tmp_path, server, rollout):
     labels = [label for label in server.tokens_by_label if label.startswith("realign-")]
     assert len(labels) >= 4
     assert set(server.tokens_by_label) == set(labels)
+
+
+@pytest.mark.parametrize(("rollout", "sleeps"), [(Sync(), 4), (Async(max_staleness=1), 0)], ids=["sync", "async"])
+def test_servers_sleep_in_each_training_call_of_synchronous_rollout(tmp_path, server, rollout, sleeps):
+    run(experiment(tmp_path, server, rollout=rollout, sleep_level=2))
+    assert server.sleeps == sleeps
 
 
 def test_log_probs_of_server_and_trainer_agree_until_the_first_update(tmp_path, server):

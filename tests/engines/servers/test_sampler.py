@@ -14,11 +14,12 @@ from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError, TransientError
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.servers import fake_server
-from tests.engines.servers.fake_server import FakeServer, random_table
+from tests.engines.servers.fake_server import Adapted, FakeServer, Scoring, random_table
 
 KINDS = {"vllm": Vllm, "sglang": Sglang}
 SAMPLE = {"vllm": "/v1/completions", "sglang": "/generate"}
 PAUSE = {"vllm": "/pause", "sglang": "/pause_generation"}
+HEALTH = {"vllm": "/health", "sglang": "/model_info"}
 LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 START, NEW = random_table(0), random_table(1)
 CONFIG = GenerationConfig(n=3, max_new_tokens=12)
@@ -317,6 +318,138 @@ def test_cancelled_requests_close_their_connection(servers, connect):
     assert len(waiting.result(10).ids) == 40
 
 
+BASE = random_table(20).logits_VV
+
+
+def adapted(seed):
+    return Adapted(BASE, random_table(seed).logits_VV)
+
+
+@pytest.fixture
+def connect_adapter(kind, opened):
+    def connect(servers, **settings):
+        spec = KINDS[kind](urls=[server.url for server in servers], lora="adapter", **settings)
+        sampler = spec.open("actor", adapted(21), None)
+        opened.append(sampler)
+        return sampler
+
+    return connect
+
+
+def paths(server, part):
+    return [path for path, body in server.requests if part in path]
+
+
+def test_a_lora_adapter_is_sent_alone_and_selected_by_name(servers, connect_adapter, kind, tmp_path):
+    """The base model is loaded once; an update sends the adapter, and removes the one before."""
+    (server,) = servers()
+    sampler = connect_adapter([server], weights_dir=str(tmp_path))
+    for version in (1, 2, 3):
+        sampler.update(adapted(30 + version), version)
+        done = sampler.submit(request(version)).result(30)
+        torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(30 + version), done.ids.tolist(), 2))
+        assert set(done.versions.tolist()) == {version}
+    assert len(paths(server, LOAD[kind])) == 1
+    assert torch.equal(server.logits_VV, BASE)
+    assert list(server.adapters) == [server.label]
+    (root,) = tmp_path.iterdir()
+    assert {folder.name for folder in root.iterdir()} == {"base", "update_3"}
+
+
+def test_a_server_that_lost_its_adapter_gets_base_model_and_adapter_again(servers, connect_adapter, kind):
+    (server,) = servers(token_s=0.01)
+    sampler = connect_adapter([server])
+    sampler.update(adapted(22), 1)
+    handles = [sampler.submit(request(i)) for i in range(3)]
+    until(lambda: len(server.jobs) == 3)
+    server.restart()  # with requests
+    for handle in handles:
+        done = handle.result(30)
+        torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(22), done.ids.tolist(), 2))
+    server.restart()  # idle: it rejects the name of the adapter
+    done = sampler.submit(request(9)).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(22), done.ids.tolist(), 2))
+    assert len(paths(server, LOAD[kind])) == 3
+
+
+@pytest.mark.parametrize("fault", ["disconnect", "500"])
+def test_an_adapter_that_was_not_loaded_is_sent_again(servers, connect_adapter, kind, fault):
+    (server,) = servers()
+    sampler = connect_adapter([server])
+    path = {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"}[kind]
+    server.faults[path] = [fake_server.disconnect if fault == "disconnect" else fake_server.status(500)]
+    sampler.update(adapted(22), 1)
+    done = sampler.submit(request()).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(22), done.ids.tolist(), 2))
+
+
+def test_adapters_need_an_engine_that_has_them(servers, kind):
+    (server,) = servers()
+    with pytest.raises(ConfigError, match=r"models.actor.sampler.lora=adapter: the engine has no LoRA adapters"):
+        KINDS[kind](urls=[server.url], lora="adapter").open("actor", START, None)
+
+
+@pytest.mark.parametrize("lora", ["merged", "adapter"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_servers_free_their_memory_while_the_role_sleeps(servers, kind, opened, lora, level):
+    (server,) = servers(token_s=0.01)
+    spec = KINDS[kind](urls=[server.url], lora=lora, sleep_level=level)
+    sampler = spec.open("actor", adapted(21), None)
+    opened.append(sampler)
+    handle = sampler.submit(request())
+    until(lambda: sum(server.tokens_by_label.values()) >= 5)
+    sampler.sleep()
+    assert server.asleep
+    sampler.sleep()
+    assert server.sleeps == 1
+    sampler.wake()
+    done = handle.result(30)  # the weights are the same, also if the server did not keep them
+    torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(21), done.ids.tolist(), 2))
+    sampler.sleep()
+    loads = len(server.requests)
+    sampler.update(adapted(22), 1)
+    assert len([path for path, body in server.requests[loads:] if path != HEALTH[kind]]) == 0
+    sampler.wake()
+    done = sampler.submit(request(1)).result(30)
+    assert set(done.versions.tolist()) == {1}
+    torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(22), done.ids.tolist(), 2))
+
+
+def test_weights_that_a_server_keeps_asleep_are_not_sent_again(servers, kind, opened):
+    (server,) = servers()
+    sampler = KINDS[kind](urls=[server.url], sleep_level=1).open("actor", START, None)
+    opened.append(sampler)
+    sampler.sleep()
+    sampler.wake()
+    assert len(paths(server, LOAD[kind])) == {"vllm": 1, "sglang": 2}[kind]
+    assert len(sampler.submit(request()).result(30).ids) == 40
+
+
+def test_a_server_that_restarts_while_it_sleeps_is_given_the_weights(servers, kind, opened):
+    (server,) = servers()
+    sampler = KINDS[kind](urls=[server.url], sleep_level=2).open("actor", START, None)
+    opened.append(sampler)
+    sampler.sleep()
+    server.restart()
+    sampler.wake()
+    done = sampler.submit(request()).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
+
+
+def test_a_sampler_that_sleeps_and_is_paused_continues_after_both_have_ended(servers, kind, opened):
+    (server,) = servers()
+    sampler = KINDS[kind](urls=[server.url], sleep_level=2).open("actor", Scoring(START.logits_VV), None)
+    opened.append(sampler)
+    sampler.pause()
+    sampler.sleep()
+    handle = sampler.submit(request())
+    sampler.wake()
+    assert server.paused
+    assert not handle.done
+    sampler.resume()
+    assert len(handle.result(30).ids) == 40
+
+
 def test_no_server_at_the_url_is_a_transient_error(kind):
     spec = KINDS[kind](urls=["http://127.0.0.1:9"], start_timeout_s=0.5)
     with pytest.raises(TransientError, match=r"no server worked for 0.5 seconds \(http://127.0.0.1:9: "):
@@ -326,7 +459,7 @@ def test_no_server_at_the_url_is_a_transient_error(kind):
 @pytest.mark.parametrize(
     ("keys", "sent"), [("other.example=wrong, 127.0.0.1=secret", "Bearer secret"), ("other.example=wrong", None)]
 )
-def test_an_api_key_is_sent_to_its_host_only(servers, connect, monkeypatch, keys, sent):
+def test_an_api_key_is_sent_to_its_host_only(servers, connect, kind, monkeypatch, keys, sent):
     monkeypatch.setenv("REALIGN_SERVER_KEYS", keys)
     (server,) = servers()
     seen = []
@@ -335,7 +468,7 @@ def test_an_api_key_is_sent_to_its_host_only(servers, connect, monkeypatch, keys
         seen.append(handler.headers["Authorization"])
         fake_server.send(handler, 200, None)
 
-    server.faults["/health"] = [record]
+    server.faults[HEALTH[kind]] = [record]
     connect([server])
     assert seen == [sent]
 
