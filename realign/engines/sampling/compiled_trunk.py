@@ -21,7 +21,9 @@ from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache
 
 ROWS_PER_THREAD = 8
-"""Minimum number of rows per thread. With fewer rows, torch divides each matrix product among the threads instead."""
+"""Minimum number of rows per thread. With fewer rows, torch divides each matrix product among the threads instead.
+
+This is an estimate that was not measured."""
 
 LARGE_PRODUCT = 2**27
 """Multiply-adds of a matrix product per thread from which torch is faster (measured on one core with MKL)."""
