@@ -489,6 +489,12 @@ MUST_BE_GIVEN = {
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
     "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
+    "kto": ["models.actor.path=m", "data.path=d.jsonl"],
+    "online_dpo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
     "grpo_reasoning": ["models.actor.path=m", "data.path=p.jsonl", "evaluation.data.path=h.jsonl"],
     "grpo": [
         "models.actor.path=m",

@@ -20,6 +20,7 @@ from tests.tiny import save_tiny
 STRETCHED = {
     "deepspeed_chat",
     "dpo",
+    "kto",
     "lm_human_preferences",
     "openrlhf_ppo",
     "reward_model",
