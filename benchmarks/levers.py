@@ -32,6 +32,7 @@ from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.output import PackedOutput
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.sampling import trunk
+from realign.engines.sampling.compiled_library import CompiledDecode
 
 BUDGET = 8192
 
@@ -74,6 +75,7 @@ def _loop_optimizer() -> Any:
 
 LEVERS = {
     "fused_rollout": Lever("decode layers in fused operators", "rollout", engine={"fused_rollout": False}),
+    "compiled_decode": Lever("compiled decode steps", "rollout", engine={"compiled_decode": CompiledDecode.off}),
     "one_core": Lever(
         "one core for small products", "rollout", patches=partial(patch.object, trunk, "SMALL_PRODUCT", 0)
     ),

@@ -39,6 +39,7 @@ from realign.engines.network.trains import All, Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.precision import DType, enable_tf32, products_dtype, use_deterministic_algorithms
 from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
+from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
@@ -115,6 +116,10 @@ class TransformersModel(Settings, ModelSpec):
             raise SettingsError(
                 f"sampler={type(self.sampler).__name__}: a model with head={self.head} cannot sample. Remove sampler."
             )
+
+        if self._sampling.compiled_decode is CompiledDecode.on and (self.load_in_4bit or not self.fused_rollout):
+            key = "load_in_4bit=true" if self.load_in_4bit else "fused_rollout=false"
+            raise SettingsError(f"{key}: incompatible with sampler.compiled_decode=on. Set compiled_decode=auto.")
 
     def facts(self) -> ModelFacts:
         """See `ModelSpec.facts`."""
@@ -319,6 +324,7 @@ class TransformersModel(Settings, ModelSpec):
             vocabulary=vocabulary,
             shared_prompts=self.shared_prompts,
             fused_rollout=self.fused_rollout and not self.load_in_4bit,
+            compiled_decode=self._sampling.compiled_decode,
             parallel_passes=self.parallel_passes,
             max_slots=self._sampling.max_slots,
             cache_fraction=self._sampling.cache_fraction,

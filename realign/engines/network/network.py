@@ -25,6 +25,7 @@ from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import Trained
 from realign.engines.network.unpacked import UnpackedModel, cost
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError, RunError
@@ -58,6 +59,7 @@ class Network(nn.Module):
         vocabulary: int | None,
         shared_prompts: SharedPrompts,
         fused_rollout: bool,
+        compiled_decode: CompiledDecode,
         parallel_passes: ParallelPasses,
     ) -> None:
         """Probe the model; see `TransformersEngine` for the arguments.
@@ -83,7 +85,7 @@ class Network(nn.Module):
         # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
         alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
         self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
-        self.fusion = Fusion(module) if fused_rollout and isinstance(self.head, LMHead) else None
+        self.fusion = Fusion(module, compiled_decode) if fused_rollout and isinstance(self.head, LMHead) else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
         )

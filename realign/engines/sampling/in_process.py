@@ -8,6 +8,8 @@ from typing import Annotated, ClassVar
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import Capabilities
 from realign.api.sampler_spec import SamplerSpec
+from realign.engines.sampling.compiled_library import CompiledDecode, LibraryError, load_library
+from realign.errors import ConfigError
 from realign.settings import Count, Range
 
 
@@ -22,6 +24,21 @@ class InProcessSampling(SamplerSpec):
     cache_fraction: Annotated[float, Range(gt=0, le=1)] = 0.5
     """Fraction of the free memory of a GPU for the KV cache if `max_slots` is null. It is read when a rollout starts,
     after the weights are loaded. Ignored on a CPU."""
+
+    compiled_decode: CompiledDecode = CompiledDecode.auto
+    """Whether decode steps on a CPU run in a library that the first rollout compiles and caches: auto | on | off. auto
+    uses torch if no C++ compiler is installed; on raises an error then."""
+
+    def check(self, where: str) -> None:
+        """See `SamplerSpec.check`.
+
+        Raises:
+            ConfigError: `compiled_decode=on`, but the library cannot be built.
+        """
+        if self.compiled_decode is not CompiledDecode.on:
+            return
+        if isinstance(library := load_library(), LibraryError):
+            raise ConfigError(f"{where}.compiled_decode=on: {library}. Install a C++ compiler, or set it to auto.")
 
     def capabilities(self) -> Capabilities:
         """See `SamplerSpec.capabilities`."""

@@ -159,7 +159,7 @@ class DecodeContext:
         `states` are those of the recurrent layers, for at least B rows; the step updates them.
         """
         self._states = states or {}
-        self._cache = cache
+        self.cache = cache
         self._positions_B = positions_B
         self._length = cache.reach(longest + 1)
         self._index: dict[int, Tensor] = {}
@@ -179,17 +179,17 @@ class DecodeContext:
         """Attend with q [B, Hq, D] and the new k, v [B, Hk, D] of a layer; return [B, Hq, Dv]."""
         rows, heads = k.shape[:2]
         index = self._write_index(heads)
-        for cache, x in zip(self._cache[layer], (k, v), strict=True):
+        for cache, x in zip(self.cache[layer], (k, v), strict=True):
             cache.view(-1, cache.shape[-1]).index_copy_(0, index, x.reshape(-1, x.shape[-1]))
         queries = q.reshape(rows, heads, -1, q.shape[-1])
         mask = self._mask(args.sliding_window, heads, q.dtype)
-        out = _attend(queries, *self._cache.read(layer, rows, self._length), mask, args)
+        out = _attend(queries, *self.cache.read(layer, rows, self._length), mask, args)
         return out.reshape(rows, q.shape[1], -1)
 
     def _write_index(self, heads: int) -> Tensor:
         """Return the offsets [B * Hk] of the new tokens in a layer's cache viewed as [slots * Hk * length, D]."""
         if heads not in self._index:
-            first = self._cache.rows(heads)[: len(self._positions_B)]
+            first = self.cache.rows(heads)[: len(self._positions_B)]
             self._index[heads] = (first + self._positions_B[:, None]).flatten()
         return self._index[heads]
 

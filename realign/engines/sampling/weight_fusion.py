@@ -7,9 +7,11 @@ known, and if a comparison gave the same hidden states.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -20,9 +22,12 @@ from transformers.activations import SiLUActivation
 from realign.engines.device_memory import free_bytes
 from realign.engines.network.attention import AttentionArgs, PackedContext
 from realign.engines.precision import full_fp32
+from realign.engines.sampling.compiled_library import CompiledDecode, LibraryError, load_library
+from realign.engines.sampling.compiled_trunk import CompiledTrunk, check_supported
 from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk
+from realign.errors import ConfigError
 from realign.functional.head import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
 
@@ -43,18 +48,41 @@ TOLERANCE = 2e-5
 """Maximum fp32 rounding error, relative to the largest hidden state. A wrong layer differs by several percent."""
 
 
+class DecodePath(StrEnum):
+    """Implementation of the decode steps of a rollout. The paths differ by rounding."""
+
+    modules = "modules"
+    """Modules of the transformers model."""
+    fused = "fused"
+    """`FusedTrunk`, with operators of torch."""
+    compiled = "compiled"
+    """`CompiledTrunk`, with the compiled library."""
+
+
 class _Unknown(Exception):
     """The model has a feature that `fused_layers` does not support."""
 
 
 class Fusion:
-    """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison."""
+    """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: the transformers model.
+        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
+    """
+
+    def __init__(self, model: Any, compiled: CompiledDecode = CompiledDecode.auto) -> None:
         self._model = model
         self._args: list[AttentionArgs] | None = None
+        self.compiled = compiled
         self.obstacle: str | None = None
         """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
+        self.decode: DecodePath | None = None
+        """What computed the decode steps of the last rollout; None if no rollout has run."""
+        self.resumed: str | None = None
+        """The `DecodePath` of the checkpoint from which the run resumed, until the first rollout."""
+        self._agrees = False
+        self._logged: str | None = None
 
     @property
     def known(self) -> bool:
@@ -81,14 +109,69 @@ class Fusion:
         try:
             if self._args is None:
                 self._args = _compared(self._model)
-            trunk = _read(self._model, self._args, length, dtype)
+            trunk = self._faster(_read(self._model, self._args, length, dtype))
             self.obstacle = None
             return trunk
         except _Unknown as error:
+            self._decodes_in(DecodePath.modules, str(error))
             if self.obstacle != str(error):
                 logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
             self.obstacle = str(error)
             return ModuleTrunk(self._model)
+
+    def _faster(self, trunk: FusedTrunk) -> Trunk:
+        """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library."""
+        if self.compiled is CompiledDecode.off:
+            self._decodes_in(DecodePath.fused, "compiled_decode=off")
+            return trunk
+        try:
+            compiled = self._compiled_trunk(trunk)
+        except ValueError as error:
+            self._decodes_in(DecodePath.fused, str(error))
+            if self._logged != str(error):
+                logger.info("Decode steps of %s run in torch, since %s", type(self._model).__name__, error)
+            self._logged = str(error)
+            return trunk
+        self._decodes_in(DecodePath.compiled, "a compiled library is available")
+        return compiled
+
+    def _compiled_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
+        """Return the trunk with compiled decode steps.
+
+        Raises:
+            ValueError: the library does not implement the trunk, is not available, or computes something else.
+        """
+        check_supported(trunk)
+        library = load_library()
+        if isinstance(library, LibraryError):
+            raise ValueError(str(library))
+        compiled = CompiledTrunk(trunk, library)
+        if not self._agrees:
+            error = compiled.difference()
+            if not error <= TOLERANCE:
+                raise ValueError(f"hidden states of the compiled library differ by {error:.1e} (relative) from torch")
+            self._agrees = True
+        return compiled
+
+    def _decodes_in(self, path: DecodePath, reason: str) -> None:
+        """Record what computes the decode steps, and warn if it differs from that of the resumed run.
+
+        Raises:
+            ConfigError: the setting requires the library.
+        """
+        if self.compiled is CompiledDecode.on and path is not DecodePath.compiled:
+            raise ConfigError(
+                f"sampler.compiled_decode=on: decode steps cannot be compiled, since {reason}. "
+                "Set compiled_decode=auto."
+            )
+        if self.resumed is not None and self.resumed != path:
+            warnings.warn(
+                f"Decode steps of the checkpoint ran in {self.resumed!r}, and those of this run in {path.value!r}, "
+                f"since {reason}. The run continues. Its samples can differ slightly from those of an uninterrupted "
+                "run.",
+                stacklevel=2,
+            )
+        self.decode, self.resumed = path, None
 
 
 @dataclass(eq=False)

@@ -30,6 +30,7 @@ from realign.engines.network.network import Network, check_finite, write_network
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.slots import CACHE_FRACTION
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
@@ -64,6 +65,7 @@ class TransformersEngine(InferenceEngine):
         vocabulary: int | None = None,
         shared_prompts: SharedPrompts = SharedPrompts.auto,
         fused_rollout: bool = True,
+        compiled_decode: CompiledDecode = CompiledDecode.auto,
         parallel_passes: ParallelPasses = ParallelPasses.auto,
         max_slots: int | None = None,
         cache_fraction: float = CACHE_FRACTION,
@@ -85,6 +87,7 @@ class TransformersEngine(InferenceEngine):
             vocabulary: number of tokens that can be sampled, counted from id 0; None means all tokens.
             shared_prompts: whether to compute the prompt of a group once.
             fused_rollout: run rollouts with fewer operators if the model family supports it.
+            compiled_decode: whether decode steps of such a rollout run in a compiled library.
             parallel_passes: whether to compute micro-batches concurrently on a CPU.
             max_slots: sequences that a rollout decodes concurrently; None uses as many as fit `slots.cache_bytes`.
             cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
@@ -103,6 +106,7 @@ class TransformersEngine(InferenceEngine):
             vocabulary=vocabulary,
             shared_prompts=shared_prompts,
             fused_rollout=fused_rollout,
+            compiled_decode=compiled_decode,
             parallel_passes=parallel_passes,
         )
         super().__init__(name, network, tokenizer, seed=seed, max_slots=max_slots, cache_fraction=cache_fraction)

@@ -234,6 +234,8 @@ OPTIMIZER = record(
     known_only=False,
 )
 
+DECODE = text("modules|fused|compiled", "what computed the decode steps")
+
 ENGINES = {
     "module": TENSORS,
     "value_head": optional(TENSORS),
@@ -253,7 +255,7 @@ def _state(value: Any, path: str) -> None:
 def _engine(value: Any, path: str) -> None:
     _state(value, path)
     if ENGINES.keys() <= value.keys():
-        record(ENGINES, known_only=False)(value, path)
+        record(ENGINES, known_only=False, decode=optional(DECODE))(value, path)
 
 
 RANDOM = record(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
@@ -85,12 +86,18 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
         count[0] += 1
         if count[0] == 30:
             far.set()
+        while count[0] >= 30 and engine.version == 0 and not engine.loop._jobs:  # the update is on its way
+            time.sleep(0.001)
         advance(self)
 
     Stream.advance, before = counting, Stream.advance
     try:
         with ThreadPoolExecutor(4) as pool:
+            engine.pause()
             calls = [pool.submit(engine.generate, prompts([i]), config, seed=1) for i in range(4)]
+            while len(engine.loop._calls) < 4:
+                time.sleep(0.001)
+            engine.resume()
             far.wait()
             engine.update(other_engine(), 1)
             assert engine.version == 1

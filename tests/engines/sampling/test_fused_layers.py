@@ -10,6 +10,7 @@ from realign.engines.network.attention import PackedContext
 from realign.engines.network.heads import read_head
 from realign.engines.sampling import kv_cache
 from realign.engines.sampling import weight_fusion as fusion
+from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.fused_layers import FusedTrunk, RMSNorm, for_few_rows
 from realign.engines.sampling.rollout import generate
 from realign.engines.sampling.trunk import ModuleTrunk
@@ -55,7 +56,7 @@ def test_known_families_sample_the_same(case):
     model = tiny_model(family, **overrides)
     for norm in (m for name, m in model.named_modules() if name.endswith("norm")):  # weights of 1 would hide errors
         torch.nn.init.normal_(norm.weight, mean=1, std=0.3)
-    fused = Fusion(model)
+    fused = Fusion(model, CompiledDecode.off)
     got, want = rollout(model, fused), rollout(model, None)
     assert fused.obstacle is None
     assert len({len(r) for r in responses(want)}) > 3
@@ -66,7 +67,7 @@ def test_known_families_sample_the_same(case):
 @pytest.mark.parametrize("family", [f for f in (*FAMILIES, *OTHERS) if f not in fusion.FAMILIES])
 def test_other_families_run_their_modules(family):
     model = tiny_model(family)
-    fused = Fusion(model)
+    fused = Fusion(model, CompiledDecode.off)
     found, want = rollout(model, fused, max_new_tokens=4), rollout(model, None, max_new_tokens=4)
     assert torch.equal(found["input_ids"], want["input_ids"])
     # not bitwise equal: the layout of the head's weight differs
@@ -78,7 +79,7 @@ def test_a_model_that_computes_something_else_runs_its_modules():
     model = tiny_model("llama")
     mlp = model.model.layers[1].mlp
     mlp.forward = lambda x: 1.01 * type(mlp).forward(mlp, x)
-    fused = Fusion(model)
+    fused = Fusion(model, CompiledDecode.off)
     assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
     assert "hidden states differ by" in fused.obstacle
 
@@ -87,7 +88,7 @@ def test_unknown_parts_run_the_modules():
     obstacles = {}
 
     def by_passed(what, model):
-        fused = Fusion(model)
+        fused = Fusion(model, CompiledDecode.off)
         assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
         obstacles[what] = fused.obstacle
 
@@ -114,7 +115,7 @@ def test_unknown_parts_run_the_modules():
 
 def test_large_models_run_their_modules(monkeypatch):
     model = tiny_model("llama")
-    fused = Fusion(model)
+    fused = Fusion(model, CompiledDecode.off)
     assert isinstance(fused.trunk(40, torch.float32), FusedTrunk)
     monkeypatch.setattr(fusion, "CPU_BYTES", 1000)
     assert isinstance(fused.trunk(40, torch.float32), ModuleTrunk)
@@ -156,7 +157,7 @@ def test_low_precision_stays_close_to_the_modules(family):
     args = ids_T, position_ids(cu_seqlens), PackedContext(cu_seqlens)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         want_TH = ModuleTrunk(model)(*args)
-        got_TH = Fusion(model).trunk(20, torch.bfloat16)(*args)
+        got_TH = Fusion(model, CompiledDecode.off).trunk(20, torch.bfloat16)(*args)
     with torch.no_grad():
         exact_TH = ModuleTrunk(model)(*args)
     rounding = (want_TH - exact_TH).abs().mean()
@@ -192,7 +193,7 @@ def test_fewer_operators():
             return func(*args, **kwargs or {})
 
     model = tiny_model("qwen2")
-    fused = Fusion(model)
+    fused = Fusion(model, CompiledDecode.off)
     rollout(model, fused)
     counts = []
     for which in (fused, None):
@@ -208,7 +209,7 @@ def test_cache_memory_is_read_only_where_it_was_written(monkeypatch):
     )
     model = tiny_model("qwen2")
     assert same(rollout(model, None, max_new_tokens=70), rollout(model, None, max_new_tokens=70))
-    assert responses(rollout(model, Fusion(model), max_new_tokens=70, max_slots=None))
+    assert responses(rollout(model, Fusion(model, CompiledDecode.off), max_new_tokens=70, max_slots=None))
 
 
 def test_norm_by_hand():
