@@ -107,7 +107,7 @@ def reference() -> list[Section]:
     The sections of classes have the import path of the class as key, and names of fields as keys of their entries.
     """
     sections = [_section((), {}, None)]
-    sections += [_section((name,), {}, None) for name in ("microbatch", "checkpoint")]
+    sections += [_section((name,), {}, None) for name in ("microbatch", "checkpoint", "records")]
     return sections + [_class_section(cls) for cls in shipped_components()]
 
 
@@ -236,8 +236,14 @@ def _ranged(cls: type) -> dict[str, Any]:
     """Return the annotations of the class of the run that a class of the schema mirrors."""
     from realign.api import MicroBatchSpec
     from realign.runtime import CheckpointSpec, Experiment
+    from realign.runtime.metrics.record_spec import RecordSpec
 
-    mirrored = {"ExperimentConfig": Experiment, "MicroBatchConfig": MicroBatchSpec, "CheckpointConfig": CheckpointSpec}
+    mirrored = {
+        "ExperimentConfig": Experiment,
+        "MicroBatchConfig": MicroBatchSpec,
+        "CheckpointConfig": CheckpointSpec,
+        "RecordsConfig": RecordSpec,
+    }
     return hints_of(mirrored[cls.__name__])
 
 
