@@ -35,7 +35,7 @@ from realign.config.source import (
 )
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 
-COMMANDS = ("train", "check", "graph", "plan", "profile", "chat", "export", "help")
+COMMANDS = ("train", "check", "graph", "plan", "profile", "chat", "export", "report", "view", "compare", "help")
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {"plan": "realign.planning.options.PlanOptions", "profile": "realign.runtime.profiling.ProfileOptions"}
 )
@@ -103,7 +103,7 @@ def completions(line: str) -> list[str]:
     if before[-1:] == ["--shell-completion"]:
         return _starting(word, SCRIPTS)
     command = next((one for one in before if "=" not in one and not one.startswith("-")), None)
-    if command in ("chat", "export"):
+    if command in ("chat", "export", "report", "view", "compare"):
         return []
     key, equals, value = word.partition("=")
     try:

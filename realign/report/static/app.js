@@ -24,7 +24,7 @@
     const name = current();
     const theme = report.remember("theme") || "auto";
     const multiple = store.runs.length > 1;
-    report.clear(header).append(
+    report.put(header, 
       el("div", { class: "brand" }, el("span", { class: "mark", "aria-hidden": "true" }), el("strong", {}, "realign"),
         store.runs.length === 1 && el("span", { class: "title" }, report.visible(store.runs[0].name)),
         store.runs.length === 1 && report.pill(store.runs[0].status.state),
@@ -80,5 +80,5 @@
   store.load().then(() => {
     render(false);
     if (store.live) setTimeout(update, POLL_MS);
-  }).catch((error) => report.clear(main).append(report.empty("The report could not be loaded: " + error.message)));
+  }).catch((error) => report.put(main, report.empty("The report could not be loaded: " + error.message)));
 })();

@@ -43,12 +43,23 @@
     return [xs, columns];
   }
 
+  /* The values of a line at other x; null outside of its range. */
+  function interpolated(xs, x, y) {
+    let j = 0;
+    return xs.map((at) => {
+      if (!x.length || at < x[0] || at > x[x.length - 1]) return null;
+      while (x[j + 1] !== undefined && x[j + 1] <= at) j++;
+      if (x[j] === at || j === x.length - 1) return y[j];
+      return y[j] + (y[j + 1] - y[j]) * (at - x[j]) / (x[j + 1] - x[j]);
+    });
+  }
+
   function axis(size, more) {
     return { stroke: style("--muted"), font: "12px " + style("--sans"), size, gap: 4,
       grid: { stroke: style("--grid"), width: 1 }, ticks: { stroke: style("--grid"), width: 1, size: 4 }, ...more };
   }
 
-  /* lines: [{label, x, y, color, dash, band: [low, high], faint}]. Returns a card with title, legend and chart. */
+  /* lines: [{label, x, y, color, dash, exact (never smoothed), band: [low, high]}]. Returns a card with title, legend and chart. */
   report.chart = ({ title, lines, xLabel, smoothing, height, zoomable, unit, percent }) => {
     const drawn = lines.filter((line) => line.y.some(report.isNumber));
     if (!drawn.length) return null;
@@ -57,16 +68,14 @@
     const values = [];
     drawn.forEach((line, i) => {
       if (line.band) {
-        const [, [low, high]] = joined([{ x: xs, y: xs.map(() => null) }, { x: line.x, y: line.band[0] },
-          { x: line.x, y: line.band[1] }].slice(1));
-        for (const column of [high, low]) {
+        for (const column of [line.band[1], line.band[0]].map((y) => interpolated(xs, line.x, y))) {
           columns.push(column);
           series.push({ stroke: "transparent", width: 0, points: { show: false }, spanGaps: true });
         }
         bands.push({ series: [series.length - 2, series.length - 1], fill: line.color + "2b" });
       }
-      const sparse = raw[i].filter(report.isNumber).length <= 40;
-      const smoothed = sparse || line.dash ? raw[i] : report.smooth(raw[i], smoothing || 0);
+      const count = raw[i].filter(report.isNumber).length, sparse = count <= 25;
+      const smoothed = count <= 8 || line.exact ? raw[i] : report.smooth(raw[i], smoothing || 0);
       if (smoothed !== raw[i]) {
         columns.push(raw[i]);
         series.push({ stroke: line.color + "40", width: 1, points: { show: false }, spanGaps: true });
@@ -104,7 +113,7 @@
           points: { size: 6 } },
         scales: { x: { time: false, ...(range ? { min: range[0], max: range[1] } : {}) },
           y: percent ? { range: (u, low, high) => [Math.min(0, low), Math.max(1, high)] } : {} },
-        axes: [axis(28, { space: 60, values: (u, splits) => splits.map((x) => tick(x)) }),
+        axes: [axis(28, { space: 60, incrs: wholeIncrements(xs), values: (u, splits) => splits.map((x) => tick(x)) }),
           axis(52, { values: (u, splits) => splits.map((x) => tick(x)) })],
         hooks: { setCursor: [show], setSelect: [(u) => {
           if (u.select.width < 8) return;
@@ -122,6 +131,12 @@
     return card;
   };
 
+  /* Steps and tokens are whole numbers; minutes are not. */
+  function wholeIncrements(xs) {
+    if (!xs.every(Number.isInteger)) return undefined;
+    return Array.from({ length: 9 }, (_, i) => [1, 2, 5].map((x) => x * 10 ** i)).flat();
+  }
+
   function near(column, i) {
     for (let j = i; j >= 0; j--) if (report.isNumber(column[j])) return column[j];
     return null;
@@ -130,6 +145,7 @@
   function tick(x) {
     if (x === null) return "";
     const size = Math.abs(x);
+    if (size !== 0 && size < 1e-3) return x.toExponential(size < 1e-3 && Number(x.toPrecision(1)) === x ? 0 : 1).replace(/^-/, "−");
     if (size >= 1e6) return Number((x / 1e6).toPrecision(3)) + "M";
     if (size >= 1e4) return Number((x / 1e3).toPrecision(3)) + "k";
     return String(Number(x.toPrecision(4))).replace(/^-/, "−");
@@ -164,7 +180,7 @@
     const w = width || 120, h = height || 28;
     const path = points.map((y, i) => (i ? "L" : "M") + (2 + (w - 4) * i / (points.length - 1)).toFixed(1) + " " +
       (h - 3 - (h - 6) * (y - low) / span).toFixed(1)).join("");
-    return report.svg("svg", { class: "spark", viewBox: `0 0 ${w} ${h}`, width: w, height: h, "aria-hidden": "true" },
-      report.svg("path", { d: path, fill: "none", stroke: color, "stroke-width": 1.8, "stroke-linejoin": "round" }));
+    return report.svg("svg", { class: "spark", viewBox: `0 0 ${w} ${h}`, width: w, height: h, preserveAspectRatio: "none", "aria-hidden": "true" },
+      report.svg("path", { d: path, fill: "none", stroke: color, "stroke-width": 1.8, "stroke-linejoin": "round", "vector-effect": "non-scaling-stroke" }));
   };
 })();

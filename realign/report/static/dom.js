@@ -29,6 +29,8 @@ window.report = {};
   report.el = (tag, props, ...children) => fill(document.createElement(tag), props, children);
   report.svg = (tag, props, ...children) => fill(document.createElementNS(SVG, tag), props, children);
   report.clear = (node) => { node.replaceChildren(); return node; };
+  /* Replace the children of a node. */
+  report.put = (node, ...children) => append(report.clear(node), children);
 
   /* Return the nodes of a text, with control and bidirectional characters as visible codes. */
   report.visible = (text) => {

@@ -14,6 +14,13 @@
     return found;
   }
 
+  /* A label on the upper right corner of a box. */
+  function badge(right, top, text, stroke) {
+    const width = text.length * 6.4 + 12;
+    return [report.svg("rect", { class: "badge", x: right - width + 8, y: top - 10, width, height: 18, rx: 9, stroke, "stroke-width": 1 }),
+      report.svg("text", { class: "took", x: right - width / 2 + 8, y: top + 3, "font-size": 11, "text-anchor": "middle" }, text)];
+  }
+
   /* seconds: mean seconds per step of each call, by name. */
   report.graph = (text, seconds, total) => {
     if (!text) return null;
@@ -29,16 +36,15 @@
       if (!rect || !(name in seconds)) continue;
       const [x, y, w, h] = ["x", "y", "width", "height"].map((key) => Number(rect.getAttribute(key)));
       const share = total ? seconds[name] / total : 0;
-      box.classList.add("call");
+      if (report.isDark()) { rect.setAttribute("fill", rect.getAttribute("stroke")); rect.setAttribute("fill-opacity", "0.24"); }
       box.append(
-        report.svg("rect", { class: "share", x: x + 6, y: y + h - 7, width: Math.max(1, (w - 12) * Math.min(1, share)),
+        report.svg("rect", { class: "share", x: x + 6, y: y + h - 5, width: Math.max(1, (w - 12) * Math.min(1, share)),
           height: 3, rx: 1.5, fill: rect.getAttribute("stroke") }),
-        report.svg("text", { class: "took", x: x + w + 7, y: y + 14, "font-size": 11.5, "text-anchor": "start" },
-          report.duration(seconds[name])));
+        ...badge(x + w, y, report.duration(seconds[name]), rect.getAttribute("stroke")));
     }
     const box = parsed.getAttribute("viewBox").split(" ").map(Number);
-    root.setAttribute("viewBox", `0 0 ${box[2] + 60} ${box[3]}`);
-    root.setAttribute("width", box[2] + 60);
+    root.setAttribute("viewBox", `0 0 ${box[2]} ${box[3]}`);
+    root.setAttribute("width", box[2]);
     return report.el("div", { class: "graph scroll", tabindex: "0", role: "region", "aria-label": "dataflow graph" }, root);
   };
 })();

@@ -2,13 +2,13 @@
 /* Page "Curves": all metrics, smoothed, over steps or minutes, for one run, several runs or bands over seeds. */
 (() => {
   const { el } = report;
-  const state = { smoothing: 0.6, x: "step", filter: "", bands: true };
-  const UNITS = [[/_s$/, "seconds"], [/tokens_per_s/, "tokens/s"], [/response_tokens|rollout_tokens/, "tokens"], [/entropy|kl|logprob/, "nats"],
+  const state = { smoothing: 0.6, x: "step", filter: "", bands: true, more: false };
+  const UNITS = [[/tokens_per_s/, "tokens/s"], [/_s$/, "seconds"], [/response_tokens|rollout_tokens/, "tokens"], [/entropy|kl|logprob/, "nats"],
     [/fraction|clip_/, "fraction"]];
 
   report.pages.curves = { title: "Curves", render: () => {
     const grid = el("div", { class: "charts" });
-    const draw = () => { report.resetCharts(); report.clear(grid).append(...content()); report.drawAll(grid); };
+    const draw = () => { report.resetCharts(); report.put(grid, ...content()); report.drawAll(grid); };
     const seeds = seedGroups(report.shownRuns()).some((group) => group.length > 1);
     const zoom = el("button", { type: "button", onclick: () => report.zoom(null) }, "Reset zoom");
     const onzoom = () => zoom.toggleAttribute("disabled", !report.zoomRange());
@@ -22,11 +22,15 @@
         ["step", "minutes"].map((name) => el("option", { value: name, selected: state.x === name }, name)))),
       el("label", {}, "Filter ", el("input", { type: "search", value: state.filter, placeholder: "kl, reward, time …", oninput: (event) => { state.filter = event.target.value; draw(); } })),
       seeds && el("label", { class: "check" }, el("input", { type: "checkbox", checked: state.bands, onchange: (event) => { state.bands = event.target.checked; draw(); } }), " Band over seeds"),
+      el("button", { type: "button", "aria-pressed": String(state.more), onclick: (event) => {
+        state.more = !state.more; event.target.setAttribute("aria-pressed", String(state.more)); event.target.textContent = moreText(); draw(); } }, moreText()),
       zoom);
     const root = el("div", {}, bar, el("p", { class: "about screen" }, "Drag over a chart to zoom all charts; double-click to reset. Faint lines are unsmoothed."), grid);
     root.ready = draw;
     return root;
   } };
+
+  function moreText() { return state.more ? "Main metrics only" : "Show all metrics"; }
 
   /* Runs whose settings differ only in the seed and in names. */
   function seedGroups(runs) {
@@ -41,17 +45,17 @@
 
   function xs(run) { return state.x === "step" ? run.metrics.step : run.metrics.seconds.map((s) => (s === null ? null : s / 60)); }
 
-  function line(run, name, label, color, dash) {
+  function line(run, name, label, color, dash, exact) {
     const y = run.metrics.values[name];
     if (!y) return null;
     const x = xs(run), kept = x.map((value, i) => i).filter((i) => x[i] !== null);
-    return { label, color, dash, x: kept.map((i) => x[i]), y: kept.map((i) => y[i]) };
+    return { label, color, dash, exact, x: kept.map((i) => x[i]), y: kept.map((i) => y[i]) };
   }
 
-  function banded(group, name, label, color, dash) {
+  function banded(group, name, label, color, dash, exact) {
     const found = group.map((run) => line(run, name, "", color, dash)).filter(Boolean);
     if (!found.length) return null;
-    const weight = dash ? 0 : state.smoothing;
+    const weight = exact ? 0 : state.smoothing;
     const by = new Map();
     for (const one of found) {
       const y = report.smooth(one.y, weight);
@@ -59,8 +63,8 @@
     }
     const x = [...by.keys()].filter((key) => by.get(key).length === found.length).sort((a, b) => a - b);
     const all = x.map((key) => by.get(key));
-    return { label: label + " (mean of " + found.length + " seeds)", color, dash, x, y: all.map((v) => v.reduce((a, b) => a + b) / v.length),
-      band: [all.map((v) => Math.min(...v)), all.map((v) => Math.max(...v))], smoothed: true };
+    return { label: label + ", mean of " + found.length + " seeds", color, dash, x, y: all.map((v) => v.reduce((a, b) => a + b) / v.length),
+      band: [all.map((v) => Math.min(...v)), all.map((v) => Math.max(...v))], exact: true };
   }
 
   function panels(runs) {
@@ -88,30 +92,33 @@
   }
 
   function chartOf(panel, runs) {
-    const names = Object.keys(panel.metrics), single = runs.length === 1;
+    const names = Object.keys(panel.metrics), training = names.filter((n) => !n.startsWith("eval/")), single = runs.length === 1;
     const lines = [];
     const groups = state.bands ? seedGroups(runs) : runs.map((run) => [run]);
     names.forEach((name, j) => {
-      const dash = name.startsWith("eval/") ? [5, 4] : undefined;
+      const held = name.startsWith("eval/"), place = training.indexOf(name);
+      const dash = held ? [5, 4] : !single && place > 0 ? [1.5, 3] : undefined;
+      const about = held ? " · " + panel.metrics[name] : training.length > 1 ? " · " + panel.metrics[name] : "";
       groups.forEach((group) => {
-        const label = single ? panel.metrics[name] : group[0].key + (names.length > 1 ? " · " + panel.metrics[name] : "");
+        const label = single ? panel.metrics[name] : group[0].key + about;
         const color = single ? report.palette(j) : report.colorOf(group[0]);
-        lines.push(group.length > 1 ? banded(group, name, label, color, dash) : line(group[0], name, label, color, dash));
+        lines.push(group.length > 1 ? banded(group, name, label, color, dash, held) : line(group[0], name, label, color, dash, held));
       });
     });
     const unit = (UNITS.find(([pattern]) => pattern.test(names[0])) || [])[1];
     const constant = lines.filter(Boolean).every((one) => { const v = one.y.filter(report.isNumber); return v.every((x) => x === v[0]); });
     if (panel.other && constant) return null;
     const all = lines.filter(Boolean);
-    return report.chart({ title: panel.title, unit: panel.title.includes(unit) || panel.title.includes("(") ? null : unit, lines: all, xLabel: state.x === "step" ? "step" : "min",
-      smoothing: all.some((one) => one.smoothed) ? 0 : state.smoothing, zoomable: true });
+    return report.chart({ title: panel.title, unit: panel.title.includes(unit || "(") || panel.title.includes("(") ? null : unit, lines: all, xLabel: state.x === "step" ? "step" : "min",
+      smoothing: state.smoothing, zoomable: true });
   }
 
   function content() {
     const runs = report.shownRuns(), text = state.filter.toLowerCase();
     const wanted = panels(runs).filter((panel) => !text || (panel.title + Object.keys(panel.metrics).join(" ")).toLowerCase().includes(text));
-    const parts = [["", wanted.filter((p) => !p.other)], ["Other metrics", wanted.filter((p) => p.other && !/^(time\/|step_s)/.test(p.title))],
+    const all = [["", wanted.filter((p) => !p.other)], ["Other metrics", wanted.filter((p) => p.other && !/^(time\/|step_s)/.test(p.title))],
       ["Time", wanted.filter((p) => p.other && /^(time\/|step_s)/.test(p.title))]];
+    const parts = state.more || text ? all : all.slice(0, all[0][1].length ? 1 : 3);
     const found = parts.flatMap(([title, some]) => {
       const cards = some.map((panel) => chartOf(panel, runs)).filter(Boolean);
       return cards.length ? [title && el("h2", { class: "wide" }, title), ...cards].filter(Boolean) : [];

@@ -7,9 +7,9 @@
     const runs = report.shownRuns(), run = report.focused();
     return el("div", {},
       runs.length > 1 ? runs.map(summaryLine) : kpis(run),
-      headlines(runs),
+      runs.length > 1 ? null : headlines(run),
       warnings(runs),
-      runs.length > 1 ? differences(runs) : null,
+      runs.length > 1 ? differences(runs, 12) : null,
       facts(run, runs.length > 1),
       settings(run));
   } };
@@ -54,22 +54,19 @@
       name && report.sparkline(run.metrics.values[name], report.colorOf(run), 140, 28));
   }
 
-  function headlines(runs) {
-    const names = [...new Set(runs.flatMap(report.headline))].slice(0, 14);
-    const rows = names.flatMap((name) => runs.map((run, i) => {
+  function headlines(run) {
+    const names = report.headline(run).slice(0, 14);
+    const rows = names.map((name) => {
       const course = report.course(run, name);
       if (!course) return null;
       return el("tr", {}, el("th", { scope: "row" }, name),
-        runs.length > 1 && el("td", {}, dot(run), report.visible(run.key)),
         el("td", { class: "number" }, report.number(course.first[1])),
         el("td", { class: "number" }, course.best ? [report.number(course.best[1]), el("small", {}, " step ", report.number(course.best[0]))] : "–"),
         el("td", { class: "number" }, el("b", {}, report.number(course.last[1]))),
         el("td", { class: "trend" }, report.sparkline(report.smooth(run.metrics.values[name], 0.6), report.colorOf(run))));
-    }));
-    const head = ["metric", ...(runs.length > 1 ? ["run"] : []), "first", "best", "last", ""];
-    const table = report.table(head, rows, { label: "headline metrics" });
-    if (runs.length > 1) table.querySelectorAll("thead th")[1].className = "";
-    return report.section("Headline metrics", "Best values are stated where larger or smaller is known to be better.", table);
+    });
+    return report.section("Headline metrics", "Best values are stated where larger or smaller is known to be better.",
+      report.table(["metric", "first", "best", "last", ""], rows, { label: "headline metrics" }));
   }
 
   function warnings(runs) {
@@ -119,7 +116,7 @@
     const all = Object.entries(run.config);
     if (!all.length) return null;
     const body = el("tbody", {});
-    const show = (text) => report.clear(body).append(...all.filter(([key, value]) => (key + "=" + value).toLowerCase().includes(text.toLowerCase()))
+    const show = (text) => report.put(body, ...all.filter(([key, value]) => (key + "=" + value).toLowerCase().includes(text.toLowerCase()))
       .map(([key, value]) => el("tr", {}, el("th", { scope: "row" }, report.visible(key)), el("td", {}, el("code", {}, report.visible(value === null ? "null" : value))))));
     show("");
     return report.section("Settings", report.plural(all.length, "value") + " of the composed config, with all defaults.",
@@ -134,13 +131,18 @@
     return keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1);
   };
 
-  function differences(runs) {
-    const keys = report.differing(runs);
+  function differences(runs, most) {
+    const keys = report.differing(runs), everywhere = keys.filter((key) => runs.every((run) => key in run.config));
+    const others = keys.filter((key) => !everywhere.includes(key));
     if (!keys.length) return report.section("Different settings", null, report.empty("All settings are equal."));
-    return report.section("Different settings", null, report.table(["key", ...runs.map((run) => [dot(run), report.visible(run.key)])],
-      keys.map((key) => el("tr", {}, el("th", { scope: "row" }, key), runs.map((run) => el("td", {}, el("code", {},
+    const table = (some) => report.table(["key", ...runs.map((run) => [dot(run), report.visible(run.key)])],
+      some.map((key) => el("tr", {}, el("th", { scope: "row" }, report.visible(key)), runs.map((run) => el("td", {}, el("code", {},
         report.visible(run.config[key] === undefined ? "–" : run.config[key] === null ? "null" : run.config[key])))))),
-      { left: true, label: "different settings" }));
+      { left: true, label: "different settings" });
+    const more = keys.length - Math.min(everywhere.length, most || Infinity);
+    return report.section("Different settings", null, everywhere.length ? table(everywhere.slice(0, most)) : null,
+      most && more ? el("p", { class: "about" }, el("a", { href: report.link("compare") }, report.plural(more, "more difference"))) : null,
+      !most && others.length ? el("details", { class: "settings" }, el("summary", {}, report.plural(others.length, "key"), " of components that only some runs have"), table(others)) : null);
   }
   report.differences = differences;
 })();

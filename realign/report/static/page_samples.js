@@ -7,7 +7,7 @@
   report.pages.samples = { title: "Samples", render: () => {
     const run = report.focused();
     const body = el("div", {});
-    const draw = () => report.clear(body).append(state.view === "training" ? training(run, draw) : compared(run));
+    const draw = () => report.put(body, state.view === "training" ? training(run, draw) : compared(run));
     const has = { training: run.samples.length > 0, held: run.eval_samples.length > 0 };
     if (!has.training && !has.held) {
       return report.empty("No samples recorded. Runs that sample responses write sample_prompts prompts per step, and the responses of evaluations.");
@@ -66,7 +66,8 @@
       if (state.show === "equal") groups = groups.filter((g) => stats(g).std === 0);
       if (state.show === "missing") groups = groups.filter((g) => g.responses.some((r) => r.reward === null));
       const shown = groups.slice(0, 40);
-      report.clear(list).append(...shown.map((g) => card(run, g)), groups.length > shown.length ? report.empty("and " + (groups.length - shown.length) + " more groups") :
+      list.className = shown.every((g) => g.responses.length === 1) ? "singles" : "";
+      report.put(list, ...shown.map((g) => card(run, g)), groups.length > shown.length ? report.empty("and " + (groups.length - shown.length) + " more groups") :
         groups.length ? "" : report.empty("No group matches."));
     };
     const bar = el("div", { class: "toolbar" },
@@ -121,7 +122,7 @@
       r && el("span", { class: "reward" }, report.isNumber(r.reward) ? ["reward ", el("b", {}, report.number(r.reward))] : "no reward")),
       el("pre", {}, r ? report.visible(r.response) : el("span", { class: "muted" }, "not recorded")));
     const body = el("div", {});
-    const show = (text) => report.clear(body).append(...rows.filter((r) => (r.prompt + r.response).toLowerCase().includes(text.toLowerCase())).map((r) =>
+    const show = (text) => report.put(body, ...rows.filter((r) => (r.prompt + r.response).toLowerCase().includes(text.toLowerCase())).map((r) =>
       el("article", { class: "card group" }, el("header", {}, el("h3", {}, "Prompt ", el("code", {}, report.visible(String(r.id)))),
         r.evaluation && el("span", { class: "muted" }, report.visible(r.evaluation))),
       el("pre", { class: "prompt" }, report.visible(r.prompt)),

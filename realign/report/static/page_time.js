@@ -13,7 +13,7 @@
       breakdown(run, calls),
       timeline(run),
       el("div", { class: "charts" },
-        report.chart({ title: "Seconds per step by call", zoomable: true, smoothing: 0.8, unit: "seconds", lines: [["step_s", "whole step"], ...calls.map((c) => [c.key, c.name])].map(([key, label], i) =>
+        report.chart({ title: "Seconds per step by call", zoomable: true, smoothing: 0.8, unit: "seconds", lines: [["step_s", "whole step"], ...calls.slice(0, 7).map((c) => [c.key, c.name])].map(([key, label], i) =>
           ({ label, color: report.palette(i), x: run.metrics.step, y: run.metrics.values[key] || [] })) }),
         report.chart({ title: "Throughput", zoomable: true, smoothing: 0.8, unit: "tokens/s", lines: [["rollout_tokens_per_s", "sampling"], ["train_tokens_per_s", "training"]].map(([key, label], i) =>
           ({ label, color: report.palette(i), x: run.metrics.step, y: run.metrics.values[key] || [] })) }),
@@ -51,7 +51,7 @@
     if (!steps.length) return null;
     if (!steps.includes(state.step)) state.step = steps[Math.min(steps.length - 1, Math.floor(steps.length / 2))];
     const body = el("div", {});
-    const show = () => report.clear(body).append(gantt(run.spans.filter((s) => s.step === state.step)));
+    const show = () => report.put(body, gantt(run.spans.filter((s) => s.step === state.step)));
     show();
     return report.section("Timeline of a step", "Each row is a thread. Calls that sample ahead of training start before the step.",
       el("div", { class: "toolbar" }, el("label", {}, "Step ", el("select", { onchange: (event) => { state.step = Number(event.target.value); show(); } },
@@ -71,7 +71,7 @@
     for (let i = 0; i <= 5; i++) {
       const at = left + scale * i / 5;
       chart.append(report.svg("line", { x1: at, x2: at, y1: 4, y2: height - 22, class: "gridline" }),
-        report.svg("text", { x: at, y: height - 6, class: "label", "text-anchor": i === 5 ? "end" : "middle" }, report.duration(width * i / 5)));
+        report.svg("text", { x: at, y: height - 6, class: "label", "text-anchor": i === 5 ? "end" : "middle" }, i ? report.duration(width * i / 5) : "0"));
     }
     lanes.slice(0, MOST_ROWS).forEach((lane, i) => {
       chart.append(report.svg("text", { x: 0, y: 20 + i * row, class: "label" }, lane.name));

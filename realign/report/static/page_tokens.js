@@ -23,7 +23,7 @@
     const run = report.focused();
     if (!run.tokens.length) return report.empty("No tokens recorded. Set records.token_prompts to at least 1 and records.every_steps to the interval in steps.");
     const body = el("div", {});
-    const draw = () => { report.resetCharts(); report.clear(body).append(view(run, draw)); report.drawAll(body); };
+    const draw = () => { report.resetCharts(); report.put(body, view(run, draw)); report.drawAll(body); };
     const root = el("div", {}, body);
     root.ready = draw;
     return root;
@@ -36,21 +36,25 @@
     if (!steps.includes(state.step)) state.step = steps[steps.length - 1];
     const records = run.tokens.filter((t) => t.step === state.step);
     const record = records[Math.min(state.record, records.length - 1)];
-    const available = COLUMNS.filter(([name]) => has(record, name));
+    const available = COLUMNS.filter(([name]) => records.some((one) => has(one, name)));
     if (!available.some(([name]) => name === state.by)) state.by = available[0][0];
     const column = available.find(([name]) => name === state.by);
-    const scale = scaleOf(record, column);
+    const scale = scaleOf(records, column);
     const detail = el("dl", { class: "detail card", "aria-live": "polite" });
     const bar = el("div", { class: "toolbar" },
       el("label", {}, "Step ", el("select", { onchange: (event) => { state.step = Number(event.target.value); state.record = 0; redraw(); } },
         steps.map((step) => el("option", { value: step, selected: step === state.step }, step)))),
-      el("label", {}, "Response ", el("select", { onchange: (event) => { state.record = Number(event.target.value); redraw(); } },
-        records.map((r, i) => el("option", { value: i, selected: r === record }, "prompt " + r.id + ", response " + (r.response + 1) + (report.isNumber(r.reward) ? ", reward " + report.number(r.reward) : ""))))),
       el("label", {}, "Color ", el("select", { id: "color-by", onchange: (event) => { state.by = event.target.value; redraw(); } },
         available.map(([name, label]) => el("option", { value: name, selected: name === state.by }, label)))));
-    const tokens = tokenList(record, column, scale, detail, available);
-    const line = report.chart({ title: column[1] + " by token", xLabel: "token", height: 150, lines: [{ label: column[1], color: report.palette(0),
-      x: record.tokens.map((_, i) => record.start + i), y: record[state.by] }] });
+    const tokens = records.map((one) => el("section", { class: "response-tokens" },
+      el("h3", {}, el("span", {}, "Prompt ", el("code", {}, report.visible(String(one.id))), ", response ", one.response + 1),
+        report.isNumber(one.reward) && el("span", {}, "reward ", el("b", {}, report.number(one.reward)))),
+      tokenList(one, column, scale, detail, available, one === record)));
+    const line = report.chart({ title: column[1] + " by token", xLabel: "token", height: 170, lines: records.filter((one) => has(one, state.by)).map((one, i) => {
+      const first = Math.max(0, (one.given || []).lastIndexOf(1) + 1 - 3);
+      return { label: (new Set(records.map((r) => r.id)).size > 1 ? one.id + ", " : "") + "response " + (one.response + 1), color: report.palette(i),
+        exact: true, x: one.tokens.map((_, j) => one.start + j).slice(first), y: one[state.by].slice(first) };
+    }) });
     return el("div", {}, bar,
       el("div", { class: "tokenview" },
         el("div", {},
@@ -58,15 +62,14 @@
             el("header", { class: "row" }, el("p", { class: "about" }, column[1], ": ", column[3], "."), legend(scale)),
             tokens,
             el("p", { class: "about small" }, "Underlined: prompt. Dotted: not in the loss. ",
-              record.start > 0 ? record.start + " earlier tokens of the prompt are not recorded. " : "",
-              record.start + record.tokens.length < record.length ? (record.length - record.start - record.tokens.length) + " later tokens are not recorded. " : "",
+              records.some((one) => one.start > 0 || one.start + one.tokens.length < one.length) ? "Very long sequences are recorded in part. " : "",
               el("span", { class: "screen" }, "Hover a token, or focus the text and use the arrow keys."))),
           state.by === "mask" ? null : line),
         detail));
   }
 
-  function scaleOf(record, [name, , kind]) {
-    const found = record[name].filter(report.isNumber);
+  function scaleOf(records, [name, , kind]) {
+    const found = records.flatMap((record) => (record[name] || []).filter(report.isNumber));
     const low = Math.min(...found), high = Math.max(...found);
     if (kind === "class") {
       const classes = [...new Set(found)].sort((a, b) => a - b);
@@ -94,26 +97,26 @@
       el("i", { class: "ramp", style: { background: "linear-gradient(to right, " + stops.join(", ") + ")" } }), report.number(scale.high));
   }
 
-  function tokenList(record, [name], scale, detail, available) {
-    const tip = el("div", { class: "tip", role: "tooltip", id: "tip", hidden: true });
+  function tokenList(record, [name], scale, detail, available, first) {
+    const tip = el("div", { class: "tip", role: "tooltip", hidden: true }), prefix = "token-" + record.id + "-" + record.response + "-";
     const given = record.given || record.tokens.map(() => 0);
     const box = el("div", { class: "tokens", tabindex: "0", role: "listbox", "aria-label": "tokens of the response; use the arrow keys" });
     let current = given.findIndex((x) => !x);
     if (current < 0) current = 0;
     const nodes = record.tokens.map((token, i) => {
-      const value = record[name][i];
+      const value = (record[name] || [])[i];
       const kinds = ["token", given[i] ? "given" : "", record.mask && !record.mask[i] && !given[i] ? "masked" : ""];
-      return el("span", { class: kinds.join(" ").trim(), role: "option", id: "token-" + i, "data-i": i, "aria-label": spoken(record, i, available),
+      return el("span", { class: kinds.join(" ").trim(), role: "option", id: prefix + i, "data-i": i, "aria-label": spoken(record, i, available),
         style: report.isNumber(value) ? { background: scale.color(value) } : {} }, shown(record.text[i]));
     });
     const show = (i, hover) => {
       nodes[current].removeAttribute("aria-selected");
       current = i;
       nodes[i].setAttribute("aria-selected", "true");
-      box.setAttribute("aria-activedescendant", "token-" + i);
-      report.clear(detail).append(...entries(record, i, available));
+      box.setAttribute("aria-activedescendant", prefix + i);
+      report.put(detail, ...entries(record, i, available));
       if (!hover) { tip.hidden = true; return; }
-      report.clear(tip).append(el("dl", {}, entries(record, i, available)));
+      report.put(tip, el("dl", {}, entries(record, i, available)));
       tip.hidden = false;
       const at = nodes[i].getBoundingClientRect(), frame = box.getBoundingClientRect();
       tip.style.left = Math.max(0, Math.min(at.left - frame.left, frame.width - tip.offsetWidth)) + "px";
@@ -133,7 +136,8 @@
       show(Math.max(0, Math.min(nodes.length - 1, current + by)), true);
       nodes[current].scrollIntoView({ block: "nearest" });
     });
-    queueMicrotask(() => show(current, false));
+    box.addEventListener("blur", () => nodes[current].removeAttribute("aria-selected"));
+    if (first) queueMicrotask(() => show(current, false));
     return box;
   }
 
@@ -145,13 +149,13 @@
   function entries(record, i, available) {
     const pair = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
     return [pair("Token", el("code", {}, shown(record.text[i]))), pair("Id", record.tokens[i]), pair("Position", record.start + i),
-      ...available.filter(([name]) => name !== "mask").map(([name, label]) => pair(label, exact(record[name][i]))),
+      ...available.filter(([name]) => name !== "mask").map(([name, label]) => pair(label, exact((record[name] || [])[i]))),
       pair("In the loss", record.mask ? (record.mask[i] ? "yes" : "no") : "–")];
   }
 
   /* Values are shown as the file has them. */
   function exact(x) { return x === null || x === undefined ? "–" : String(x); }
   function spoken(record, i, available) {
-    return record.text[i] + ". " + available.map(([name, label]) => label + " " + exact(record[name][i])).join(", ");
+    return record.text[i] + ". " + available.map(([name, label]) => label + " " + exact((record[name] || [])[i])).join(", ");
   }
 })();
