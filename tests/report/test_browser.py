@@ -90,7 +90,7 @@ def test_no_page_is_wider_than_the_window(browser, report, width):
 def test_the_tooltip_of_a_token_shows_the_numbers_in_the_file(watched, report, run_folder):
     page = watched.open(report, "tokens")
     records = [json.loads(line) for line in (run_folder / "tokens.jsonl").read_text().splitlines()]
-    record = [one for one in records if one["step"] == records[-1]["step"]][0]
+    record = next(one for one in records if one["step"] == records[-1]["step"])
     i = record["mask"].index(1)
     page.locator(".tokens").first.locator(".token").nth(i).hover()
     shown = page.locator(".tip:visible").inner_text()

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from realign.api.callback import Callback
+from realign.engines import TransformersModel
+from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import RunError
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime.metrics.record_spec import RecordSpec
@@ -17,6 +19,7 @@ from realign.runtime.metrics.run_info import attempts_in, git_state
 from realign.runtime.metrics.spans import Spans
 from realign.runtime.metrics.system_monitor import SystemMonitor
 from tests.runtime.test_step import experiment
+from tests.tiny import save_tiny
 
 EVERY = RecordSpec(every_steps=1, token_prompts=2, token_responses=2)
 CHECKPOINTS = CheckpointSpec(every_steps=1, keep=9)
@@ -86,7 +89,10 @@ def test_a_failed_run_has_its_warnings_and_its_reason(tmp_path):
 
 
 def test_asynchronous_calls_are_spans_of_their_threads(tmp_path):
-    out = run(experiment(tmp_path, steps=4, rollout=Async(max_staleness=1), records=EVERY)).output_dir
+    models = {"actor": TransformersModel(str(save_tiny(tmp_path / "policy")), optimizer=OptimizerSpec(lr=1e-3))}
+    settings = {"evaluation": None, "checkpoint": None, "rollout": Async(max_staleness=1), "records": EVERY}
+    with pytest.warns(UserWarning, match="max_staleness=1"):
+        out = run(experiment(tmp_path, models=models, **settings)).output_dir
     threads = {one["thread"] for one in lines(out, "spans") if one["name"] == "actor_gen"}
     assert any(name.startswith("rollout") for name in threads)
     assert all(one["start"] <= one["end"] for one in lines(out, "spans"))
