@@ -1,7 +1,7 @@
 """Measure the cost of the detailed records of a run: `python -m benchmarks.record_cost [steps=60] [runs/...]`.
 
-Runs GRPO on the tiny arithmetic model with the records switched on and off in alternating steps of one process, and
-prints the median ratio of their times, the time inside of the recording functions, and the size of the files.
+Runs GRPO on the tiny arithmetic model. The records are on in every second step, and off in the others. Prints the
+ratio of the median times, the time inside of the recording functions, and the size of the files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(overrides: list[str], steps: int) -> str:
     own = median(inside)
     return (
         f"step without records {1e3 * plain:.1f} ms, with records of every step {1e3 * full:.1f} ms "
-        f"(ratio {full / plain:.4f}, with both orders of noise)\n"
+        f"(ratio of medians {full / plain:.3f})\n"
         f"inside of the recording functions {1e3 * own:.2f} ms per recorded step: {100 * own / plain:.3f} % of a step; "
         f"{100 * own / plain / DEFAULT.every_steps:.3f} % with records.every_steps={DEFAULT.every_steps}\n"
         f"size {size / len(inside) / 1e3:.1f} kB per recorded step"

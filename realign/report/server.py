@@ -95,7 +95,9 @@ def serve(root: Path, options: ViewOptions, say: Callable[[str], None]) -> None:
     if not root.is_dir():
         raise ConfigError(f"{str(root)!r}: this folder does not exist. Name a folder with runs, such as runs/.")
     uvicorn, app = _extra("uvicorn"), application(root, options)
-    config = uvicorn.Config(app, host=options.host, port=options.port, log_level="error", access_log=False)
+    config = uvicorn.Config(
+        app, host=options.host, port=options.port, log_level="error", access_log=False, timeout_graceful_shutdown=1
+    )
     try:
         listening = config.bind_socket()
     except SystemExit as error:  # uvicorn exits instead of raising

@@ -196,7 +196,7 @@ def test_the_viewer_shows_new_steps_while_the_run_goes_on(browser, tmp_path):
         context.close()
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(30)
 
 
 def _wait_for(address: str) -> None:
