@@ -21,6 +21,7 @@ from realign.config.aliases import translate
 from realign.config.errors import ConfigError, suggest
 from realign.config.folders import list_algorithms, list_experiments
 from realign.config.shell_words import is_file, prepare
+from realign.version import installed_version
 
 if TYPE_CHECKING:
     from realign.cli.train import Start
@@ -135,9 +136,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
     if args.shell_completion:
         return shell_completion(args.shell_completion)
     if args.version:
-        from importlib.metadata import version
-
-        _say(version("realign"))
+        _say(installed_version())
         return 0
     if args.help:
         keys = [word for word in args.words if word not in (*COMMANDS, *OWN_COMMANDS)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 
 from realign.engines.files.adapters import AdapterFolder
 from realign.engines.files.model_folder import read_object
+from realign.version import installed_version
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SHOWN = ("reward", "loss", "kl", "preference_loss", "rewards/accuracy", "nll")
@@ -40,7 +40,7 @@ def model_card(name: str, source: Path, exported: Path, adapter: AdapterFolder |
         "Steps": _steps(config, run),
         "Role in the run": role if run is not None else None,
         "Earlier stages": ", ".join(f"{_config_of(folder).get('name')}" for folder, _ in stages[:0:-1]),
-        "realign": version("realign"),
+        "realign": installed_version(),
     }
     parts = [
         f"---\n{yaml.safe_dump(_front_matter(exported, base, config), sort_keys=False)}---",

@@ -34,7 +34,7 @@ TASK, RUN, PICTURE = "task", "grpo", "curves.png"
 SHOWN = 6
 """Number of held-out questions whose answers are shown."""
 PANELS = (
-    Panel("reward: share of right answers", {"reward": "training batch, sampled", "eval/reward": "held out, greedy"}),
+    Panel("reward: share of right answers", {"reward": "training batch, sampled", "eval/reward": "held out, sampled"}),
     Panel("response length (tokens)", {"response_tokens": "training batch", "eval/response_tokens": "held out"}),
     Panel("entropy (nats per token)", {"entropy": "training batch"}),
     Panel(
@@ -148,7 +148,7 @@ def report(summary: dict[str, Any]) -> Table:
     table = Table(title=f"{summary['task']}, seed {summary['seed']}")
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("held-out questions answered right", *(f"{summary[f'held_out_{at}']:.0%}" for at in _TIMES))
+    table.add_row("right answers to held-out questions", *(f"{summary[f'held_out_{at}']:.0%}" for at in _TIMES))
     table.add_row("tokens per response", *(f"{summary[f'response_tokens_{at}']:.1f}" for at in _TIMES))
     return table
 

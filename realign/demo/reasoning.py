@@ -42,7 +42,7 @@ class Task(NamedTuple):
         return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
 
 
-def prepare(folder: Path, *, seed: int, held_out: int = 100) -> Task:
+def prepare(folder: Path, *, seed: int, held_out: int = 200) -> Task:
     """Write prompts, demonstrations and preference pairs.
 
     Args:

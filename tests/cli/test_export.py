@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ import realign
 from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
 from realign.engines import Lora, OptimizerSpec, Score, TransformersModel
+from realign.version import installed_version
 from tests.tiny import random_sample, save_tiny, tiny_tokenizer
 
 TEXT = "1 + 2\n= 3"
@@ -133,7 +133,7 @@ def test_the_model_card_tells_base_data_algorithm_metrics_config_and_version(run
     assert "| Algorithm | grpo (GRPOActorInterface) |" in body
     assert "| Data | owner/questions:train |" in body
     assert "| Steps | 20, with 4 prompts each, seed 3 |" in body
-    assert f"| realign | {version('realign')} |" in body
+    assert f"| realign | {installed_version()} |" in body
     assert "| eval/reward | 0.125 (step 0) | 0.75 (step 20) |" in body
     assert "time/x" not in body
     assert "beta: 0.5" in body

@@ -101,7 +101,7 @@ def pick_device(device: str) -> torch.device:
     """Return the torch device of this name; `auto` selects CUDA if it is available.
 
     Raises:
-        ConfigError: the device is unknown to torch, or CUDA is requested but not available.
+        ConfigError: the device is unknown to torch, lacks float64, or is CUDA and not available.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,6 +109,8 @@ def pick_device(device: str) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}: unknown device. Use auto, cpu or cuda.") from error
+    if found.type == "mps":
+        raise ConfigError(f"device={device!r}: MPS has no float64, which statistics and sampling need. Use cpu.")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: torch finds no CUDA device. Use cpu or auto.")
     return found

@@ -16,7 +16,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from realign.runtime.checkpoint.folder import (
     rendered_manifest,
 )
 from realign.runtime.checkpoint.serialize import Packed, Tree, pack, write_tensors
+from realign.version import installed_version
 
 LEFTOVER = re.compile(r"\.(step_[0-9]+)\.\w+")
 
@@ -88,7 +88,7 @@ def _fill(begun: Begun, step: int, packed: Packed) -> None:
         file.write(json.dumps(packed.state, allow_nan=False).encode() + b"\n")
     files[STATE] = file.facts
     with HashedFile(folder / MANIFEST) as file:
-        file.write(rendered_manifest({"format": FORMAT, "realign": version("realign"), "step": step, "files": files}))
+        file.write(rendered_manifest({"format": FORMAT, "realign": installed_version(), "step": step, "files": files}))
     if begun.files:
         sync_folder(folder / PARTS)
     sync_folder(folder)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newe
 from realign.runtime.checkpoint.schema import check_config_tree, check_tree
 from realign.runtime.checkpoint.state import config_of, environment
 from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
+from realign.version import installed_version
 
 FREE = (
     "callbacks",
@@ -92,7 +92,7 @@ def find_start(experiment: Experiment) -> Start | None:
         return None
     checkpoint, state = found
     check_config_tree(state)
-    check_version(str(checkpoint.path), state, config_of(experiment), version("realign"))
+    check_version(str(checkpoint.path), state, config_of(experiment), installed_version())
     check_tree(str(checkpoint.path), checkpoint.step, state)
     new_run = Part.counters in experiment.resume_skip
     own = experiment.owns(checkpoint.path)

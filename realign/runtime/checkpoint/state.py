@@ -26,6 +26,7 @@ from realign.runtime.checks.launch import used_interfaces
 from realign.runtime.counters import Counters
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.step import LocalRuntime
+from realign.version import installed_version
 
 
 def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         frozen: Result of `frozen_weights` before the first step.
     """
     return {
-        "realign": version("realign"),
+        "realign": installed_version(),
         "environment": environment(),
         "config": config_of(runtime.experiment),
         "frozen": {role: found for role, found in frozen.items() if role not in runtime.sync.syncs},

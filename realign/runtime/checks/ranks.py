@@ -22,8 +22,9 @@ from realign.data.dataset import content_hash
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, DataError, RealignError
 from realign.runtime.experiment import Experiment
+from realign.version import installed_version
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "realign")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose version can change results or collectives."""
 LONGEST = 32
 """Number of items from which a list is compared as a whole."""
@@ -34,7 +35,12 @@ def software() -> dict[str, str]:
     """Return the versions of this process that all ranks must share, by name."""
     packages = {name: version(name) for name in PACKAGES}
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"python": python, **packages, "source code of realign": _source_of_realign()}
+    return {
+        "python": python,
+        **packages,
+        "realign": installed_version(),
+        "source code of realign": _source_of_realign(),
+    }
 
 
 def check_same(found: Mapping[str, Mapping[str, str]], error: type[RealignError] = ConfigError) -> None:

@@ -112,3 +112,5 @@ def test_devices():
             pick_device("cuda:1")
     with pytest.raises(ConfigError, match=r"device='gpu': unknown device. Use auto, cpu or cuda."):
         pick_device("gpu")
+    with pytest.raises(ConfigError, match=r"device='mps': MPS has no float64, .* Use cpu\."):
+        pick_device("mps")

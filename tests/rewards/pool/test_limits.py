@@ -6,7 +6,8 @@ import pytest
 
 from realign.errors import SettingsError
 from realign.rewards import FailureKind, RewardPool
-from realign.rewards.pool.limits import Limits, secret_variables, without_secrets
+from realign.rewards.pool.limits import Limits, limit_process, secret_variables, without_secrets
+from realign.rewards.pool.memory_watch import MemoryWatch
 from realign.rewards.unit_tests import passes
 
 CONTAINED = Path(__file__).parent / "contained.py"
@@ -106,3 +107,15 @@ def test_bad_limits_are_named(setting):
 def test_one_name_given_as_text_is_refused():
     with pytest.raises(SettingsError, match="keep_environment='HF_TOKEN': must be a list of names of variables"):
         Limits(keep_environment="HF_TOKEN")
+
+
+@POSIX
+def test_macos_has_no_memory_limit_and_needs_no_proc(monkeypatch):
+    resource = pytest.importorskip("resource")
+    lowered = []
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("resource.setrlimit", lambda kind, values: lowered.append(kind))
+    monkeypatch.setattr("pathlib.Path.read_text", None)
+    limit_process(Limits(memory_mb=64, open_files=32))
+    assert lowered == [resource.RLIMIT_CORE, resource.RLIMIT_NOFILE]
+    assert not MemoryWatch().leaks()

@@ -1,0 +1,313 @@
+"""`ServerPool`: which servers are in use, and which of them gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realign.engines.servers.delivery import Delivery, reason_of
+from realign.engines.servers.protocol import Ask, End, Part, Refused, Unavailable
+from realign.engines.servers.server import Interrupted, Server
+from realign.engines.servers.settings import ServerSettings
+from realign.errors import RealignError, TransientError
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_S = 5.0
+"""Seconds between two checks of a server."""
+_UNHEALTHY = 3
+"""Number of failed checks after which a server is taken out of use."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_DRAIN_S = 3.0
+"""Seconds that the servers may take to return the tokens of their requests when they are stopped."""
+
+
+@dataclass
+class _Group:
+    """The server of the responses to one prompt, which share its prefix cache."""
+
+    server: Server
+    requests: int = 0
+
+
+class ServerPool:
+    """Keeps servers in use: starts them, gives them the weights, watches them, and replaces those that fail.
+
+    All methods are called in one event loop. A server that fails costs its requests only: they start again on another.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: ServerSettings,
+        delivery: Delivery,
+        logs: Path,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Describe the servers; `open` starts them.
+
+        Args:
+            name: the setting of the sampler, for messages.
+            settings: settings of the sampler.
+            delivery: the weights.
+            logs: folder for the output of servers that the run starts.
+            on_error: called once with the error after which no server can be used.
+        """
+        self._name, self._settings, self._delivery, self._on_error = name, settings, delivery, on_error
+        self._protocol = settings.protocol()
+        count = len(settings.urls) or settings.servers
+        self._servers = [Server(settings, i, logs / f"server_{i}.log") for i in range(count)]
+        self._lost: set[Server] = set()  # servers that are not started again
+        self._groups: dict[Any, _Group] = {}
+        self._halted: set[str] = set()  # reasons for not sampling
+        self._go = asyncio.Event()  # set if there are none
+        self._go.set()
+        self._active = 0  # requests that servers are working on
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._changed = asyncio.Condition()  # a server is in use, or none will be
+        self._weights_lock = asyncio.Lock()  # held while servers stop, load weights and continue
+        self._none_since: float | None = time.monotonic()
+        self._patience_s = settings.start_timeout_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._error: BaseException | None = None
+
+    async def open(self) -> None:
+        """Wait until all servers that the run starts work, and at least one of the URLs.
+
+        Raises:
+            TransientError: none works within `start_timeout_s`.
+            ConfigError: a server cannot be started, or rejects the weights.
+        """
+        self._tasks = [asyncio.ensure_future(self._keep(server)) for server in self._servers]
+        self._tasks.append(asyncio.ensure_future(self._watch()))
+        await self._any_up(lambda: all(s.up or s in self._lost or s.optional for s in self._servers))
+        self._patience_s = self._settings.patience_s
+
+    async def close(self) -> None:
+        """End the servers that the run started, and disconnect from the others."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(server.close() for server in self._servers), return_exceptions=True)
+
+    async def part(self, key: Any, ask: Ask) -> tuple[Part, int]:
+        """Send a request until a server has answered it with the current weights, and return their version too.
+
+        Args:
+            key: the prompt. Requests with the same key use the same server.
+            ask: the request.
+
+        Raises:
+            ValueError: the server rejects the request.
+        """
+        while True:
+            await self._go.wait()
+            group = await self._group(key)
+            server = group.server
+            group.requests += 1
+            server.load += 1
+            try:
+                async with server.room:
+                    if not self._go.is_set() or not server.up:
+                        continue
+                    self._count(1)
+                    try:
+                        return await self._ask(server, ask), self._delivery.version
+                    finally:
+                        self._count(-1)
+            except Interrupted:
+                pass  # the request begins again
+            except Unavailable as error:
+                self._fail(server, str(error))
+            except Refused as error:
+                raise ValueError(f"{self._name}: {self._protocol.title} at {server.url}: {error}") from error
+            finally:
+                server.load -= 1
+                group.requests -= 1
+                if not group.requests and self._groups.get(key) is group:
+                    del self._groups[key]
+
+    async def update(self, folder: Path, version: int, probed: list[float]) -> None:
+        """Give all servers other weights. Servers that fail get them later, before they are used again.
+
+        Args: see `Delivery.replace`.
+        """
+        await self.halt("update")
+        try:
+            async with self._weights_lock:
+                self._delivery.replace(folder, version, probed)
+                await self._each_up(self._delivery.send)
+            await self._any_up()
+        except Exception as error:  # no token may be sampled with wrong weights
+            await self._give_up(error)
+            raise
+        await self.proceed("update")
+
+    async def halt(self, reason: str) -> None:
+        """Stop sampling for a reason, and return when no token is being sampled."""
+        self._halted.add(reason)
+        self._go.clear()
+        async with self._weights_lock:
+            await self._each_up(self._delivery.stop)
+            try:
+                await asyncio.wait_for(self._idle.wait(), _DRAIN_S)
+            except TimeoutError:  # requests that reached the server after it was stopped wait until it continues
+                for server in self._servers:
+                    server.interrupt()
+                await self._idle.wait()
+
+    async def proceed(self, reason: str) -> None:
+        """End a reason for not sampling, and continue if there is no other one."""
+        if reason not in self._halted:
+            return
+        async with self._weights_lock:
+            self._halted.discard(reason)
+            if self._halted:
+                return
+            await self._each_up(self._delivery.start)
+            self._go.set()
+
+    async def _each_up(self, call: Callable[[Server], Any]) -> None:
+        """Make a call of each server in use. Those that fail are taken out of use."""
+
+        async def attempt(server: Server) -> None:
+            try:
+                await call(server)
+            except Unavailable as error:
+                self._fail(server, str(error))
+
+        await asyncio.gather(*(attempt(server) for server in self._servers if server.up))
+
+    async def _ask(self, server: Server, ask: Ask) -> Part:
+        """Send one request, and check that the server used the current weights."""
+        part = await server.call(self._protocol.sample(server.http, ask))
+        if part.end is End.aborted and self._go.is_set():
+            raise Unavailable("it aborted a request although it was not stopped")
+        await self._delivery.check(server, part)
+        return part
+
+    def _count(self, change: int) -> None:
+        self._active += change
+        if self._active:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    async def _group(self, key: Any) -> _Group:
+        """Return the server of a prompt: the one of its other responses, or the one with the fewest requests."""
+        group = self._groups.get(key)
+        if group is not None and group.server.up:
+            return group
+        await self._any_up()
+        group = self._groups.get(key)  # another response may have chosen meanwhile
+        if group is None or not group.server.up:
+            ready = [server for server in self._servers if server.up]
+            group = self._groups[key] = _Group(min(ready, key=lambda server: server.load))
+        return group
+
+    async def _any_up(self, further: Callable[[], bool] = lambda: True) -> None:
+        """Wait until a server is in use, and a further condition is true.
+
+        Raises:
+            BaseException: the error after which none will be.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._error is not None or (any(s.up for s in self._servers) and further())
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, server: Server, why: str) -> None:
+        """Take a server out of use until `_keep` has given it the weights again."""
+        if server.up:
+            logger.warning("%s: the server at %s is out of use: %s", self._name, server.url, why)
+        server.fail(why)
+        if not any(s.up for s in self._servers) and self._none_since is None:
+            self._none_since = time.monotonic()
+
+    async def _keep(self, server: Server) -> None:
+        """Watch a server: start it, give it the weights when it answers, and notice when it fails."""
+        try:
+            while True:
+                pause_s = _FIRST_PAUSE_S
+                while not server.up:
+                    await self._recover(server)
+                    if not server.up:
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await self._watch_health(server)
+        except asyncio.CancelledError:
+            raise
+        except TransientError as error:
+            server.failure = str(error)
+            self._lost.add(server)
+            await self._notify()
+            if len(self._lost) == len(self._servers):
+                await self._give_up(error)
+        except BaseException as error:
+            await self._give_up(error)
+
+    async def _recover(self, server: Server) -> None:
+        """Make one attempt to bring a server into use."""
+        server.start(self._delivery.folder)
+        server.connect()
+        try:
+            await asyncio.wait_for(self._protocol.check_health(server.http), _LONGEST_PAUSE_S)
+            async with self._weights_lock:
+                await self._delivery.stop(server)
+                await self._delivery.send(server)
+                if not self._halted:
+                    await self._delivery.start(server)
+                server.use()
+                self._none_since = None
+        except (Unavailable, Refused, TimeoutError) as error:
+            server.fail(reason_of(error))
+        if server.up:
+            logger.info("%s: the server at %s is in use", self._name, server.url)
+        server.tried = True
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _watch_health(self, server: Server) -> None:
+        """Return when a server is out of use."""
+        failed = 0
+        while server.up:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(server.failed.wait(), _HEALTH_S)
+                return
+            try:
+                await asyncio.wait_for(self._protocol.check_health(server.http), _LONGEST_PAUSE_S)
+                failed = 0
+            except (Unavailable, Refused, TimeoutError) as error:
+                failed += 1
+                if server.ended or failed == _UNHEALTHY:
+                    self._fail(server, f"it does not answer: {reason_of(error)}")
+
+    async def _watch(self) -> None:
+        """End the run if no server works for too long."""
+        while True:
+            await asyncio.sleep(_FIRST_PAUSE_S)
+            if self._none_since is not None and time.monotonic() - self._none_since > self._patience_s:
+                reasons = "; ".join(f"{server.url}: {server.failure}" for server in self._servers)
+                await self._give_up(TransientError(f"no server worked for {self._patience_s:g} seconds ({reasons})."))
+                return
+
+    async def _give_up(self, error: BaseException) -> None:
+        """Fail every later call."""
+        if self._error is None:
+            if isinstance(error, RealignError) and not str(error).startswith("models."):
+                error = type(error)(f"{self._name}: {error}")
+            self._error = error
+            self._on_error(error)
+        await self._notify()

@@ -1,0 +1,63 @@
+"""Files about the project: metadata, workflows, the page that PyPI shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import realign
+from realign.version import DISTRIBUTION, UNKNOWN, installed_version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_the_version_is_that_of_the_distribution(monkeypatch):
+    assert realign.__version__ == installed_version()
+    assert PROJECT["project"]["name"] == DISTRIBUTION
+    monkeypatch.setattr("realign.version.DISTRIBUTION", "no-such-distribution")
+    assert installed_version() == UNKNOWN
+
+
+def test_messages_name_the_distribution():
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "realign").rglob("*.py")}
+    assert not [path for path, text in texts.items() if re.search(r"pip install '?realign[\[']", text)]
+    extras = {extra for text in texts.values() for extra in re.findall(r"realign-rl\[([a-z-]+)\]", text)}
+    assert extras
+    assert extras <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_pypi_gets_absolute_links():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    for rule in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        page = re.sub(rule["pattern"], rule["replacement"], page)
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert links
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_use_targets_of_the_makefile(path):
+    text = path.read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["jobs"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = {word for words in re.findall(r"run: make ([a-z -]+)$", text, re.MULTILINE) for word in words.split()}
+    assert used <= targets
+
+
+def test_files_for_tools_are_valid():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))["name"] == "realign"
+    for path in [*(ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"), ROOT / ".pre-commit-config.yaml"]:
+        assert yaml.safe_load(path.read_text(encoding="utf-8")), path
+
+
+def test_the_package_declares_its_types():
+    assert (ROOT / "realign" / "py.typed").read_text(encoding="utf-8") == ""
